@@ -56,7 +56,7 @@ TINY = {
     "vit": {"depth": 2, "image_size": 32, "num_classes": 10},
     "swin": {"embed_dim": 24, "depths": (2, 1, 1, 1), "num_classes": 10},
 }
-"""The same for --tiny."""
+"""Options for --tiny, likewise."""
 WARM_UP = 5
 START_S, MEASURE_S = 100, 90
 """Rough seconds on a GPU: to start and compile a contender, and to run all rounds."""

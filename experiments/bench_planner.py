@@ -6,7 +6,8 @@
 
 - search: seconds of a search in one process, over all pipeline degrees, schedules and numbers of micro-batches.
   ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, for 128 images per device and for a sweep over five batch
-  sizes. Also a model of the shape of ViT-22B (arXiv 2302.05442, table 1) on 256 H100 with 16 images per device.
+  sizes. Also a model of the shape of ViT-22B (arXiv 2302.05442, table 1) on 256 H100 with 16 images per device, and
+  Swin-Huge-48, whose blocks are of several kinds.
 - galvatron: ViT-Huge-32 on 8 GPUs with four memory budgets. Compares the plans that Galvatron's planner of 2022 and
   vitpar found, under the cost model of that planner (with its rounding of memory) and under vitpar's with the same
   profile.
@@ -53,6 +54,7 @@ LARGE = model_config(
     num_classes=1000,
 )
 HUGE = model_config("vit_huge_patch14_224")
+SWIN = model_config("swin_huge48_patch4_window7_224")
 SEARCHES = (
     *(
         ("ViT-H/14", HUGE, name, images, 40e9)
@@ -60,6 +62,7 @@ SEARCHES = (
         for images in ((128,), SWEEP)
     ),
     ("ViT-22B", LARGE, "32x8xH100", (16,), 72e9),
+    *(("Swin-Huge-48", SWIN, name, (128,), 40e9) for name in ("8xH100", "8x8xH100", "128x8xH100")),
 )
 """(model name, model, cluster, images per device for each batch size, memory budget of a rank in bytes)."""
 

@@ -1,6 +1,7 @@
 """`vitpar galvatron`: import and export Galvatron's strategy files, and import its profiles."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 
+MERGING = "Layers that merge patches have the strategy of embed in Galvatron. In vitpar they belong to the next block."
 app = typer.Typer(
     no_args_is_help=True,
     help="Read and write Galvatron's strategy files, and read its profiles.\n\n"
@@ -38,7 +40,10 @@ def import_command(
     from vitpar.strategy.plan_json import plan_to_json, write_plan
     from vitpar.text import count
 
-    read = read_galvatron(file, world_size, model_config(model).num_blocks if model else None)
+    config = model_config(model) if model else None
+    read = read_galvatron(file, world_size, config.num_blocks if config else None)
+    if config and len(config.block_kinds) > 1 and not read.plan.is_uniform:
+        read = replace(read, notes=(*read.notes, MERGING))
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
@@ -132,9 +137,8 @@ def profiles_command(
     machine.save(hardware_out)
     found.save(model_out)
     typer.echo(origin())
-    sizes = [
-        str(timing.size) for timing in next(layer for layer in found.layers if layer.layer == "block").forward.timings
-    ]
+    blocks = next(layer for layer in found.layers if layer.layer not in ("embed", "head"))
+    sizes = [str(timing.size) for timing in blocks.forward.timings]
     batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")
     typer.echo(

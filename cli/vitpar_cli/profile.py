@@ -198,17 +198,24 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     console = Console()
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
+    several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
-    table = data_table("strategy", "rows", title=title)
+    table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
     for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
-        if layer.layer == "block" and layer.wrapped == always_wrapped(layer.tensor):
+        if layer.layer not in ("embed", "head") and layer.wrapped == always_wrapped(layer.tensor):
             rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
             flag = CHECKPOINTS[layer.checkpoint]
             times = [curve.timings[-1].seconds for curve in (forward, backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
-            table.add_row(layer.tensor + flag, str(rows), *figures, f"{layer.saved.of(rows) / 1e6:,.2f}")
+            table.add_row(
+                *([layer.layer] if several else []),
+                layer.tensor + flag,
+                str(rows),
+                *figures,
+                f"{layer.saved.of(rows) / 1e6:,.2f}",
+            )
     console.print(table)
     optimizer = profile.optimizer.timings[-1]
     words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms per million parameters, including the norm"

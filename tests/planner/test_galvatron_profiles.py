@@ -20,6 +20,7 @@ from bench.galvatron_2022 import (
 )
 from vitpar import __version__
 from vitpar.errors import PlannerError
+from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.galvatron import import_hardware, import_model
@@ -173,3 +174,54 @@ def test_profiles_from_the_command_are_readable_by_search(folder: Path, tmp_path
     found = invoke(app, ["search", *model, *reads, "--batch-size", "64", "--memory", "20GB", "--roles", "dp,fsdp"])
     assert found.exit_code == 0 and "imported from Galvatron" in found.stdout
     assert "not searched, because the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr
+
+
+def write_swin_profile(folder: Path, target: Path) -> None:
+    """Write a profile of swin_nano: layer type n takes n + 1 ms per image, and keeps 10 · (n + 1) MB of it."""
+    for file in folder.iterdir():
+        (target / file.name).write_text(file.read_text())
+    tokens, every = (256, 64, 16), "[256,64,16]"
+    times = {f"layertype_{n}_bsz4_seq{seq}": n + 1.0 for n, seq in enumerate(tokens)}
+    raw = {f"layernum[1,1,1]_bsz4_seq{every}": 20.0, f"layertype_other_bsz4_seq{every}": 2.0}
+    memory = {
+        f"layertype_{n}": {
+            str(seq): {"tp_activation_per_bsz_dict": {"1": 10.0 * (n + 1), "2": 6.0 * (n + 1), "checkpoint": 1.0}}
+        }
+        for n, seq in enumerate(tokens)
+    }
+    ends = {f"other_memory_pp_on_{place}": {every: {"activation": {"1": 5.0}}} for place in ("first", "last")}
+    (target / "computation_profiling_fp32_all.json").write_text(json.dumps({**times, **raw}))
+    (target / "memory_profiling_fp32_all.json").write_text(json.dumps({**memory, **ends}))
+
+
+def test_layer_types_of_a_swin_become_its_kinds_of_blocks(folder: Path, tmp_path: Path) -> None:
+    """Blocks that merge patches take longer by their additional FLOPs. tp2 does not split the 3 heads of stage 1."""
+    write_swin_profile(folder, tmp_path)
+    config = model_config("swin_nano_patch2_window4_32", embed_dim=48, num_heads=(3, 6, 12))
+    model = import_model(tmp_path, config, "fp32")
+    found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
+    for number in range(3):
+        block = found[f"stage{number + 1}", "tp1"]
+        assert block.forward.seconds(8) == pytest.approx(8 * (number + 1) / 1e3)
+        assert block.saved.of(1) == 10 * (number + 1) * MB
+    merge, stage = config.kinds["merge2"], config.kinds["stage2"]
+    assert found["merge2", "tp1"].forward.seconds(8) == pytest.approx(16e-3 * merge.flops / stage.flops)
+    assert merge.flops > stage.flops
+    assert ("stage1", "tp2") not in found and found["stage2", "tp2"].forward.seconds(8) == pytest.approx(8e-3)
+    assert found["embed", "tp1"].forward.seconds(4) == pytest.approx(4e-3)
+    assert {layer.layer for layer in model.layers if layer.checkpoint == "full"} == {*config.kinds}
+    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
+    best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
+    assert validate(best.plan, config, 64) == best.plan
+
+
+def test_a_swin_profile_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_swin_profile(folder, tmp_path)
+    with pytest.raises(PlannerError, match="no layertype_0 of 64 tokens"):
+        import_model(tmp_path, model_config("swin_nano_patch4_window4_32"), "fp32")
+    (tmp_path / "computation_profiling_fp32_all.json").write_text(
+        json.dumps({f"layertype_{n}_bsz4_seq{seq}": 1.0 for n, seq in enumerate((256, 64, 16))})
+    )
+    with pytest.raises(PlannerError, match=r"no layertype_other of \[256,64,16\] tokens \(it has none\)"):
+        import_model(tmp_path, model_config("swin_nano_patch2_window4_32"), "fp32")

@@ -193,7 +193,7 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(
     search, compared = Search(space, costs), 0
     for kind in search._kinds():
         choices, machine = search.options(kind), search.machine(kind, float("inf"))
-        seconds, needs = uniform_bounds(kind, choices, costs.config.depth, machine)
+        seconds, needs = uniform_bounds(kind, choices, search._sections, machine)
         for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
             plan = replace(kind.pipeline, layers=(("*", option.strategy),), microbatches=kind.microbatches)
             found = price(plan, costs, 32)

@@ -234,7 +234,11 @@ class Excerpt(ModelConfig):
         return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)
 
     def initial_rules(self) -> Rules:
-        return self.whole.initial_rules()
+        # Rules read fields of the family's configuration, which an excerpt does not have.
+        def of_whole(rule: Rule) -> Rule:
+            return lambda v, shape, _: rule(v, shape, self.whole)
+
+        return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
 
     def build_loss(self) -> Loss:
         return self.whole.build_loss()

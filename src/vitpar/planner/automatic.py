@@ -115,11 +115,6 @@ def make_search(
     from vitpar.planner.search.space import FLAGS, ROLES, Space
     from vitpar.planner.sources import known_flags
 
-    if len(costs.config.block_kinds) > 1:
-        raise PlannerError(
-            f"the blocks of {costs.config.name} are of {count(len(costs.config.block_kinds), 'kind')}, and searches "
-            "support models whose blocks are alike: compare plans of your own with vitpar plan --cluster"
-        )
     roles = ROLES if roles is None else tuple(roles)
     if unknown := {*roles} - {*ROLES}:
         raise PlannerError(f"unknown role '{shown(min(unknown))}': use {', '.join(ROLES)}")

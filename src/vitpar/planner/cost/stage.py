@@ -192,10 +192,10 @@ def moving(
         return 0.0, 0.0
     whole = rows * shape.elements * costs.precision.compute.itemsize
     there, back = received_share(source, target), received_share(target, source)
-    return _exchanged(costs.links, stage, there * whole), _exchanged(costs.links, stage, back * whole)
+    return exchange_seconds(costs.links, stage, there * whole), exchange_seconds(costs.links, stage, back * whole)
 
 
-def _exchanged(links: Links, stage: RankGroup, received: float) -> float:
+def exchange_seconds(links: Links, stage: RankGroup, received: float) -> float:
     """Return the seconds of an all-to-all in which the busiest rank receives `received` bytes."""
     # An all_to_all link counts the bytes that a rank holds, of which it receives (n - 1) / n. A stage of one rank has
     # only one layout, so n > 1.

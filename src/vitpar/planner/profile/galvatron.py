@@ -5,7 +5,7 @@ image of the batch, and a backward takes twice as long. Every profiled batch siz
 through these points has a fixed part, which tensor parallelism does not split. Below the smallest profiled batch a
 forward takes as long as that one: Galvatron's line through zero would make micro-batches of one image free. Costs that
 Galvatron does not measure (optimizer, sharding apart from communication, workspace) are taken as zero, as `measured`
-notes.
+notes. Of a model with several sections of blocks, such as Swin, layer type n is section n.
 Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profilers.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from vitpar.planner.profile.profiles import (
     exact,
     fit,
 )
+from vitpar.planner.search.sections import BlockSection, sections_of
 from vitpar.strategy import parse, validate
 from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.strategy.validate import unsplittable
 from vitpar.text import shown
 
 MB = 2**20
@@ -133,31 +136,39 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
 
     Raises PlannerError if the files are missing, ambiguous, or for another number of tokens.
     """
-    tokens = config.layers["blocks.0"].gives.tokens
+    sections = sections_of(config).sections
+    tokens = [str(config.layers[f"blocks.{section.blocks[0]}"].gives.tokens) for section in sections]
+    every = tokens[0] if len(tokens) == 1 else f"[{','.join(tokens)}]"
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
-    block, others = (_forwards(computed, name, tokens, folder) for name in ("0", "other"))
+    blocks = {
+        kind: _block(computed, memory, number, tokens[number], share, folder)
+        for number, section in enumerate(sections)
+        for kind, share in _shares(config, section).items()
+    }
     # Galvatron measures everything but the blocks together: embed and head get half each.
-    ends = tuple((images, seconds / 2) for images, seconds in others)
-    block_memory = _section(memory, "layertype_0", tokens, folder)
-    saved = _activations(block_memory.get("tp_activation_per_bsz_dict"), folder)
-    recomputed = _numbers(block_memory["tp_activation_per_bsz_dict"], folder).get("checkpoint")
+    ends = tuple((images, seconds / 2) for images, seconds in _forwards(computed, "other", every, folder))
+    degrees = set.intersection(*({*block.saved} for block in blocks.values()))
     first, last = (
-        _activations(_section(memory, f"other_memory_pp_on_{place}", tokens, folder).get("activation"), folder)
+        _activations(_section(memory, f"other_memory_pp_on_{place}", every, folder).get("activation"), folder)
         for place in ("first", "last")
     )
     layers, weights = [], []
-    for tp, kept in saved.items():
+    for tp in sorted(degrees):
         tensor = f"tp{tp}"
-        strategy = validate(parse(tensor), config, None).strategy  # refuses degrees that do not fit the model
-        for policy, times, size in (("none", 2, kept), ("full", 3, recomputed)):
-            if size is None:
-                continue
-            kinds: dict[LayerKind, tuple[Forwards, float]] = {
+        strategy = parse(tensor).strategy
+        able = [kind for kind, layer in config.kinds.items() if not unsplittable(layer, strategy)]
+        if not {*able} & {*blocks}:
+            validate(parse(tensor), config, None)  # refuses degrees that do not fit the model
+        for policy, times in (("none", 2), ("full", 3)):
+            kinds: dict[LayerKind, tuple[Forwards, float | None]] = {
                 "embed": (ends, first.get(tp, first.get(1, 0.0) / tp)),
-                "block": (block, size),
+                **{kind: (block.forwards, block.megabytes(tp, policy)) for kind, block in blocks.items()},
                 "head": (ends, last.get(tp, last.get(1, 0.0) / tp)),
             }
+            kinds = {kind: kinds[kind] for kind in able}
+            if any(megabytes is None for _, megabytes in kinds.values()):
+                continue
             for kind, (forwards, megabytes) in kinds.items():
                 split = _split(forwards, tp)
                 layer = LayerProfile(
@@ -168,11 +179,11 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
                     forward=Curve(timings=exact(split)),
                     backward=Curve(timings=exact((images, times * seconds) for images, seconds in split)),
                     input_share=0.0 if kind == "embed" else 0.5,
-                    saved=Bytes(fixed=0, per_row=megabytes * MB),
+                    saved=Bytes(fixed=0, per_row=(megabytes or 0.0) * MB),
                     workspace=Bytes(fixed=0, per_row=0),
                 )
                 layers += [layer, layer.model_copy(update={"wrapped": True})]
-        for kind in kinds:
+        for kind in able:
             elements = layer_elements(config.kinds[kind], strategy).compute_numel
             (nothing,) = exact([(elements, NOTHING)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=nothing, reduce=0))
@@ -193,6 +204,50 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
     )
 
 
+@dataclass(frozen=True)
+class _Block:
+    """The profile of a kind of blocks."""
+
+    forwards: Forwards
+    """Times of a forward."""
+    saved: Mapping[int, float]
+    """Megabytes of activations per image, by tensor-parallel degree."""
+    recomputed: float | None
+    """Megabytes of activations per image with checkpointing; None if it was not profiled."""
+
+    def megabytes(self, tp: int, policy: str) -> float | None:
+        """Return the megabytes of activations per image; None if they were not profiled."""
+        return self.saved[tp] if policy == "none" else self.recomputed
+
+
+def _block(
+    computed: Mapping[str, float], memory: Mapping[str, Any], number: int, tokens: str, share: float, folder: Path
+) -> _Block:
+    """Return the profile of Galvatron's layer type `number`.
+
+    tokens: tokens of an image.
+    share: FLOPs of a block in units of those of the layer type.
+    """
+    forwards = _forwards(computed, str(number), tokens, folder)
+    section = _section(memory, f"layertype_{number}", tokens, folder)
+    saved = _activations(section.get("tp_activation_per_bsz_dict"), folder)
+    return _Block(
+        tuple((n, share * seconds) for n, seconds in forwards),
+        {degree: share * megabytes for degree, megabytes in saved.items()},
+        _numbers(section["tp_activation_per_bsz_dict"], folder).get("checkpoint"),
+    )
+
+
+def _shares(config: ModelConfig, section: BlockSection) -> dict[LayerKind, float]:
+    """Return the FLOPs of a section's kinds of blocks, in units of those of its last block.
+
+    Galvatron profiles one layer type for each section. A block that merges patches first has some more to compute.
+    """
+    last = config.layers[f"blocks.{section.blocks[-1]}"]
+    blocks = [layer for layer in section.layers if layer.name not in ("embed", "head")]
+    return {layer.kind: layer.flops / last.flops for layer in blocks}
+
+
 def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tuple[int, float], ...]:
     """Return the measured (bytes, seconds) of an operation among `ranks` ranks, by rising bytes."""
     pattern = re.compile(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time")
@@ -205,16 +260,17 @@ def _rate(bandwidth: float) -> float:
     return bandwidth * MB * 1e3
 
 
-def _forwards(computed: Mapping[str, float], name: str, tokens: int, folder: Path) -> Forwards:
+def _forwards(computed: Mapping[str, float], name: str, tokens: str, folder: Path) -> Forwards:
     """Return (images, seconds of their forward) for every profiled batch size.
 
-    name: Galvatron's layer type, "0" for blocks, "other" for the rest.
+    name: Galvatron's layer type: "0" and on for blocks, "other" for the rest.
+    tokens: tokens of an image, those of all layer types for "other" as in [3136,784].
 
     Raises PlannerError if no batch was profiled with `tokens` tokens.
     """
-    pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}})")
+    pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}}|\[[0-9,]{{1,99}}\])")
     matches = [(match, each) for key, each in computed.items() if (match := pattern.fullmatch(key))]
-    found = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if int(match[2]) == tokens}
+    found = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if match[2] == tokens}
     if not found:
         known = shown(", ".join(sorted({match[2] for match, _ in matches}))) or "none"
         raise PlannerError(
@@ -234,9 +290,9 @@ def _split(forwards: Forwards, tp: int) -> Forwards:
     )
 
 
-def _section(memory: Mapping[str, Any], name: str, tokens: int, folder: Path) -> Mapping[str, Any]:
+def _section(memory: Mapping[str, Any], name: str, tokens: str, folder: Path) -> Mapping[str, Any]:
     found = memory.get(name, memory.get(f"{name}_sp"))
-    part = found.get(str(tokens)) if isinstance(found, dict) else None
+    part = found.get(tokens) if isinstance(found, dict) else None
     if not isinstance(part, dict):
         raise PlannerError(
             f"the memory profile in {folder} has no {name} of {tokens} tokens: select the profiled model with "

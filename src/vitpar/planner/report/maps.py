@@ -28,7 +28,7 @@ def layer_map(config: ModelConfig, plan: Plan) -> str:
         for strategy, run in groupby(names, key=lambda name: strategies[name]):
             layers = list(run)
             where = [str(stage), _listed(members)] if plan.pipeline_degree > 1 else [_listed(members)]
-            rows.append([*where, _layers(layers), f"<code>{escape(str(strategy))}</code>"])
+            rows.append([*where, _layers(layers, config), f"<code>{escape(str(strategy))}</code>"])
     heads = ["stage", "ranks", "layers", "strategy"][plan.pipeline_degree == 1 :]
     return _table(heads, rows)
 
@@ -82,10 +82,12 @@ def _listed(members: Sequence[int]) -> str:
     return ranks(members).partition(" ")[2]
 
 
-def _layers(names: Sequence[str]) -> str:
-    """Return the names of layers in short, as in `embed, blocks 0-9`."""
+def _layers(names: Sequence[str], config: ModelConfig) -> str:
+    """Return the names of layers in short, as in `embed, blocks 0-9`, or `blocks 0-3 (stage1, stage2)` with groups."""
     blocks = [name.removeprefix("blocks.") for name in names if name.startswith("blocks.")]
     middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
+    groups = dict.fromkeys(group for name in names if (group := config.layers[name].group))
+    middle = [f"{words} ({', '.join(groups)})" for words in middle] if groups else middle
     return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])
 
 

@@ -1,11 +1,13 @@
 """Search for the fastest plan under a memory budget.
 
 space       plans to consider: strategies of a stage, pipelines, micro-batches, batch sizes
+sections    blocks that may have strategies of their own, in models with several kinds of blocks
 options     costs of each strategy, without dominated strategies
 bounds      lower bounds for uniform plans (one strategy, even stages)
 relaxed     lower bounds for any mix of strategies and any split
 runs        ways to run a stage, fastest first
 expand      search of one kind of plan: splits and mixed strategies
+layered     the same for several sections: proposals (mixes), then enumeration, by costs of blocks (tables)
 best        best-first search over all kinds
 scaling     best plans for fewer and more devices
 reasons     why the obvious plans were not chosen

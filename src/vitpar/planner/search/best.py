@@ -20,14 +20,21 @@ from typing import Any, Self
 
 import numpy as np
 
-from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
+from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
 from vitpar.planner.search.expand import BestPlans, Expansion, SearchEffort
-from vitpar.planner.search.options import Choices, Options
+from vitpar.planner.search.layered import LayeredExpansion
+from vitpar.planner.search.options import Array, Choices, Option, Options
 from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
+from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan, Strategy
+from vitpar.planner.search.tables import Moves, received_shares
+from vitpar.strategy import Plan, Strategy, token_layout
+from vitpar.strategy.layout import token_layout_key
+from vitpar.strategy.selectors import Groups
+from vitpar.strategy.stages import split_blocks
 
 ROUNDING = 1e-9
 """Relative tolerance of the memory budget in bounds."""
@@ -97,6 +104,7 @@ class Search:
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
+        self._shares: dict[tuple[object, ...], Array] = {}
         self._frontiers: dict[tuple[Plan, int], tuple[Price, ...]] = {}
 
     def best(
@@ -203,7 +211,7 @@ class Search:
         order = count()
         # (seconds per image at least, tie-breaker, kind, its strategies not yet tried). None stands for all strategies:
         # their bounds are only computed once the kind's cheaper bound comes up.
-        heap: list[tuple[float, int, Kind, list[tuple[float, Strategy]] | None]]
+        heap: list[tuple[float, int, Kind, list[tuple[float, Groups]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
         while heap and heap[0][0] < found.limit and time.perf_counter() < until:
@@ -211,8 +219,8 @@ class Search:
             if strategies is None:
                 strategies = self._uniform_plans(kind, budget)
             else:
-                _, strategy = strategies.pop()
-                plan = replace(kind.pipeline, layers=(("*", strategy),), microbatches=kind.microbatches)
+                _, layers = strategies.pop()
+                plan = replace(kind.pipeline, layers=layers, microbatches=kind.microbatches)
                 if self._fits(plan, kind.batch_size, budget):
                     found.offer(self.price(plan, kind.batch_size))
                     progress(len(kinds) - len(heap), 2 * len(kinds), found.plans[0])
@@ -221,15 +229,22 @@ class Search:
                 heapq.heappush(heap, (bound, next(order), kind, strategies))
         return min((bound for bound, _, kind, _ in heap if kind.pipeline.virtual_stages > 1), default=math.inf)
 
-    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Strategy]]:
-        """Return (lower bound on the seconds of a step, strategy) of the uniform plans that may fit, fastest last."""
-        choices, machine = self.options(kind), self.machine(kind, budget)
+    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Groups]]:
+        """Return (least seconds of a step, `Plan.layers`) of the uniform plans that may fit, fastest last."""
+        choices, machine = self._uniform_options(kind), self.machine(kind, budget)
         if not choices.options:
             return []
-        seconds, needs = uniform_bounds(kind, choices, self.depth, machine)
+        seconds, needs = uniform_bounds(kind, choices, self._sections, machine)
         fitting = np.nonzero(needs <= machine.budget)[0]
         slowest_first = fitting[np.argsort(-seconds[fitting], kind="stable")]
-        return [(float(seconds[n]), choices.options[n].strategy) for n in slowest_first]
+        return [(float(seconds[n]), self._layers(choices.options[n])) for n in slowest_first]
+
+    def _layers(self, option: Option) -> Groups:
+        """Return the strategies of all layers in a plan with one strategy, as `Plan.layers`."""
+        if not option.sections:
+            return (("*", option.strategy),)
+        pairs = zip(self._sections.sections, option.sections, strict=True)
+        return tuple((f"{section.blocks[0]}-{section.blocks[-1]}", strategy) for section, strategy in pairs)
 
     def _mixed(
         self,
@@ -268,17 +283,39 @@ class Search:
                 exact = False
                 break
             progress(2 * len(kinds) - len(heap), 2 * len(kinds), found.plans[0] if found.plans else None)
-            exact &= Expansion(
-                kind,
-                self.options(kind),
-                self.machine(kind, budget),
-                self.depth,
-                lambda plan, batch_size: self._fits(plan, batch_size, budget),
-                self.price,
-                found,
-                effort,
-            ).run()
+            exact &= self._expansion(kind, budget, found, effort).run()
         return least, exact
+
+    def _expansion(
+        self, kind: Kind, budget: float, found: BestPlans, effort: SearchEffort
+    ) -> Expansion | LayeredExpansion:
+        """Return the search of one kind's plans that offers them to `found`."""
+        choices, machine, sections = self.options(kind), self.machine(kind, budget), self._sections
+
+        def fits(plan: Plan, batch_size: int) -> bool:
+            return self._fits(plan, batch_size, budget)
+
+        if len(sections.sections) == 1:
+            return Expansion(kind, choices, machine, sections.depth, fits, self.price, found, effort)
+        moves = self._moves(kind, machine)
+        return LayeredExpansion(kind, choices, machine, sections, moves, fits, self.price, found, effort)
+
+    def _moves(self, kind: Kind, machine: Machine) -> Moves:
+        """Return the function of the seconds of redistribution between two blocks in plans of a kind."""
+        pipeline, costs = kind.pipeline, self.costs
+        where = PlacedStrategy(pp=pipeline.pipeline_degree, splits=pipeline.splits_backward)
+
+        def moves(elements: int, strategies: tuple[Strategy, ...]) -> Array:
+            stage, layouts = costs.position(strategies[0], where).groups.stage, tuple(map(token_layout_key, strategies))
+            if layouts not in self._shares:
+                self._shares[layouts] = received_shares([token_layout(strategy) for strategy in strategies])
+            shares, whole = self._shares[layouts], kind.rows * elements * costs.precision.compute.itemsize
+            sizes, places = np.unique(shares, return_inverse=True)
+            seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
+            there = seconds[places].reshape(shares.shape) * (machine.sending / machine.speed)
+            return there + there.T
+
+        return moves
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
         """Return the fastest plans for decreasing memory, `best` first. Cached per plan.
@@ -338,6 +375,12 @@ class Search:
         """Return the strategies that layers of a kind's plans choose from, with their costs."""
         return self._options.of(kind.pipeline, kind.rows)
 
+    def _uniform_options(self, kind: Kind) -> Choices:
+        """Return the options of plans with one strategy, or with its counterparts where it does not fit."""
+        return (
+            self.options(kind) if len(self._sections.sections) == 1 else self._options.uniform(kind.pipeline, kind.rows)
+        )
+
     def machine(self, kind: Kind, budget: float) -> Machine:
         """Return the cluster's rates and memory as the bounds of a kind need them."""
         costs, config, pipeline = self.costs, self.space.config, kind.pipeline
@@ -345,7 +388,7 @@ class Search:
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
         speed, sending = min(1.0, at_once), crowded(at_once, pp)
         overlap = costs.hardware.overlap
-        tokens = kind.rows * config.layers["embed"].gives.elements * costs.precision.compute.itemsize
+        tokens = kind.rows * min(self._sections.takes) * costs.precision.compute.itemsize
         return Machine(
             alone=costs.crowd(1),
             sending=sending,
@@ -364,11 +407,11 @@ class Search:
 
     def _ideal(self, kind: Kind) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
-        machine = self.machine(kind, math.inf)
-        return (
-            ideal_seconds(kind, self._options.least_work(kind.pipeline, kind.rows), self.depth, machine)
-            / kind.batch_size
-        )
+        works = self._options.least_work(kind.pipeline, kind.rows)
+        work = sum(count * each for count, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
+        sizes = [len(blocks) for blocks in split_blocks(self._sections.depth, kind.pipeline.num_stages, "even")]
+        share = self._sections.least_share(sizes, works)
+        return ideal_seconds(kind, work, share, self.machine(kind, math.inf)) / kind.batch_size
 
     def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
         """Return a lower bound on the seconds per image of all plans of a kind; infinite if none fits into memory.
@@ -378,15 +421,14 @@ class Search:
         """
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
-        found = least_seconds(kind, self.options(kind), self.depth, machine, steps=steps, enough=enough)
+        found = least_seconds(kind, self.options(kind), self._sections, machine, steps=steps, enough=enough)
         if kind.pipeline.pipeline_degree > 1 and not quick and found < enough:
-            found = max(found, split_seconds(kind, self.options(kind), self.depth, machine, enough))
+            found = max(found, split_seconds(kind, self.options(kind), self._sections, machine, enough))
         return found / kind.batch_size
 
     @property
-    def depth(self) -> int:
-        """Number of blocks of the model."""
-        return self.space.config.num_blocks
+    def _sections(self) -> Sections:
+        return self.space.sections
 
 
 def _smaller(budget: float) -> list[float]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.planner.search.options import Choices
+from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import split_blocks, stages_of_rank
 
@@ -25,7 +26,7 @@ TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
 LIMITED = [0, 1, 2, 3, 4, 6, 7]
 """Rows of `stage_sums` with an upper limit: `TIMES` and `BYTES`."""
 BLOCK = 1
-"""Row of blocks in arrays by kind of layer (embed, block, head)."""
+"""Row of blocks in arrays by kind of layer, of models whose blocks are alike (embed, block, head)."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Machine:
     images: float = 0.0
     """Bytes of the images of a global batch."""
     tokens: float = 0.0
-    """Bytes of one activation of all tokens of a micro-batch."""
+    """Bytes of the smallest activation between blocks of all tokens of a micro-batch."""
 
 
 class Costs:
-    """Costs of layers on a `Machine` in seconds: arrays [3, strategies] with rows for embed, block and head.
+    """Costs of layers on a `Machine` in seconds: arrays [kinds, strategies].
 
     The attributes are the fields of `Load`, scaled by the machine's rates. `work` is computing plus waiting per
     micro-batch, `optimizer` the seconds of the optimizer per step.
@@ -117,23 +118,20 @@ class Costs:
         ]
 
 
-def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
-    """Return the costs of (a block, what precedes the first block, what follows the last block) of stage `number`.
+@dataclass(frozen=True)
+class LayerSums:
+    """Costs of the layers of a stage, arrays with a column for each strategy. See `stage_sums` for the rows."""
 
-    Each is an array [8, strategies]. A stage costs at least the sum over its blocks plus the two others. Rows:
+    layers: Array
+    """Costs of a layer by kind, [8, kinds, strategies]."""
+    besides: Array
+    """Bytes in front of the stage's first block, with any layer."""
+    working: Array
+    """Transient bytes by kind of the stage's last block, [kinds, strategies]."""
 
-    - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
-      stages can be added: the first micro-batch passes through them before, the last one after.
-    - 1: row 0 plus what the rank waits for after its last micro-batch
-    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
-    - 3: row 1 with a first forward that waits for gathered parameters
-    - 4: seconds of communication in the background, plus the optimizer
-    - 5: seconds of one micro-batch, forward and backward
-    - 6: bytes while the optimizer steps
-    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
 
-    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
-    """
+def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> LayerSums:
+    """Return the costs of single layers of stage `number`, as `stage_sums` adds them up."""
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     costs, pp = Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
@@ -148,27 +146,50 @@ def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> t
     # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
     waiting = m > (1 if pp == 1 else alive)
     busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
-    layers = np.stack([*times, costs.work, a["kept"] + a["reduced"], busy])
     last = pipeline.num_stages - 1
-    embed, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
     hops = (number > 0) + (number < last)
     # torch keeps receive buffers for every micro-batch on each side. Their layout is set by the neighbouring stage too,
     # whose strategy is open: the smallest share of all strategies is the only one that holds for any mix.
-    bytes_besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
+    besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
         choices.image_share.min()
     )
-    embed[BYTES] += bytes_besides
     # The peak is before the head's backward, or in that of the last block, when the head's activations are freed.
-    working = a["working_once"][BLOCK] if m == 1 else a["working"][BLOCK] + a["fresh"][BLOCK] * (not waiting)
-    head[-1] += np.maximum(0.0, working - a["saved"][2] * (number == last))
+    working = a["working_once"] if m == 1 else a["working"] + a["fresh"] * (not waiting)
+    working = np.maximum(0.0, working - a["saved"][-1] * (number == last))
+    return LayerSums(np.stack([*times, costs.work, a["kept"] + a["reduced"], busy]), besides, working)
+
+
+def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
+    """Return the costs of (a block, what precedes the first block, what follows the last block) of stage `number`.
+
+    The blocks are alike. Each is an array [8, strategies]. A stage costs at least the sum over its blocks plus the two
+    others. Rows:
+
+    - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
+      stages can be added: the first micro-batch passes through them before, the last one after.
+    - 1: row 0 plus what the rank waits for after its last micro-batch
+    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
+    - 3: row 1 with a first forward that waits for gathered parameters
+    - 4: seconds of communication in the background, plus the optimizer
+    - 5: seconds of one micro-batch, forward and backward
+    - 6: bytes while the optimizer steps
+    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
+
+    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
+    """
+    found, last = layer_sums(kind, choices, machine, number), kind.pipeline.num_stages - 1
+    layers = found.layers
+    embed, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
+    embed[BYTES] += found.besides
+    head[-1] += found.working[BLOCK]
     return block, embed, head
 
 
-def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
+def uniform_bounds(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
     """Return lower bounds on (seconds of a step, bytes of the fullest rank) of the uniform plan of each strategy."""
     pipeline, m = kind.pipeline, kind.microbatches
-    sizes = [len(blocks) for blocks in split_blocks(depth, pipeline.num_stages, "even")]
-    counts = np.array([[number == 0, size, number == len(sizes) - 1] for number, size in enumerate(sizes)], float)
+    stages = split_blocks(sections.depth, pipeline.num_stages, "even")
+    counts = sections.stage_counts([len(blocks) for blocks in stages])
     costs = Costs(choices, machine)
     if pipeline.pipeline_degree == 1:
         sums = [(counts @ layers)[0] for layers in costs.unpipelined(m, machine.overlap)]
@@ -177,7 +198,8 @@ def uniform_bounds(kind: Kind, choices: Choices, depth: int, machine: Machine) -
         seconds = _one_stage_a_rank(costs, choices, counts, kind, machine)
     else:
         seconds = _several_stages_a_rank(costs, choices, counts, kind, machine)
-    return seconds + machine.norm, _uniform_bytes(kind, choices, counts, machine)
+    ends = [sections.rows[blocks[-1]] for blocks in stages]
+    return seconds + machine.norm, _uniform_bytes(kind, choices, counts, ends, machine)
 
 
 def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
@@ -238,11 +260,12 @@ def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: 
     return np.asarray(np.max(found, axis=(0, 1)))
 
 
-def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine) -> Array:
+def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, ends: list[int], machine: Machine) -> Array:
     """Return the least bytes of the fullest rank, by strategy: the larger of two moments of the step.
 
     The moments are the step of the optimizer, and the backward of the last block with all micro-batches alive.
-    counts: layers of each stage, [stages, 3], columns for embed, block and head
+    counts: layers of each stage by kind, [stages, kinds]
+    ends: row of the kind of each stage's last block
     """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     last = len(counts) - 1
@@ -259,19 +282,18 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, machine: Machine
     alive = np.array(in_flight(pipeline, m))[:, None]
     # With more micro-batches than are alive, gradients of earlier ones exist when the peak is reached.
     again = m > (1 if pipeline.pipeline_degree == 1 else alive)
-    blocks = alive * saved - counts[:, 2:] * a["saved"][2]
-    if m == 1:
-        working = a["working_once"][BLOCK]
-    else:
-        working = a["working"][BLOCK] + np.where(again, gradients, a["fresh"][BLOCK])
+    blocks = alive * saved - counts[:, -1:] * a["saved"][-1]
+    several = a["working"][ends] + np.where(again, gradients, a["fresh"][ends])
+    working = a["working_once"][ends] if m == 1 else several
     busy_bytes = held + gathered + blocks + working
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 
 
-def ideal_seconds(kind: Kind, work: float, depth: int, machine: Machine) -> float:
+def ideal_seconds(kind: Kind, work: float, share: float, machine: Machine) -> float:
     """Return the least seconds of a step without communication and memory limits: the cheapest bound of a kind.
 
     work: least profiled seconds to compute one micro-batch in all blocks
+    share: least share of that work that one of even stages has
     """
     pp, m = kind.pipeline.pipeline_degree, kind.microbatches
     if pp == 1:
@@ -282,9 +304,8 @@ def ideal_seconds(kind: Kind, work: float, depth: int, machine: Machine) -> floa
         # minimizes the largest has all equal, with w_(j+1) = (1 - 1/m)·w_j: later stages get less work.
         filled = alone / (1 - (1 - 1 / m) ** pp)
     else:
-        # Stages are even, so each has at least floor(depth / stages) blocks.
-        stages, before = kind.pipeline.num_stages, 0.0 if kind.pipeline.splits_backward else pp - 1.0
-        filled = depth // stages / depth * (before + m * kind.pipeline.virtual_stages) * alone
+        before = 0.0 if kind.pipeline.splits_backward else pp - 1.0
+        filled = share * (before + m * kind.pipeline.virtual_stages) * alone
     return max(m * alone / pp, m * alone * machine.speed / machine.lanes, filled) + machine.norm
 
 

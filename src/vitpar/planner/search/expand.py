@@ -170,7 +170,7 @@ class Expansion:
         sizes = tuple(run.blocks for run in runs)
         layers = (("*", groups[0][1]),) if len(strategies) == 1 else tuple(groups)
         plan = replace(
-            self._kind.pipeline, layers=layers, microbatches=self._kind.microbatches, split=_split(sizes, self._depth)
+            self._kind.pipeline, layers=layers, microbatches=self._kind.microbatches, split=split_of(sizes, self._depth)
         )
         if not self._fits(plan, self._kind.batch_size):
             self._misfits -= 1
@@ -287,7 +287,7 @@ class Expansion:
                     self._deal(number + 1, left - blocks, before + run.each + self._hop, here, [*runs, run])
 
 
-def _split(sizes: tuple[int, ...], depth: int) -> str | tuple[int, ...]:
+def split_of(sizes: tuple[int, ...], depth: int) -> str | tuple[int, ...]:
     """Return `sizes`, the blocks of each stage, as the field `Plan.split`."""
     even = tuple(len(blocks) for blocks in split_blocks(depth, len(sizes), "even"))
     return "even" if sizes == even else sizes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ class Option:
     """The strategy of a layer."""
     loads: dict[LayerKind, Load]
     """Least costs by kind of layer."""
+    sections: tuple[Strategy, ...] = ()
+    """The strategy of each section, the first of which is `strategy`; empty if all have the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +46,22 @@ class Choices:
     """The strategies; arrays have one column for each, in this order."""
     kinds: tuple[LayerKind, ...]
     """The kinds of layers; arrays have one row for each, in this order."""
+    fronts: tuple[NDArray[np.int64], ...] = ()
+    """Columns of the strategies of each section; empty if a model has one section."""
 
     @cached_property
     def loads(self) -> dict[str, Array]:
-        """The fields of `Load` by name, as arrays [3, strategies] with rows for embed, block and head."""
-        return {
-            field.name: np.array([[getattr(o.loads[kind], field.name) for o in self.options] for kind in self.kinds])
-            for field in fields(Load)
-        }
+        """The fields of `Load` by name, as arrays [kinds, strategies]."""
+        names = [field.name for field in fields(Load)]
+        values = attrgetter(*names)
+        table = np.array([[values(o.loads.get(kind, MISFIT)) for o in self.options] for kind in self.kinds])
+        return {name: np.ascontiguousarray(table[..., number]) for number, name in enumerate(names)}
 
     @cached_property
     def token_share(self) -> Array:
-        """Share of a micro-batch's tokens that a rank holds between layers, by strategy."""
-        return np.array([1 / token_parts(option.strategy) for option in self.options])
+        """Least share of a micro-batch's tokens that a rank holds between layers, by strategy."""
+        shares = (max(map(token_parts, option.sections or (option.strategy,))) for option in self.options)
+        return np.array([1 / parts for parts in shares])
 
     @cached_property
     def image_share(self) -> Array:
@@ -69,7 +75,10 @@ class Choices:
         return np.array([seconds(float(share)) for share in shares])[inverse]
 
 
+MISFIT = Load(waits=1e15, sent_each=1e15, kept=1e30)
+"""Costs of a layer that a strategy cannot split: above every limit, but finite, since weights of 0 multiply them."""
 Numbers = tuple[float, ...]
+Indices = tuple[int, ...]
 
 
 class _Order:
@@ -100,14 +109,14 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A strategy that remains after parameter costs are compared."""
+    """A strategy of each of some sections that remains after parameter costs are compared."""
 
-    position: PipelinePosition
-    """The strategy with its process groups."""
+    positions: tuple[PipelinePosition, ...]
+    """The strategies with their process groups."""
     layout: tuple
-    """Key that is equal for strategies with the same token layout."""
-    keeps: int
-    """Index of the costs of its parameters in `Options._weights`."""
+    """Key that is equal for strategies with the same token layouts."""
+    keeps: Indices
+    """Indices of the costs of their parameters in `Options._weights`."""
     unit: int
     """Number that has to divide the rows of a micro-batch."""
 
@@ -117,6 +126,7 @@ class Options:
 
     A strategy is dropped if another one with the same token layout is at least as good in everything that a price
     depends on. Replacing it in any plan then makes no price worse: redistribution and transfers depend on layouts only.
+    Each section of a model drops strategies independently of the others.
 
     moments: bytes of optimizer state per byte of parameters
     """
@@ -124,51 +134,77 @@ class Options:
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
         self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # least seconds per element
+        self._sections = space.sections.sections
         self._kinds = tuple(costs.config.kinds)
         self._works, self._weights = _Order(), _Order()
-        self._work_numbers: dict[tuple[int, int], int] = {}
-        self._weight_numbers: dict[tuple[int, bool], int] = {}
-        self._light: dict[tuple[int, bool], list[_Candidate]] = {}
-        self._least: dict[tuple[int, bool, int], float] = {}
+        self._work_numbers: dict[tuple[int, int, int], int] = {}
+        self._weight_numbers: dict[tuple[int, int, bool], int] = {}
+        self._allowed: dict[tuple[int, bool], list[Strategy]] = {}
+        self._combined: dict[int, tuple[tuple[Strategy, ...], ...]] = {}
+        self._light: dict[tuple[int, bool, Indices], list[_Candidate]] = {}
+        self._least: dict[tuple[int, bool, int], tuple[float, ...]] = {}
+        self._loads: dict[tuple[LayerKind, PipelinePosition, int, bool], Load] = {}
         self._found: dict[tuple[int, bool, int], Choices] = {}
+        self._one: dict[tuple[int, bool, int], Choices] = {}
         self.strategies = 0
 
     def of(self, pipeline: Plan, rows: int) -> Choices:
         """Return the strategies for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
         if key not in self._found:
-            pipelined = pipeline.pipeline_degree > 1
-            by_layout: dict[tuple, list[tuple[PipelinePosition, tuple[int, int]]]] = defaultdict(list)
-            for found in self._lightest(pipeline):
-                if rows % found.unit == 0:
-                    by_layout[found.layout].append(
-                        (found.position, (self._work_number(found.position, rows), found.keeps))
-                    )
-            self._found[key] = Choices(
-                tuple(
-                    self._option(position, rows, pipelined)
-                    for same in by_layout.values()
-                    for position in _front(same, self._total, self._below)
-                ),
-                self._kinds,
-            )
+            if len(self._sections) == 1:
+                self._found[key] = self.uniform(pipeline, rows)
+            else:
+                self._found[key] = self._joined(pipeline, rows)
         return self._found[key]
 
-    def least_work(self, pipeline: Plan, rows: int) -> float:
-        """Return the least profiled seconds to compute all blocks on one stage for a micro-batch of `rows` images.
+    def uniform(self, pipeline: Plan, rows: int) -> Choices:
+        """Return the strategies as `of` does for plans with one strategy.
 
-        Infinite if no strategy can split that many rows.
+        With several sections, each option is one of `Space.combinations`.
+        """
+        key = *self._key(pipeline), rows
+        if key not in self._one:
+            every = tuple(range(len(self._sections)))
+            found = self._front(pipeline, rows, every)
+            self._one[key] = Choices(tuple(self._option(p, rows, pipeline, every) for p in found), self._kinds)
+        return self._one[key]
+
+    def least_work(self, pipeline: Plan, rows: int) -> tuple[float, ...]:
+        """Return the least profiled seconds to compute a layer for a micro-batch of `rows` images, by kind of layer.
+
+        Infinite if no strategy can split that many rows; 0 for embed and head.
         """
         key = *self._key(pipeline), rows
         if key not in self._least:
-            seats = {
-                found.position.computes: found.position for found in self._lightest(pipeline) if rows % found.unit == 0
-            }
-            each = min(
-                (self._costs.computing("block", position, rows) for position in seats.values()), default=math.inf
-            )
-            self._least[key] = each * self._space.config.num_blocks
+            least = dict.fromkeys(self._kinds, 0.0)
+            for number, section in enumerate(self._sections):
+                seats = {
+                    found.positions[0].computes: found.positions[0]
+                    for found in self._lightest(pipeline, (number,))
+                    if rows % found.unit == 0
+                }
+                for kind in section.kinds:
+                    if kind not in (self._kinds[0], self._kinds[-1]):
+                        each = (self._costs.computing(kind, position, rows) for position in seats.values())
+                        least[kind] = min(each, default=math.inf)
+            self._least[key] = tuple(least.values())
         return self._least[key]
+
+    def _joined(self, pipeline: Plan, rows: int) -> Choices:
+        """Return the strategies of all sections together, of which each section has some."""
+        fronts = [
+            [positions[0] for positions in self._front(pipeline, rows, (number,))]
+            for number in range(len(self._sections))
+        ]
+        every = tuple(dict.fromkeys(position for front in fronts for position in front))
+        column = {position: number for number, position in enumerate(every)}
+        options = []
+        for position in every:
+            within = tuple(number for number, front in enumerate(fronts) if position in front)
+            options.append(self._option((position,) * len(within), rows, pipeline, within))
+        columns = tuple(np.array([column[position] for position in front], dtype=np.int64) for front in fronts)
+        return Choices(tuple(options), self._kinds, columns)
 
     def _key(self, pipeline: Plan) -> tuple[int, bool]:
         """Return a key that is equal for pipelines with the same strategies and costs.
@@ -177,61 +213,111 @@ class Options:
         """
         return pipeline.pipeline_degree, self._space.allows(pipeline, Strategy(checkpoint="full"))
 
-    def _lightest(self, pipeline: Plan) -> list[_Candidate]:
+    def _front(self, pipeline: Plan, rows: int, sections: Indices) -> list[tuple[PipelinePosition, ...]]:
+        """Return the strategies of `sections` that no other dominates."""
+        by_layout: dict[tuple, list[tuple[tuple[PipelinePosition, ...], tuple[Indices, Indices]]]] = defaultdict(list)
+        for found in self._lightest(pipeline, sections):
+            if rows % found.unit == 0:
+                pairs = zip(sections, found.positions, strict=True)
+                works = tuple(self._work_number(number, position, rows) for number, position in pairs)
+                by_layout[found.layout].append((found.positions, (works, found.keeps)))
+        return [one for same in by_layout.values() for one in _front(same, self._total, self._below)]
+
+    def _strategies(self, pipeline: Plan) -> list[Strategy]:
+        """Return the strategies that the support matrix and the machine allow in `pipeline`."""
+        key = self._key(pipeline)
+        if key not in self._allowed:
+            host = self._costs.hardware.host is not None
+            self._allowed[key] = [
+                strategy
+                for strategy in self._space.strategies(self._space.ranks // pipeline.pipeline_degree)
+                if self._space.allows(pipeline, strategy) and (host or not strategy.offload)
+            ]
+            self.strategies += len(self._allowed[key])
+        return self._allowed[key]
+
+    def _lightest(self, pipeline: Plan, sections: Indices) -> list[_Candidate]:
         """Return the strategies that are not dominated by one with equal computing and layout but cheaper parameters.
 
-        This is independent of the rows of a micro-batch, so it runs once per pipeline and leaves less for `of`.
+        This is independent of the rows of a micro-batch, so it runs once per pipeline and leaves less for `_front`.
+
+        sections: sections to which they belong, one strategy each
         """
-        key = self._key(pipeline)
+        key = *self._key(pipeline), sections
         if key in self._light:
             return self._light[key]
         pp = pipeline.pipeline_degree
         where = PlacedStrategy(pp=pp, splits=pipeline.splits_backward)
-        alike: dict[tuple, list[tuple[_Candidate, int]]] = defaultdict(list)
-        for strategy in self._space.strategies(self._space.ranks // pp):
-            if not self._space.allows(pipeline, strategy) or (strategy.offload and self._costs.hardware.host is None):
-                continue
-            self.strategies += 1
-            position, layout = self._costs.position(strategy, where), token_layout_key(strategy)
-            found = _Candidate(position, layout, self._weight_number(position, pp > 1), row_parts(strategy))
-            alike[layout, position.computes].append((found, found.keeps))
-        self._light[key] = [
-            found for same in alike.values() for found in _front(same, self._weights.total, self._weights.below)
-        ]
+        alike: dict[tuple, list[tuple[_Candidate, Indices]]] = defaultdict(list)
+        for strategies in self._combinations(pipeline, sections):
+            positions = tuple(self._costs.position(strategy, where) for strategy in strategies)
+            layout = tuple(map(token_layout_key, strategies))
+            pairs = zip(sections, positions, strict=True)
+            keeps = tuple(self._weight_number(number, position, pp > 1) for number, position in pairs)
+            found = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)))
+            alike[layout, tuple(position.computes for position in positions)].append((found, keeps))
+        self._light[key] = [found for same in alike.values() for found in _front(same, self._lightness, self._lighter)]
         return self._light[key]
 
-    def _work_number(self, position: PipelinePosition, rows: int) -> int:
-        """Return the index in `_works` of the costs of computing `rows` images under a strategy."""
-        key = position.computes, rows // position.data
+    def _combinations(self, pipeline: Plan, sections: Indices) -> Iterable[tuple[Strategy, ...]]:
+        """Return the strategies of `sections`, one each: of one section, or those of `Space.combinations`."""
+        allowed = self._strategies(pipeline)
+        if len(self._sections) == 1:
+            return ((strategy,) for strategy in allowed)
+        if len(sections) == 1:
+            section = self._sections[sections[0]]
+            return ((strategy,) for strategy in allowed if section.fits(strategy))
+        size = self._space.ranks // pipeline.pipeline_degree
+        if size not in self._combined:
+            self._combined[size] = self._space.combinations(size)
+        known = {*allowed}
+        return (strategies for strategies in self._combined[size] if known.issuperset(strategies))
+
+    def _work_number(self, section: int, position: PipelinePosition, rows: int) -> int:
+        """Return the index in `_works` of the costs of computing `rows` images of a section under a strategy."""
+        key = section, position.computes, rows // position.data
         if key not in self._work_numbers:
-            works = (self._costs.work(kind, position, rows) for kind in self._kinds)
+            works = (self._costs.work(kind, position, rows) for kind in self._sections[section].kinds)
             self._work_numbers[key] = self._works.add(tuple(part for work in works for part in _of_work(work)))
         return self._work_numbers[key]
 
-    def _weight_number(self, position: PipelinePosition, pipelined: bool) -> int:
-        """Return the index in `_weights` of the costs of a strategy's parameters."""
-        key = position.keeps, pipelined
+    def _weight_number(self, section: int, position: PipelinePosition, pipelined: bool) -> int:
+        """Return the index in `_weights` of the costs of a section's parameters under a strategy."""
+        key = section, position.keeps, pipelined
         if key not in self._weight_numbers:
             parts = (
-                _of_weights(self._costs.weights(kind, position), position.executions[kind]) for kind in self._kinds
+                _of_weights(self._costs.weights(kind, position), position.executions[kind])
+                for kind in self._sections[section].kinds
             )
             self._weight_numbers[key] = self._weights.add(tuple(part for numbers in parts for part in numbers))
         return self._weight_numbers[key]
 
-    def _total(self, numbers: tuple[int, int]) -> float:
-        return self._works.total(numbers[0]) + self._weights.total(numbers[1])
+    def _lightness(self, numbers: Indices) -> float:
+        return sum(map(self._weights.total, numbers))
 
-    def _below(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
-        return self._weights.below(one[1], other[1]) and self._works.below(one[0], other[0])
+    def _lighter(self, one: Indices, other: Indices) -> bool:
+        return all(map(self._weights.below, one, other))
 
-    def _option(self, position: PipelinePosition, rows: int, pipelined: bool) -> Option:
-        return Option(
-            position.strategy,
-            {
-                kind: least_load(self._costs, kind, position, rows, self._moments, self._update, pipelined)
-                for kind in self._kinds
-            },
-        )
+    def _total(self, numbers: tuple[Indices, Indices]) -> float:
+        return sum(map(self._works.total, numbers[0])) + self._lightness(numbers[1])
+
+    def _below(self, one: tuple[Indices, Indices], other: tuple[Indices, Indices]) -> bool:
+        return self._lighter(one[1], other[1]) and all(map(self._works.below, one[0], other[0]))
+
+    def _option(self, positions: tuple[PipelinePosition, ...], rows: int, pipeline: Plan, sections: Indices) -> Option:
+        """Return an option with the costs of `sections`, whose strategies are at `positions`."""
+        pipelined = pipeline.pipeline_degree > 1
+        strategies = tuple(position.strategy for position in positions)
+        loads: dict[LayerKind, Load] = {}
+        for number, position in zip(sections, positions, strict=True):
+            for kind in self._sections[number].kinds:
+                key = kind, position, rows, pipelined
+                if key not in self._loads:
+                    self._loads[key] = least_load(
+                        self._costs, kind, position, rows, self._moments, self._update, pipelined
+                    )
+                loads[kind] = self._loads[key]
+        return Option(strategies[0], loads, strategies if len({*strategies}) > 1 else ())
 
 
 def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:

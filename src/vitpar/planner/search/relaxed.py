@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import BLOCK, LIMITED, Costs, Kind, Machine, in_flight, stage_sums
+from vitpar.planner.search.bounds import BLOCK, LIMITED, Costs, Kind, Machine, in_flight, layer_sums
 from vitpar.planner.search.options import Array, Choices
+from vitpar.planner.search.sections import Sections
 from vitpar.strategy import SCHEDULES
 
 STEPS = 40
@@ -35,7 +36,7 @@ Single limits; a limit of time with one of memory; the computing of a stage with
 def least_seconds(
     kind: Kind,
     choices: Choices,
-    depth: int,
+    sections: Sections,
     machine: Machine,
     *,
     steps: int = STEPS,
@@ -53,14 +54,14 @@ def least_seconds(
     """
     if not choices.options:
         return float("inf")
-    sums, constants = _sums(kind, choices, depth, machine)
-    needs, budgets = _needs(kind, choices, machine)
-    times = np.array([1.0, depth, 1.0])  # layers of each row: embed, blocks, head
+    sums, constants = _sums(kind, choices, sections, machine)
+    needs, budgets = _needs(kind, choices, sections, machine)
+    times, rows = sections.counts, range(len(sections.kinds))
 
     def least(costs: Array) -> tuple[float, Array]:
-        """Return the least total of `costs` [3, strategies] over all layers, and each row's strategy, an index [3]."""
+        """Return the least total of `costs` [kinds, strategies] over all layers, and the strategy of each kind."""
         chosen = costs.argmin(1)
-        return float(times @ costs[range(3), chosen]), chosen
+        return float(times @ costs[rows, chosen]), chosen
 
     if any(budget < 0 or least(need)[0] > budget for need, budget in zip(needs, budgets, strict=True)):
         return float("inf")
@@ -82,8 +83,8 @@ def least_seconds(
         best = max(best, bound)
         if best >= enough:
             break
-        uphill = sums[:, range(3), chosen] @ times + constants
-        over = relative[:, range(3), chosen] @ times - 1 if limited else prices
+        uphill = sums[:, rows, chosen] @ times + constants
+        over = relative[:, rows, chosen] @ times - 1 if limited else prices
         # Polyak's step length needs the optimum, which is unknown: use `enough`, or 5 % above the best bound.
         wanted = min(enough, 1.05 * best)
         # Weights sum to 1, so only the part of the gradient within that plane counts. A price of 0 cannot fall.
@@ -99,7 +100,9 @@ def least_seconds(
     return best
 
 
-def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, enough: float = float("inf")) -> float:
+def split_seconds(
+    kind: Kind, choices: Choices, sections: Sections, machine: Machine, enough: float = float("inf")
+) -> float:
     """Return a lower bound on the seconds of a step over every mix of `choices` and every split, one stage per rank.
 
     In a step of T seconds each stage can hold at most a certain number of blocks (`_StageLimits.blocks`). If the stages
@@ -107,7 +110,8 @@ def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, en
 
     enough: value of the bound at which to stop
     """
-    stages = [_StageLimits(kind, choices, machine, number) for number in range(kind.pipeline.num_stages)]
+    stages = [_StageLimits(kind, choices, sections, machine, number) for number in range(kind.pipeline.num_stages)]
+    depth = sections.depth
     hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
 
     def possible(seconds: float) -> bool:
@@ -116,17 +120,17 @@ def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, en
         # earlier stage delays a stage by no more than one block of its own takes.
         dealt, there, back = 0, 0.0, 0.0
         for number, stage in enumerate(stages):
-            most = stage.blocks(seconds - machine.norm, there, back)
+            most = stage.blocks(dealt, seconds - machine.norm, there, back)
             # Each of the later stages needs at least one block.
             most = min(most, depth - dealt - (len(stages) - 1 - number))
             if most < 1:
                 return False
+            forward, both = stage.each(dealt, most)
             dealt += most
-            forward, both = stage.each(most)
             there, back = there + forward + hop / 2, back + both - forward + hop / 2
         return dealt >= depth
 
-    high = min(enough, 4 * least_seconds(kind, choices, depth, machine, steps=0))
+    high = min(enough, 4 * least_seconds(kind, choices, sections, machine, steps=0))
     if high == float("inf") or not possible(high):
         return high
     low = 0.0
@@ -139,28 +143,36 @@ def split_seconds(kind: Kind, choices: Choices, depth: int, machine: Machine, en
 class _StageLimits:
     """Maximum number of blocks of stage `number` within given seconds and the memory of a rank."""
 
-    def __init__(self, kind: Kind, choices: Choices, machine: Machine, number: int) -> None:
-        block, start, end = stage_sums(kind, choices, machine, number)
-        self._block = block[LIMITED]
-        self._ends = start[LIMITED].min(1) + end[LIMITED].min(1)
+    def __init__(self, kind: Kind, choices: Choices, sections: Sections, machine: Machine, number: int) -> None:
+        found, last = layer_sums(kind, choices, machine, number), kind.pipeline.num_stages - 1
+        layers = found.layers[LIMITED]
+        start, end = layers[:, 0] * (number == 0), layers[:, -1] * (number == last)
+        start[5:] += found.besides
+        end[-1] += found.working[list(set(sections.rows))].min(0)
+        self._layers, self._rows, self._alike = layers, np.array(sections.rows), sections.alike
+        self._ends = start.min(1) + end.min(1)
         m = kind.microbatches
         # A stage runs 2m actions; the bounds of rows 2 and 3 leave out one of them.
         self._ends[:4] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1, 2 * m - 1])
         self._budget = machine.budget
         costs = Costs(choices, machine)
-        self._forward, self._work = float(costs.forward[BLOCK].min()), float(costs.work[BLOCK].min())
+        self._forward, self._work = costs.forward.min(1)[self._rows], costs.work.min(1)[self._rows]
 
-    def each(self, blocks: int) -> tuple[float, float]:
-        """Return the least seconds of a micro-batch in `blocks` blocks: (forward, forward and backward)."""
-        return blocks * self._forward, blocks * self._work
+    def each(self, first: int, blocks: int) -> tuple[float, float]:
+        """Return the least seconds of a micro-batch in blocks from `first` on: (forward, forward and backward)."""
+        if self._alike:
+            return blocks * float(self._forward[0]), blocks * float(self._work[0])
+        inside = slice(first, first + blocks)
+        return float(self._forward[inside].sum()), float(self._work[inside].sum())
 
-    def blocks(self, seconds: float, there: float, back: float) -> int:
+    def blocks(self, first: int, seconds: float, there: float, back: float) -> int:
         """Return an upper bound on the number of blocks of the stage in a step of `seconds`, within the rank's memory.
 
         The number of blocks with any mix of strategies is at most the optimum of a linear program. Dual solutions bound
         it: for any weights of the limits that sum to 1, each block takes at least the least weighted share of them
         over strategies, and all blocks take at most 1.
 
+        first: number of the stage's first block
         there: seconds of the step before the stage's first micro-batch arrives
         back: seconds of the step after its last one has left
         """
@@ -168,9 +180,13 @@ class _StageLimits:
         left = np.array(limits) - self._ends
         if (left <= 0).any():
             return 0
-        shares = self._block / left[:, None]
-        least = (WEIGHTS @ shares).min(1).max()
-        return int(1 / least + 1e-9) if least > 1e-9 else 10**9
+        if self._alike:
+            shares = self._layers[:, BLOCK] / left[:, None]
+            least = (WEIGHTS @ shares).min(1).max()
+            return int(1 / least + 1e-9) if least > 1e-9 else 10**9
+        shares = self._layers / left[:, None, None]
+        least = np.tensordot(WEIGHTS, shares, 1).min(2)  # [weights, kinds]
+        return int((least[:, self._rows[first:]].cumsum(1) <= 1 + 1e-9).all(0).sum())
 
 
 def _on_simplex(point: Array) -> Array:
@@ -184,24 +200,24 @@ def _on_simplex(point: Array) -> Array:
     return np.maximum(point + above[last], 0.0)
 
 
-def _sums(kind: Kind, choices: Choices, depth: int, machine: Machine) -> tuple[Array, Array]:
-    """Return lower bounds on the seconds of a step: (seconds per layer [bounds, 3, strategies], constants [bounds]).
+def _sums(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
+    """Return lower bounds on the seconds of a step: (seconds per layer, constants).
 
-    Each bound is its constant plus the sum over embed, blocks and head.
+    Seconds are an array [bounds, kinds, strategies]. A bound is its constant plus the sum over embed, blocks, head.
     """
     pipeline, m = kind.pipeline, kind.microbatches
     pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
     if pp == 1:
         found = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
     else:
-        found = _pipelined_sums(kind, choices, depth, machine, costs)
+        found = _pipelined_sums(kind, choices, sections, machine, costs)
     return np.stack([total for total, _ in found]), np.array([constant for _, constant in found]) + machine.norm
 
 
 def _pipelined_sums(
-    kind: Kind, choices: Choices, depth: int, machine: Machine, costs: Costs
+    kind: Kind, choices: Choices, sections: Sections, machine: Machine, costs: Costs
 ) -> list[tuple[Array, float]]:
-    """Return the bounds of `_sums` for a pipeline, as (seconds per layer [3, strategies], constant) each.
+    """Return the bounds of `_sums` for a pipeline, as (seconds per layer [kinds, strategies], constant) each.
 
     - One of the pp ranks has at least the mean work, background communication and waiting once per step.
     - A micro-batch passes through all layers, forward and backward, one after the other.
@@ -210,7 +226,7 @@ def _pipelined_sums(
       bounds that counts the work of every stage equally depends on the sum over layers only, not on the split.
     - One stage per rank: at most as many micro-batches as the first stage keeps are between their first forward and
       last backward at a time.
-    - Several even stages per rank: the last rank starts after the first pp - 1 stages.
+    - Several even stages per rank, of blocks that are alike: the last rank starts after the first pp - 1 stages.
     """
     pipeline, m = kind.pipeline, kind.microbatches
     pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
@@ -238,8 +254,8 @@ def _pipelined_sums(
         found.append((every * costs.work, every * actions * stages + sends))
         alive = in_flight(pipeline, m)[0]
         found.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * (pp - 1) * send)))
-    else:
-        least = depth // stages / depth
+    elif sections.alike:
+        least = sections.depth // stages / sections.depth
         hops = (pp - 1) * (1 if schedule.splits_backward else 2)
         before = costs.forward if schedule.splits_backward else costs.work
         blocks = least * ((pp - 1) * before + m * pipeline.virtual_stages * costs.work)
@@ -248,8 +264,8 @@ def _pipelined_sums(
     return found
 
 
-def _needs(kind: Kind, choices: Choices, machine: Machine) -> tuple[Array, list[float]]:
-    """Return (bytes needed per layer [2, 3, strategies], bytes available), summed over the places of the pp axis.
+def _needs(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
+    """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over places of the pp axis.
 
     The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
     split into stages, and only makes it easier to fit.
@@ -264,6 +280,8 @@ def _needs(kind: Kind, choices: Choices, machine: Machine) -> tuple[Array, list[
     working = 0.0
     # Without a pipeline the head's activations are freed before the backward of the last block begins.
     if pp == 1:
-        working = float(a["working_once" if m == 1 else "working"][BLOCK].min() - a["saved"][2].max())
+        # Of several kinds of blocks, that of the last block.
+        last = sections.rows[-1]
+        working = float(a["working_once" if m == 1 else "working"][last].min() - a["saved"][-1].max())
     busy = a["kept"] + a["gathered"] + waiting + alive * a["saved"]
     return np.stack([a["kept"] + a["reduced"], busy]), [left, left - max(0.0, working)]

@@ -6,6 +6,8 @@
 | stages         | any number of blocks each; with several stages per rank, even                                      |
 | micro-batches  | every number that divides the batch                                                                |
 | blocks         | at most two strategies per stage, one after the other; with several stages per rank, one for all   |
+| several kinds  | at most two strategies for the blocks of a stage that are in one section (`sections`); with several|
+| of blocks      | stages per rank, one strategy where it fits and its dp or fsdp counterpart in the other sections   |
 | embed, head    | the strategy of the neighbouring block                                                             |
 | strategy       | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint    |
 |                | policy; +offload if fsdp shards and there is no dp                                                 |
@@ -17,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from typing import Any
 
 from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import tensor_name
+from vitpar.planner.search.sections import Sections, counterparts, sections_of
 from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
@@ -80,10 +83,31 @@ class Space:
         counts = divisors(batch_size) if wanted is None else [n for n in wanted if batch_size % n == 0]
         return [n for n in counts if not schedule_objection(pipeline, n)]
 
+    @cached_property
+    def sections(self) -> Sections:
+        """Sections of the model's blocks."""
+        return _sections(self.config)
+
     def strategies(self, size: int) -> tuple[Strategy, ...]:
-        """Return the strategies of a layer on a stage of `size` ranks that the model allows."""
+        """Return the strategies of a layer on a stage of `size` ranks that the model allows, in one section or more."""
         found = _strategies(self.config, size, self.roles, self.flags)
         return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
+
+    def combinations(self, size: int) -> tuple[tuple[Strategy, ...], ...]:
+        """Return the strategies of all sections on a stage of `size` ranks, for plans with one strategy.
+
+        Sections that tp cannot split get the strategy's dp or fsdp counterpart instead.
+        """
+        strategies, sections = self.strategies(size), self.sections.sections
+        if len(sections) == 1:
+            return tuple((strategy,) for strategy in strategies)
+        known, found = {strategy: strategy for strategy in strategies}, list[tuple[Strategy, ...]]()
+        for strategy in strategies:
+            fits = [section.fits(strategy) for section in sections]
+            for other in (strategy,) if all(fits) else counterparts(strategy):
+                if other in known:
+                    found.append(tuple(strategy if fit else known[other] for fit in fits))
+        return tuple(found)
 
     def covers(self, plan: Plan) -> bool:
         """Return whether the space contains a plan with one strategy, with any number of micro-batches."""
@@ -98,6 +122,9 @@ class Space:
         except StrategyError:
             return False
         return True
+
+
+_sections = lru_cache(maxsize=64)(sections_of)
 
 
 @lru_cache(maxsize=256)
@@ -127,8 +154,11 @@ def _products(size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _tensor_ways(config: ModelConfig, axes: tuple[Axis, ...], flags: tuple[str, ...]) -> Iterator[Strategy]:
-    """Yield the tensor-parallel modes on `axes` that can split the model, as strategies without other flags."""
-    plain = Strategy(axes)
+    """Yield the tensor-parallel modes on `axes` that can split the model, as strategies without other flags.
+
+    A mode that splits some sections only is yielded too.
+    """
+    plain, sections = Strategy(axes), _sections(config).sections
     tries: list[dict[str, Any]] = [{}]
     if plain.has("tp"):
         tries += [{"sequence_parallel": True}] if "sp" in flags else []
@@ -140,7 +170,10 @@ def _tensor_ways(config: ModelConfig, axes: tuple[Axis, ...], flags: tuple[str, 
                 depth = dict(strategy.tensor_shape)["d"]
                 if depth == 1:
                     continue  # the same as 2d
-            validate(Plan(layers=(("*", strategy),)), config, None)
+            if len(sections) == 1:
+                validate(Plan(layers=(("*", strategy),)), config, None)
+            elif not any(section.fits(strategy) for section in sections):
+                continue
         except StrategyError:
             continue
         yield strategy

@@ -1,0 +1,115 @@
+"""Expansion of one kind for models with several sections: proposals of good mixes, then enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from vitpar.planner.cost.price import Price
+from vitpar.planner.search.bounds import Kind, Machine
+from vitpar.planner.search.enumeration import Enumeration
+from vitpar.planner.search.expand import ALONE, MISFITS, BestPlans, SearchEffort, split_of
+from vitpar.planner.search.mixes import Proposals, Runs, cheapest_mixes
+from vitpar.planner.search.options import Array, Choices
+from vitpar.planner.search.relaxed import least_seconds
+from vitpar.planner.search.sections import Sections
+from vitpar.planner.search.tables import LayerTable, MixTable, Moves
+from vitpar.strategy import Plan, Strategy
+
+
+class LayeredExpansion:
+    """Search of one kind's plans with several strategies or uneven stages, for a model with several sections.
+
+    moves: seconds of redistribution between blocks
+    Other parameters are those of `Expansion`.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        choices: Choices,
+        machine: Machine,
+        sections: Sections,
+        moves: Moves,
+        fits: Callable[[Plan, int], bool],
+        price: Callable[[Plan, int], Price],
+        found: BestPlans,
+        effort: SearchEffort,
+    ) -> None:
+        self._kind, self._choices, self._machine, self._sections = kind, choices, machine, sections
+        self._fits, self._price, self._found, self._nodes = fits, price, found, effort.nodes
+        self._table = LayerTable(kind, choices, sections, machine, moves)
+        # As in `Expansion`: plans that do not fit cost less time than a price.
+        self._left = effort.prices * (1 if kind.pipeline.pipeline_degree > 1 else ALONE)
+        self._misfits = MISFITS * self._left
+        each = machine.overhead if kind.pipeline.pipeline_degree == 1 else 2 * machine.action
+        self._overhead = kind.microbatches * each + machine.norm
+        self._hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
+        self._tried: set[Plan] = set()
+        self._cut = False
+
+    def run(self) -> bool:
+        """Search the kind and offer its plans to `found`. Return whether no plan that could win was skipped."""
+        if all(len(front) for front in self._choices.fronts):
+            self._propose()
+            complete = Enumeration(self._table, self._hop, self._limits, self._give, self._nodes).run()
+            return complete and not self._cut
+        return True
+
+    def _propose(self) -> None:
+        """Price the plans that `Proposals` makes, for half of the prices of the effort."""
+        limits, scale = self._limits(), np.ones(7)
+        least = least_seconds(self._kind, self._choices, self._sections, self._machine, steps=0)
+        scale[:5] = limits[0] if np.isfinite(limits[0]) else 1.2 * least
+        scale[5:] = self._machine.budget if np.isfinite(self._machine.budget) else 1e30
+        if not (np.isfinite(scale).all() and (scale > 0).all()):
+            return
+        mixes = MixTable(self._table, cheapest_mixes(self._table, scale))
+        proposals = Proposals(mixes, self._overhead, self._hop)
+        kept = self._left // 2
+        for proposal in proposals.single() if self._kind.pipeline.pipeline_degree == 1 else proposals.pipelined():
+            if proposal.seconds >= self._limits()[0] or self._left <= kept or self._misfits <= 0:
+                break
+            self._give(list(proposal.stages), proposal.seconds)
+        self._cut, self._misfits = False, max(self._misfits, MISFITS * kept)
+
+    def _limits(self) -> Array:
+        """Return the limits of a stage by the best price so far, in the order of `LIMITED`."""
+        seconds = self._found.limit * self._kind.batch_size - self._overhead
+        return np.array([seconds] * 5 + [self._machine.budget] * 2)
+
+    def _give(self, stages: list[tuple[int, Runs]], seconds: float) -> bool:
+        """Price the plan with these stages if it can win and fits. Return false if the effort is used up."""
+        if seconds >= self._limits()[0]:
+            return True
+        plan = self._plan(stages)
+        if plan in self._tried:
+            return True
+        if self._left <= 0 or self._misfits <= 0:
+            self._cut = True
+            return False
+        self._tried.add(plan)
+        if not self._fits(plan, self._kind.batch_size):
+            self._misfits -= 1
+            return True
+        self._left -= 1
+        self._found.offer(self._price(plan, self._kind.batch_size))
+        return True
+
+    def _plan(self, stages: list[tuple[int, Runs]]) -> Plan:
+        """Return the plan with these stages."""
+        sizes = tuple(blocks for blocks, _ in stages)
+        starts = [(first, self._choices.options[column].strategy) for _, runs in stages for first, column in runs]
+        stops = [first for first, _ in starts[1:]] + [self._sections.depth]
+        groups: tuple[tuple[str, Strategy], ...] = tuple(
+            (f"{first}-{stop - 1}", strategy) for (first, strategy), stop in zip(starts, stops, strict=True)
+        )
+        one = len({strategy for _, strategy in groups}) == 1
+        return replace(
+            self._kind.pipeline,
+            layers=(("*", groups[0][1]),) if one else groups,
+            microbatches=self._kind.microbatches,
+            split=split_of(sizes, self._sections.depth),
+        )

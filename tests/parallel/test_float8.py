@@ -89,7 +89,7 @@ def test_only_linear_layers_of_blocks_use_float8() -> None:
 def test_weight_shapes_unsupported_by_gpus_are_refused() -> None:
     block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
-        float8.compute_in_float8(block)
+        float8.compute_in_float8("blocks.3", block)
 
 
 def test_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

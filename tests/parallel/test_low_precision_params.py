@@ -16,6 +16,7 @@ from helpers.plans import Case
 from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
+from vitpar.models.layers import LayerNorm
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.precision import LowPrecisionParams
 
@@ -107,11 +108,12 @@ def test_float32_images_give_the_same_result(device: torch.device) -> None:
     assert torch.equal(model.predict(images.float(), 8), model.predict(images, 8))
 
 
-def test_each_layer_takes_one_copy_per_direction(device: torch.device) -> None:
+def test_each_layer_takes_one_copy_per_direction(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One foreach copy per layer casts parameters, and one per micro-batch returns gradients.
 
-    Copies of single parameters would cost host time.
+    Copies of single parameters would cost host time. Norms are torch's: on CPUs ours take more operations in 16 bits.
     """
+    monkeypatch.setattr(LayerNorm, "forward", nn.LayerNorm.forward)
     model = built(device, microbatches=2)
     model.forward_backward(*batch(model))
     with Counted() as counted:

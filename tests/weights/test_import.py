@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from helpers.foreign_weights import (
 from helpers.imported import IMAGES, logits_of, model_of
 from helpers.oracles import timm
 from vitpar.errors import DataError
-from vitpar.models import ViTConfig
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
@@ -148,7 +148,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         (put("patch_embed.proj.weight", torch.ones(())), {}, r"has shape \[\]"),
         (put("norm.bias", torch.full((WIDTH,), torch.nan)), {}, "norm.bias in .* non-finite"),
         (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "cannot be a parameter: it has dtype I64"),
-        (without("patch_embed.proj.weight"), {}, "are not those of timm's, transformers' or vitpar's ViT"),
+        (without("patch_embed.proj.weight"), {}, "are not those of timm's, transformers' or vitpar's models"),
         (without("head.weight", "head.bias"), {}, "no classifier: set the number of classes .* --classes N"),
         (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its embed_dim is 24 instead of 192"),
         (lambda state: None, {"model": "vit_huge"}, "unknown model 'vit_huge'"),
@@ -214,5 +214,4 @@ def test_preprocessing_follows_the_source(
     done = import_weights(source, tmp_path / "here")
     recipe = read_recipe(tmp_path / "here" / RECIPE, {"data.path": "x"})
     assert (recipe.data.mean[0], recipe.data.crop_pct) == (mean, crop)
-    same = {"name": done.config.name, "layer_scale": None}
-    assert recipe.config(CLASSES) == ViTConfig(**{**vars(done.config), **same})
+    assert recipe.config(CLASSES) == replace(done.config, layer_scale=None)

@@ -18,8 +18,8 @@ if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PH
         import vitpar.training.build
         vitpar.training.build.parallelize = fail
     else:
-        import vitpar.models.vit
-        vitpar.models.vit.Block.forward = fail
+        import vitpar.models.vit.layers
+        vitpar.models.vit.layers.Block.forward = fail
 """
 
 

@@ -1,6 +1,7 @@
 """Hand-written counterparts of the plans: each as an engineer would write it for one case, after PyTorch's tutorials.
 
-All train the same ``vitpar.models.layers.LayeredModel``, without vitpar's parallel layers, from the same initial parameters.
+All train the same ``vitpar.models.layers.LayeredModel``, without vitpar's parallel layers, from the same initial
+parameters.
 """
 
 from collections.abc import Callable

@@ -131,10 +131,10 @@ SWIN_CASES = (
     SwinCase("tp8+3d+ckpt", check=FP64),
     SwinCase("fsdp2+offload"),
     # precision
-    SwinCase("dp1", check={"precision": "bf16"}),
-    SwinCase("pp2xtp2xdp2", check={"precision": "bf16"}),
-    SwinCase("dp2xfsdp2", check={"precision": "bf16"}),
-    SwinCase("tp4+2d", check={"precision": "bf16"}),
+    SwinCase("dp1", check={"precision": "bf16", **SGD}),
+    SwinCase("pp2xtp2xdp2", check={"precision": "bf16", **SGD}),
+    SwinCase("dp2xfsdp2", check={"precision": "bf16", **SGD}),
+    SwinCase("tp4+2d", check={"precision": "bf16", **SGD}),
     SwinCase("tp8+3d", check={"precision": "bf16", **SGD}),
     SwinCase("tp2xfsdp2+sp", check={"precision": "fp16"}),
     # layer by layer: names, numbers and both

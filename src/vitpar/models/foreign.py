@@ -55,7 +55,7 @@ class MappedParameter:
 
 
 class ImportHints(Protocol):
-    """Settings from the files next to the tensors, or None, as far as every family has them."""
+    """Settings of any family from the files next to the tensors; None for those that are not given."""
 
     @property
     def image_size(self) -> int | None:

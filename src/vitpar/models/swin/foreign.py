@@ -119,7 +119,7 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
     """Return the configuration of the model. A model without classifier gets one class.
 
     place: origin of the tensors, for messages.
-    model: name that `model_config` accepts, for settings that nothing else tells; None for none.
+    model: name of the model, for settings that neither tensors nor hints give; None if not named.
 
     Raises DataError for tensors that are not those of a Swin Transformer or that contradict the name.
     Raises ModelError for an unknown name.
@@ -151,9 +151,9 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
     windows = [((size(name, 1) if ours else math.isqrt(size(name, 0))) + 1) // 2 for name in tables]
     window, width = max(windows), size(_PROJECTION, 0)
     grid = _grid_of_masks(found.skipped) or _grid_of_windows(place, windows)
-    told = hints.image_size or (named.image_size if named else None)
+    known = hints.image_size or (named.image_size if named else None)
     # With neither, the size for which the last stage has one window, as in the published models.
-    image_size = grid * patch if grid else told or window * 2 ** (len(firsts) - 1) * patch
+    image_size = grid * patch if grid else known or window * 2 ** (len(firsts) - 1) * patch
     if named and [stage.window for stage in named.stages] == windows and named.image_size == image_size:
         window = named.window_size  # it may be larger than every stage
     try:
@@ -193,16 +193,16 @@ def _listed(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _patch(size: Callable[[str, int], int], shapes: Shapes, told: int | None) -> tuple[int, int]:
+def _patch(size: Callable[[str, int], int], shapes: Shapes, known: int | None) -> tuple[int, int]:
     """Return the height of a patch in pixels and the number of channels.
 
-    told: height according to hints or the named model; None if unknown.
+    known: height of a patch by hints or the named model; None if unknown.
     """
     if len(shapes.get(_PROJECTION, ())) == 4:
         return size(_PROJECTION, 3) or 1, size(_PROJECTION, 1)
     numbers = size(_PROJECTION, 1)
-    if told and numbers % told**2 == 0:
-        return told, numbers // told**2
+    if known and numbers % known**2 == 0:
+        return known, numbers // known**2
     return max(1, math.isqrt(numbers // 3)), 3  # later checks of shapes refuse a wrong guess
 
 

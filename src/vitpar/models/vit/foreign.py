@@ -67,9 +67,9 @@ MARKS = {
 }
 """Name of the patch projection, which identifies a format."""
 TRANSFORMERS_EPS = 1e-12
-"""Epsilon of LayerNorms in transformers' models if no file tells it."""
+"""Default epsilon of LayerNorms in transformers' models."""
 LAYER_SCALE = 1e-5
-"""Initial layer scale if no file tells it; it does not affect imported parameters."""
+"""Default initial layer scale; it does not affect imported parameters."""
 _POOLER = re.compile(r"(?:vit\.|deit\.)?pooler\.dense\.(?:weight|bias)")
 
 
@@ -173,7 +173,7 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
     """Return the configuration of the model. A model without classifier gets one class.
 
     place: origin of the tensors, for messages.
-    model: name that `model_config` accepts, for settings that nothing else tells; None for none.
+    model: name of the model, for settings that neither tensors nor hints give; None if not named.
 
     Raises DataError for tensors that are not those of a ViT or that contradict the name.
     Raises ModelError for an unknown name.

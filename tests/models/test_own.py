@@ -188,6 +188,21 @@ def test_a_layer_that_gives_a_view_is_refused() -> None:
         _ = Views().layers
 
 
+def test_a_head_that_ignores_the_number_of_classes_is_refused() -> None:
+    class Fixed(Narrowing):
+        def build_layer(self, name: str) -> vitpar.Layer:
+            return Means(5) if name == "head" else super().build_layer(name)
+
+    with pytest.raises(ModelError, match="gives 5 logits, but num_classes is 3"):
+        _ = Fixed().layers
+
+
+@pytest.mark.parametrize("name", ["vit", "swin"])
+def test_names_of_families_cannot_be_taken(name: str) -> None:
+    with pytest.raises(ModelError, match=f"there is a family called {name} already"):
+        vitpar.register(Narrowing, name)
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no file"):
         load(f"{tmp_path}/none.py:Mine")

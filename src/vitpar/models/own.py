@@ -122,9 +122,11 @@ def register(model: type[ModelConfig], name: str | None = None) -> str:
     """Make a configuration class known by `name`, for recipes, weights and checkpoints, and return the name.
 
     name: None for that of the class.
+
+    Raises ModelError for the name of one of vitpar's families.
     """
     name = name or model.__name__
-    if name in FAMILIES and FAMILIES[name] is not model and not issubclass(model, OwnModel):
+    if name in FAMILIES and not issubclass(FAMILIES[name], OwnModel):
         raise ModelError(f"there is a family called {name} already: give the model another name")
     model.FAMILY = name
     FAMILIES[name] = model
@@ -186,6 +188,10 @@ def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescrip
     if y.dim() != rank or y.shape[0] != batch:
         wanted = "[batch, classes]" if name == "head" else "[batch, tokens, features]"
         raise ModelError(f"{where} gives a tensor of shape {list(y.shape)} for {batch} samples: give {wanted}")
+    if name == "head" and y.shape[1] != config.num_classes:
+        raise ModelError(
+            f"{where} gives {y.shape[1]} logits, but num_classes is {config.num_classes}: build it for that many"
+        )
     if y._is_view() or not y.is_contiguous():
         # FSDP2 and pipelines hold on to what a layer gives, and send it.
         raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")

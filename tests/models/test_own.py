@@ -15,6 +15,8 @@ from vitpar.models.families import FAMILIES, config_from_json, config_to_json, m
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.own import load
+from vitpar.parallel.attention import choose_attention, use_attention
+from vitpar.parallel.precision import resolve_precision
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
@@ -201,6 +203,17 @@ def test_a_head_that_ignores_the_number_of_classes_is_refused() -> None:
 def test_names_of_families_cannot_be_taken(name: str) -> None:
     with pytest.raises(ModelError, match=f"there is a family called {name} already"):
         vitpar.register(Narrowing, name)
+
+
+def test_the_attention_kernel_of_the_recipe_is_used(alone: None) -> None:
+    """What an own model computes as attention is not described, so that its kernels cannot be compared."""
+    plan = vitpar.validate(vitpar.parse("dp1"), Narrowing(), 4)
+    precision, cpu = resolve_precision("fp32"), torch.device("cpu")
+    try:
+        assert choose_attention("math", Narrowing(), plan, 4, precision, cpu).backend == "math"
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        use_attention(None)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

@@ -78,9 +78,12 @@ def choose_attention(
     Raises RecipeError if `wanted` does not support the model's shape and precision on this device.
     """
     refuse_attention(wanted, device.type)
-    if not config.heads or (wanted == "auto" and device.type == "cpu"):
+    if wanted == "auto" and (device.type == "cpu" or not config.heads):
         use_attention(None)
         return AttentionChoice()
+    if not config.heads:  # a model of the user's own may compute attention, of a shape that nothing describes
+        use_attention(wanted)
+        return AttentionChoice(wanted)
     known = KNOWN[device.type]
     tries = [(wanted,)] if wanted != "auto" else [(kept,), CANDIDATES] if kept in known else [CANDIDATES]
     for names in tries:

@@ -206,7 +206,7 @@ def test_names_of_families_cannot_be_taken(name: str) -> None:
 
 
 def test_the_attention_kernel_of_the_recipe_is_used(alone: None) -> None:
-    """What an own model computes as attention is not described, so that its kernels cannot be compared."""
+    """Sets the kernel without comparing any: the attention of an own model is not described."""
     plan = vitpar.validate(vitpar.parse("dp1"), Narrowing(), 4)
     precision, cpu = resolve_precision("fp32"), torch.device("cpu")
     try:

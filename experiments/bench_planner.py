@@ -3,6 +3,7 @@
     python experiments/bench_planner.py                          # about an hour on two cores
     python experiments/bench_planner.py --only search galvatron  # two minutes
     python experiments/bench_planner.py --only accuracy --ranks 4 --json rows.json
+    python experiments/bench_planner.py --only accuracy --ranks 4 --recipe experiments/planner_swin.toml
 
 - search: seconds of a search in one process, over all pipeline degrees, schedules and numbers of micro-batches.
   ViT-H/14 in bf16 on 8, 64 and 1024 H100 by data sheet, for 128 images per device and for a sweep over five batch
@@ -11,7 +12,7 @@
 - galvatron: ViT-Huge-32 on 8 GPUs with four memory budgets. Compares the plans that Galvatron's planner of 2022 and
   vitpar found, under the cost model of that planner (with its rounding of memory) and under vitpar's with the same
   profile.
-- accuracy: the model of planner.toml on each number of CPU ranks: profile hardware and model, then run every example
+- accuracy: the model of --recipe (planner.toml) on each number of CPU ranks: profile hardware and model, then run every example
   plan of `vitpar validate`. Shows predicted and measured time and memory, and the rank correlation of the times. Shows
   how much slower the plan predicted to be fastest is than the fastest one. "pace" is the
   time that the same work took compared with profiling; measured times are divided by it, except "by the clock".
@@ -72,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="worlds for accuracy")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="model for accuracy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     options = parser.parse_args()
     facts, found = header(), {}
@@ -79,7 +81,7 @@ def main() -> int:
     for name, value in facts.items():
         console.print(f"- {name}: {value}", soft_wrap=True)
     for name in options.only or TABLES:
-        tables, found[name] = TABLES[name](options.ranks)
+        tables, found[name] = TABLES[name](options.ranks, options.recipe)
         for title, table in tables:
             console.print(f"\n{title}\n")
             console.print(table)
@@ -88,7 +90,7 @@ def main() -> int:
     return 0
 
 
-def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
+def search(_worlds: Sequence[int], _recipe: Path) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
     """Time the searches."""
     rows = []
     for model, config, name, images, memory in SEARCHES:
@@ -137,7 +139,7 @@ def search(_: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, An
     return [("search", table)], rows
 
 
-def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
+def galvatron(_worlds: Sequence[int], _recipe: Path) -> tuple[list[tuple[str, Table]], list[dict[str, Any]]]:
     """Compare the images/s of the plans of both planners under both cost models."""
     heads = ("GB", "Galvatron's plan", "its model", "ours", "vitpar's plan", "its model", "vitpar's plan", "ours")
     table, rows = Table(*heads, box=box.MARKDOWN), []
@@ -174,7 +176,7 @@ def galvatron(_worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], list[dic
     return [("galvatron", table)], rows
 
 
-def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, Any]]:
+def accuracy(worlds: Sequence[int], recipe: Path) -> tuple[list[tuple[str, Table]], dict[str, Any]]:
     """Compare predictions with measurements for each number of ranks in `worlds`."""
     found = {}
     for ranks in worlds:
@@ -185,8 +187,9 @@ def accuracy(worlds: Sequence[int]) -> tuple[list[tuple[str, Table]], dict[str, 
                 return subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
 
             vitpar("profile", "hardware", "--ranks", str(ranks))
-            vitpar("profile", "model", "--recipe", str(RECIPE.resolve()), "--ranks", str(ranks))
-            found[str(ranks)] = json.loads(vitpar("validate", "--recipe", str(RECIPE.resolve()), "--json"))
+            model = ("--recipe", str(recipe.resolve()))
+            vitpar("profile", "model", *model, "--ranks", str(ranks))
+            found[str(ranks)] = json.loads(vitpar("validate", *model, "--json"))
     return [table for ranks, record in found.items() for table in accuracy_tables(ranks, record)], found
 
 
@@ -231,7 +234,7 @@ def accuracy_tables(ranks: str, record: dict[str, Any]) -> list[tuple[str, Table
     return [(f"accuracy on {ranks} ranks", summed), (f"plans on {ranks} ranks", table)]
 
 
-TABLES: dict[str, Callable[[Sequence[int]], tuple[list[tuple[str, Table]], Any]]] = {
+TABLES: dict[str, Callable[[Sequence[int], Path], tuple[list[tuple[str, Table]], Any]]] = {
     "search": search,
     "galvatron": galvatron,
     "accuracy": accuracy,

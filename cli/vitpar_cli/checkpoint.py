@@ -2,8 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, progress_bar
 
 if TYPE_CHECKING:
     from vitpar.checkpoint import Checkpoint
@@ -207,16 +206,6 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, and yield the callback (tensors done, tensors in total) that moves it."""
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @app.command("export")
 def export_command(
     path: Path_,
@@ -234,7 +223,7 @@ def export_command(
     from vitpar.weights.folder import export
 
     checkpoint = _opened(path)
-    with _progress("writing") as moved:
+    with progress_bar("writing") as moved:
         files = export(
             checkpoint,
             out,
@@ -283,7 +272,7 @@ def import_command(
 
     if trust:
         typer.echo(f"warning: '{source}' is trusted: if it is a pickle, code from it runs now", err=True)
-    with _progress("importing") as moved:
+    with progress_bar("importing") as moved:
         done = import_weights(
             source,
             out,

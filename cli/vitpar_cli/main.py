@@ -24,6 +24,7 @@ from vitpar_cli import (
     evaluate,
     galvatron,
     plan,
+    predict,
     profile,
     scaling,
     search,
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)

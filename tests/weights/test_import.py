@@ -27,7 +27,7 @@ from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.folder import RECIPE, open_weights
+from vitpar.weights.folder import RECIPE, open_weights, read_class_names
 from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 
@@ -172,6 +172,21 @@ def test_a_text_file_is_no_weights_file(tmp_path: Path) -> None:
         DataError, match=r"README.md' is not a weights file: name one that ends in .safetensors, .pth, .pt"
     ):
         import_weights(tmp_path / "README.md", tmp_path / "here")
+
+
+def test_class_names_come_from_the_config(tmp_path: Path) -> None:
+    names = [f"kind {number}" for number in range(CLASSES)]
+    saved(tmp_path / "timm", timm_state(), TIMM_CONFIG | {"label_names": names})
+    table = {str(number): name for number, name in reversed(list(enumerate(names)))}
+    saved(tmp_path / "transformers", as_transformers(timm_state()), transformers_config("vit") | {"id2label": table})
+    saved(tmp_path / "other", timm_state(), TIMM_CONFIG | {"label_names": names[1:]})
+    saved(tmp_path / "odd", timm_state(), TIMM_CONFIG | {"label_names": [1] * CLASSES})
+    for source, expected in (("timm", names), ("transformers", names), ("other", None), ("odd", None)):
+        import_weights(tmp_path / source, tmp_path / f"{source} imported")
+        found = read_class_names(tmp_path / f"{source} imported", CLASSES)
+        assert found == (expected and tuple(expected)), source
+    import_weights(tmp_path / "timm", tmp_path / "fewer", classes=3)
+    assert read_class_names(tmp_path / "fewer", 3) is None
 
 
 def test_number_of_heads_is_not_guessed(tmp_path: Path) -> None:

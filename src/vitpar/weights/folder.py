@@ -6,6 +6,7 @@
         model.safetensors.index.json         file of each parameter
         config.json                          configuration of the model (ModelConfig)
         recipe.toml                          recipe of the training, which also says how images are prepared
+        classes.json                         names of the classes, where the data have names
 
 The folder is written under a temporary name and renamed when complete, so a folder of the final name is complete. Any
 plan can read what any other plan wrote: parameters are found by name and cut to the local shard. A run's checkpoint can
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.checkpoint import Checkpoint, load_tensors
 from vitpar.checkpoint.atomic import begin, flush, partial, publish
-from vitpar.checkpoint.index import AVERAGES, CONFIG, PARAMETERS, RECIPE, damage
+from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIPE, damage, first_line
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
-from vitpar.io import read_text
+from vitpar.io import read_json, read_text
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
@@ -58,10 +59,11 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     flush(path)
 
 
-def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
+def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: Sequence[str] | None = None) -> None:
     """Write the unsharded parameters of `model` to `folder`, replacing it. Collective over all ranks.
 
     recipe: recipe of the run, as TOML.
+    class_names: names of the classes; None for none.
     """
     # torch warns that gathering over two mesh axes takes two collectives. That is expected, and happens once per save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -82,7 +84,9 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
-        _write_texts(half, weight_map, json.dumps(config_to_json(model.config), indent=1), recipe)
+        texts = {CONFIG: json.dumps(config_to_json(model.config), indent=1), RECIPE: recipe}
+        names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
+        _write_texts(half, weight_map, texts | names)
     barrier()
     if dist.get_rank() == 0:
         publish(folder)
@@ -110,8 +114,7 @@ def write_weights(
     sizes: Mapping[str, int],
     read: Callable[[str], Tensor],
     *,
-    config: str,
-    recipe: str,
+    texts: Mapping[str, str],
     shard_bytes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
@@ -119,8 +122,7 @@ def write_weights(
 
     sizes: bytes of each tensor, by name.
     read: function from a name to the tensor.
-    config: content of config.json.
-    recipe: content of recipe.toml.
+    texts: content of config.json, recipe.toml and, if the classes have names, classes.json.
     shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
     progress: callback (tensors done, tensors in total).
 
@@ -147,7 +149,7 @@ def write_weights(
                 progress(done, len(sizes))
             _save(whole, half / file)
             files |= dict.fromkeys(whole, file)
-        _write_texts(half, files, config, recipe)
+        _write_texts(half, files, texts)
         publish(folder)
     except OSError as error:
         raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
@@ -156,10 +158,10 @@ def write_weights(
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
-def _write_texts(folder: Path, weight_map: Mapping[str, str], config: str, recipe: str) -> None:
+def _write_texts(folder: Path, weight_map: Mapping[str, str], texts: Mapping[str, str]) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-    (folder / CONFIG).write_text(config)
-    (folder / RECIPE).write_text(recipe)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
 
 
 def export(
@@ -189,16 +191,16 @@ def export(
         for name in names
     }
     try:
-        config = read_text(checkpoint.path / CONFIG, MAX_JSON_BYTES)
-        recipe = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
+        names = [CLASSES] if (checkpoint.path / CLASSES).exists() else []
+        texts = {name: read_text(checkpoint.path / name, MAX_JSON_BYTES) for name in (CONFIG, *names)}
+        texts[RECIPE] = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
     return write_weights(
         folder,
         sizes,
         lambda name: read_whole(checkpoint, f"{prefix}{name}"),
-        config=config,
-        recipe=recipe,
+        texts=texts,
         shard_bytes=shard_bytes,
         progress=progress,
     )
@@ -257,6 +259,29 @@ def read_config(folder: Path) -> ModelConfig:
     Raises as `open_weights` does.
     """
     return open_weights(folder).config
+
+
+def read_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
+    """Return the names of the classes of saved weights or of a checkpoint; None if it has none.
+
+    classes: number of classes of the model.
+
+    Raises DataError for a file that is not a list of that many names.
+    """
+    path = folder / CLASSES
+    if not path.exists():
+        return None
+    try:
+        names = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"'{path}' is not a list of names: remove it to use numbers")
+    if len(names) != classes:
+        raise DataError(
+            f"'{path}' has {len(names):,} names but the model has {classes:,} classes: remove it to use numbers"
+        )
+    return tuple(names)
 
 
 def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:

@@ -43,6 +43,8 @@ class Hints:
     """Epsilon of LayerNorms."""
     data: Mapping[str, Any] | None = None
     """Settings of a recipe's section [data]."""
+    class_names: tuple[str, ...] | None = None
+    """Names of the classes, in label order."""
 
 
 def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
@@ -85,7 +87,8 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         data["interpolation"] = resampling
     data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
     heads, size = _number(config.get("num_attention_heads")), _number(config.get("image_size"))  # a list in Swin's
-    return Hints(heads, "cls", size, _number(config.get("patch_size")), norm_eps=eps, data=data)
+    names = _class_names(config.get("id2label"))
+    return Hints(heads, "cls", size, _number(config.get("patch_size")), norm_eps=eps, data=data, class_names=names)
 
 
 def _timm(config: Mapping[str, Any]) -> Hints:
@@ -105,7 +108,8 @@ def _timm(config: Mapping[str, Any]) -> Hints:
         heads = sizes["num_heads"]
     size = said.get("input_size")
     pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
-    return Hints(heads, pool, _number(size[-1]) if isinstance(size, list) and size else None, data=data)
+    side = _number(size[-1]) if isinstance(size, list) and size else None
+    return Hints(heads, pool, side, data=data, class_names=_class_names(config.get("label_names")))
 
 
 def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
@@ -116,6 +120,14 @@ def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
         if isinstance(value, list | tuple) and len(value) == 3
     }
     return {name: numbers for name, numbers in found.items() if len(numbers) == 3}
+
+
+def _class_names(said: Any) -> tuple[str, ...] | None:
+    """Return the names of classes 0, 1, …, from a list or from a table by number; None if `said` is neither."""
+    if isinstance(said, dict) and all(str(label) in said for label in range(len(said))):
+        said = [said[str(label)] for label in range(len(said))]
+    usable = isinstance(said, list) and said and all(isinstance(name, str) for name in said)
+    return tuple(said) if usable else None
 
 
 def _measure(value: Any) -> float | None:

@@ -129,6 +129,7 @@ _BENCHED = _keys(
     "activation_memory_budget",
     faults="non_finite",
 )
+_OUTPUTS = _keys(data="crop_pct interpolation mean std workers", train="precision compile attention")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "a plan": _keys(model="…", parallel="…", optimizer="name momentum", train="batch_size precision ema_decay"),
     "a search": _keys(model="…", optimizer="name momentum", train="batch_size precision ema_decay compile"),
@@ -148,6 +149,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         stream="train val samples val_samples classes label allow_pipe",
         train="batch_size precision compile attention",
     ),
+    "a prediction": _OUTPUTS,
     "a benchmark without data": _BENCHED,
     "a benchmark": _BENCHED
     + _keys(

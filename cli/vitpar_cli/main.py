@@ -22,6 +22,7 @@ from vitpar_cli import (
     data,
     doctor,
     evaluate,
+    features,
     galvatron,
     plan,
     predict,
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("features")(features.features)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)

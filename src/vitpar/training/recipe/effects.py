@@ -150,6 +150,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         train="batch_size precision compile attention",
     ),
     "a prediction": _OUTPUTS,
+    "an extraction of features": _OUTPUTS,
     "a benchmark without data": _BENCHED,
     "a benchmark": _BENCHED
     + _keys(

@@ -24,6 +24,7 @@ from vitpar_cli import (
     evaluate,
     features,
     galvatron,
+    models,
     plan,
     predict,
     profile,
@@ -56,6 +57,7 @@ app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
+app.command("models")(models.models)
 app.command("settings")(settings.settings)
 app.command("doctor")(doctor.doctor)
 

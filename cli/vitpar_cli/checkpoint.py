@@ -238,7 +238,9 @@ def export_command(
 def import_command(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FILE|FOLDER", help="Downloaded model folder, or .safetensors or .pth file."),
+        typer.Argument(
+            metavar="FILE|FOLDER", help="Downloaded model folder, .safetensors or .pth file, or hf:OWNER/NAME."
+        ),
     ],
     out: Out,
     model: Annotated[
@@ -262,10 +264,17 @@ def import_command(
 ) -> None:
     """Import weights of timm's or transformers' ViTs for `vitpar eval` and `vitpar train --weights`.
 
-    The source is a model's folder, a safetensors file or a state dict.
+    The source is a model's folder, a safetensors file or a state dict; or a repository on the Hugging Face hub, of
+    which only safetensors are read.
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
+
+    Example: vitpar checkpoint import hf:google/vit-base-patch16-224 --out weights/base
     """
+    from vitpar.weights.hub import fetch, hub_name
+
+    if name := hub_name(str(source)):
+        source = fetch(name)
     from vitpar.models import config_to_json
     from vitpar.sizes import parse_size
     from vitpar.weights.importing import import_weights

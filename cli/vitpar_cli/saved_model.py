@@ -11,6 +11,7 @@ import typer
 
 from vitpar.errors import DataError
 from vitpar_cli import recipe_options as o
+from vitpar_cli.hub import local_weights
 from vitpar_cli.world import Device, choose_device
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vitpar.training.recipe.recipe import Chosen
 
 CheckpointDir = Annotated[
-    Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint.")
+    Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
 ]
 AT_ONCE = 64
 """Images that are computed at a time by default, where the recipe's batch size does not matter."""
@@ -98,13 +99,14 @@ def saved_model(
 ) -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 
-    checkpoint: a run, saved weights or a checkpoint; of a run its final weights or, if it has not ended, its newest
-        checkpoint.
+    checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
+        not ended, its newest checkpoint.
     given: settings by dotted key.
     doing: kind of command, a key of ``COMMANDS``.
 
     Raises DataError, CheckpointError and RecipeError.
     """
+    checkpoint = local_weights(checkpoint)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     o.refuse_idle(assignments, doing)

@@ -31,6 +31,8 @@ def optimizer_words(recipe: Recipe) -> str:
     """Return text such as `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
     optimizer, usual = recipe.optimizer, OptimizerSection(name=recipe.optimizer.name)
     words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}"]
+    if optimizer.layer_decay != usual.layer_decay:
+        words.append(f"layer decay {optimizer.layer_decay:g}")
     if optimizer.betas != usual.betas:
         words.append(f"betas {optimizer.betas[0]:g} and {optimizer.betas[1]:g}")
     if optimizer.momentum:

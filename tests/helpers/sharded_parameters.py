@@ -31,6 +31,12 @@ LAYERS = ("blocks.0", "blocks.1", "head")
 SHAPES = {name: shape for layer in LAYERS for name, shape in layer_shapes(layer).items()}
 
 
+def layers_above(name: str) -> int:
+    """Return the number of layers above a parameter. The norm before the classifier belongs to the last block."""
+    layer = "blocks.1" if name == "head.norm.weight" else next(layer for layer in LAYERS if name.startswith(layer))
+    return len(LAYERS) - 1 - LAYERS.index(layer)
+
+
 def drawn(kind: str, name: str) -> Tensor:
     """Return a complete float64 tensor for the parameter `name`, which depends only on the arguments."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{name}".encode()))

@@ -94,7 +94,7 @@ class OneProcess:
         trace.parameters = self._parameters
         if not samples.pixels:
             return trace
-        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads)
+        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads, self._config.num_blocks)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
@@ -182,10 +182,11 @@ class Updates:
     """Reference implementation of a recipe's optimizer.
 
     heads: number of attention heads by layer. Muon orthogonalizes queries, keys and values separately.
+    depth: number of blocks.
     """
 
-    def __init__(self, settings: OptimizerSection, heads: Mapping[str, int]) -> None:
-        self._settings, self._heads = settings, heads
+    def __init__(self, settings: OptimizerSection, heads: Mapping[str, int], depth: int) -> None:
+        self._settings, self._heads, self._depth = settings, heads, depth
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._times = 0
 
@@ -199,19 +200,27 @@ class Updates:
             memory = self._memory.setdefault(name, {})
             matrix = x.dim() in (2, 4)  # biases, norms, tokens, positions and scales neither decay nor are adapted
             decay = s.weight_decay if matrix else 0.0
+            rate = lr * s.layer_decay ** self._layers_above(name)
             if s.name == "sgd":
-                x -= lr * self._momentum(memory, g + decay * x)
+                x -= rate * self._momentum(memory, g + decay * x)
             elif s.name == "lars":
                 ratio = 1.0
                 if matrix and x.norm() > 0 and g.norm() > 0:
                     ratio = s.trust_coefficient * x.norm() / (g.norm() + decay * x.norm())
-                x -= lr * self._momentum(memory, ratio * (g + decay * x))
+                x -= rate * self._momentum(memory, ratio * (g + decay * x))
             elif s.name == "muon" and x.dim() == 2 and name.startswith("blocks."):
-                x -= lr * (self._muon(name, memory, g) + decay * x)
+                x -= rate * (self._muon(name, memory, g) + decay * x)
             else:  # adamw, lamb, and muon's other parameters
                 step = self._adam(memory, g) + decay * x
                 adapts = s.name == "lamb" and matrix and x.norm() > 0 and step.norm() > 0
-                x -= lr * (x.norm() / step.norm() if adapts else 1.0) * step
+                x -= rate * (x.norm() / step.norm() if adapts else 1.0) * step
+
+    def _layers_above(self, name: str) -> int:
+        """Return the number of layers above a parameter; the norm before the classifier is the last block's."""
+        layer, index, *_ = name.split(".")
+        if layer == "blocks":
+            return self._depth - int(index)
+        return self._depth + 1 if layer == "embed" else int(index == "norm")
 
     def _momentum(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
         mu = self._settings.momentum

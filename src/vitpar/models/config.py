@@ -150,6 +150,17 @@ class ModelConfig:
         """Return the number of blocks: layers other than embed and head."""
         return len(self.layers) - 2
 
+    def layers_above(self, parameter: str) -> int:
+        """Return the number of layers between a parameter and the output, for layer-wise learning rates.
+
+        parameter: its name. The norm before the classifier, ``head.norm``, counts as a part of the last block, as in
+            timm.
+        """
+        layer = layer_of(parameter)
+        if parameter.startswith("head.norm."):
+            layer = self.layer_names[-2]
+        return len(self.layers) - 1 - self.layer_names.index(layer)
+
     @cached_property
     def kinds(self) -> dict[str, LayerDescription]:
         """Return the first layer of each kind by the kind's name, in order."""
@@ -290,6 +301,12 @@ def check_tokens(config: ModelConfig, tokens: int, fix: str) -> None:
 def block_index(name: str) -> int:
     """Return the number of the block called `name`, such as 3 of blocks.3."""
     return int(name.removeprefix("blocks."))
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
+    first, _, rest = parameter.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
 def field_names(config: type[ModelConfig]) -> frozenset[str]:

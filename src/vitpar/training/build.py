@@ -101,7 +101,9 @@ def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device)
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
     model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), recipe.optimizer, heads=config.heads, layers_above=config.layers_above
+    )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"

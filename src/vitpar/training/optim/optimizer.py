@@ -10,7 +10,7 @@ need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class ShardedOptimizer:
 
     parameters: (name, parameter) pairs of this rank, in the order of the global model.
     heads: attention heads by layer, which muon needs to separate queries, keys and values.
+    layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
+        decay of the learning rate needs.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ShardedOptimizer:
         settings: OptimizerSection,
         *,
         heads: Mapping[str, int] | None = None,
+        layers_above: Callable[[str], int] | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
@@ -59,11 +62,7 @@ class ShardedOptimizer:
         self._pairs = {
             name: (p, nn.Parameter(local(p.detach()))) for name, p in parameters if local(p).numel() or not alone
         }
-        groups = []
-        for decay in (True, False):
-            shards = [shard for p, shard in self._pairs.values() if decays(p) is decay]
-            if shards:
-                groups.append({"params": shards, "weight_decay": settings.weight_decay if decay else 0.0})
+        groups = _groups(self._pairs, settings, layers_above)
         self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads or {})
 
     def gradients(self) -> dict[str, Tensor]:
@@ -103,14 +102,17 @@ class ShardedOptimizer:
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon."""
+        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon.
+
+        lr: that of the layers whose learning rate does not decay.
+        """
         for parameter, shard in self._pairs.values():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._update(lr)
 
     def _update(self, lr: float) -> None:
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.torch_optimizer.step()
         for parameter, shard in self._pairs.values():
             parameter.grad = shard.grad = None
@@ -118,6 +120,30 @@ class ShardedOptimizer:
 
 _Pairs = dict[str, tuple[nn.Parameter, nn.Parameter]]
 """Parameter and its local shard, by the parameter's name."""
+
+
+def _groups(
+    pairs: _Pairs, settings: OptimizerSection, layers_above: Callable[[str], int] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups: one for each weight decay and factor of the learning rate, in the model's order.
+
+    The factor has timm's key, lr_scale.
+    """
+    found: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for name, (parameter, shard) in pairs.items():
+        above = 0
+        if settings.layer_decay != 1.0:
+            assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
+            above = layers_above(name)
+        found.setdefault((decays(parameter), above), []).append(shard)
+    return [
+        {
+            "params": found[decay, above],
+            "weight_decay": settings.weight_decay if decay else 0.0,
+            "lr_scale": settings.layer_decay**above,
+        }
+        for decay, above in sorted(found, reverse=True)
+    ]
 
 
 def _torch_optimizer(

@@ -124,7 +124,7 @@ _BENCHED = _keys(
     parallel="…",
     communication="…",
     loss_scale="…",
-    optimizer="name implementation momentum nesterov ns_steps",
+    optimizer="name implementation layer_decay momentum nesterov ns_steps",
     train="batch_size precision reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
     "activation_memory_budget",
     faults="non_finite",

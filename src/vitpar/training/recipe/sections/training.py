@@ -40,6 +40,9 @@ class OptimizerSection(Section):
     """Largest learning rate, after warm-up."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay (sgd: L2 penalty)."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor by which the learning rate falls from each layer to the one below it, for fine-tuning: the head has `lr`,
+    the last block `layer_decay` times that, embed the least. Groups and scales are those of timm's `--layer-decay`."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Decay rates of the averages of the gradient and of its square (adamw, lamb, muon's AdamW)."""
     eps: float = Field(1e-8, gt=0)

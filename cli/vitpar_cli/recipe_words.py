@@ -17,6 +17,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
         yield "settings", f"defaults for {images:,} images (docs/defaults.md)"
     yield "optimizer", optimizer_words(recipe)
     yield "lr", lr_words(recipe, header.train_samples)
+    if recipe.train.freeze is not None:
+        yield "frozen", recipe.train.freeze
     yield "augment", augment_words(recipe)
     # Not every family drops paths or features.
     rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, layer_of
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import compute_in_float8
@@ -40,6 +40,10 @@ Their size hardly matters in 16 bits and fewer, because activations are rounded 
 _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whatever the precision
 
 
+FROZEN = "changed elements of frozen parameters"
+"""Name of a number in a trace."""
+
+
 @dataclass
 class Trace:
     """Results of a training, for comparison."""
@@ -49,7 +53,7 @@ class Trace:
     tensors: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
     """Tensors by quantity and parameter name. Under a plan they are this rank's shards; None for a missing gradient."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Final parameters, by name; only in one process."""
+    """Final parameters that are trained, by name; only in one process."""
 
 
 class OneProcess:
@@ -73,9 +77,12 @@ class OneProcess:
                 if name not in ("embed", "head"):
                     compute_in_float8(name, layer)
         initialise(self._model, recipe.train.seed, config)
-        self._parameters = {name: p.detach() for name, p in self._model.named_parameters()}
-        for p in self._parameters.values():
+        every = {name: p.detach() for name, p in self._model.named_parameters()}
+        for p in every.values():
             p.copy_(self._noisy(p, self._noise))
+        frozen = recipe.frozen(config)
+        self._parameters = {name: p for name, p in every.items() if layer_of(name) not in frozen}
+        self._has_frozen = bool(frozen)
 
     def run(self, samples: Samples, lr: float) -> Trace:
         """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
@@ -92,6 +99,8 @@ class OneProcess:
         trace.tensors["SGD update"] = self._since(begin)
 
         trace.parameters = self._parameters
+        if self._has_frozen:
+            trace.numbers[FROZEN] = 0.0
         if not samples.pixels:
             return trace
         begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads, self._config.num_blocks)
@@ -114,7 +123,7 @@ class OneProcess:
         return trace
 
     def _backward(self, images: Tensor, target: Tensor, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss and the gradients by parameter name.
+        """Return the loss and the gradients of trained parameters by name.
 
         images: [batch, channels, size, size].
         target: float64 [batch, classes], the share of each class in a sample's label.
@@ -134,7 +143,8 @@ class OneProcess:
         gradients = {}
         for name, p in self._model.named_parameters():
             assert p.grad is not None, f"{name} has no gradient in one process"
-            gradients[name] = p.grad / self._scale
+            if name in self._parameters:
+                gradients[name] = p.grad / self._scale
         return loss.item(), gradients
 
     def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.muon import Matrix, Muon
 
 if TYPE_CHECKING:
+    from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
 
@@ -42,7 +43,7 @@ def decays(parameter: Tensor) -> bool:
 class ShardedOptimizer:
     """Optimizer over the local shards of named parameters.
 
-    parameters: (name, parameter) pairs of this rank, in the order of the global model.
+    parameters: (name, parameter) pairs of this rank, in the order of the global model. Frozen ones are left out.
     heads: attention heads by layer, which muon needs to separate queries, keys and values.
     layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
         decay of the learning rate needs.
@@ -60,7 +61,9 @@ class ShardedOptimizer:
         # over the global parameter.
         alone = settings.name in ("adamw", "sgd")
         self._pairs = {
-            name: (p, nn.Parameter(local(p.detach()))) for name, p in parameters if local(p).numel() or not alone
+            name: (p, nn.Parameter(local(p.detach())))
+            for name, p in parameters
+            if p.requires_grad and (local(p).numel() or not alone)
         }
         groups = _groups(self._pairs, settings, layers_above)
         self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads or {})
@@ -92,9 +95,15 @@ class ShardedOptimizer:
             shard.grad = torch.zeros_like(shard)
         self._update(lr=0.0)
 
-    def forget(self) -> None:
-        """Drop the state, as before the first step."""
-        self.torch_optimizer.state.clear()
+    def forget(self, lacking: Callable[[str], bool] = lambda name: True) -> None:
+        """Drop the state, as before the first step.
+
+        lacking: returns for a name of `state` whether to drop all state of that parameter.
+        """
+        states = self.torch_optimizer.state
+        for name, (_, shard) in self._pairs.items():
+            if any(lacking(f"{key}.{name}") for key in states.get(shard, {})):
+                del states[shard]
 
     def skip(self) -> None:
         """Drop the gradients without an update."""
@@ -136,7 +145,7 @@ def _groups(
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
         found.setdefault((decays(parameter), above), []).append(shard)
-    return [
+    groups = [
         {
             "params": found[decay, above],
             "weight_decay": settings.weight_decay if decay else 0.0,
@@ -144,6 +153,8 @@ def _groups(
         }
         for decay, above in sorted(found, reverse=True)
     ]
+    # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
+    return groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
 
 
 def _torch_optimizer(
@@ -216,20 +227,25 @@ class EMA:
     ``average = decay · average + (1 - decay) · parameter`` after every step.
 
     The average starts as the initial parameters. `averaged` temporarily replaces the parameters by it, for evaluation
-    and saving.
+    and saving. That of a frozen parameter is the parameter itself, in the same memory.
 
     warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
     """
 
     def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
         self._model, self._decay, self._warmup = model, decay, warmup
-        self._shards = {name: local(p.detach()) for name, p in model.named_parameters()}
-        self.average = {name: shard.clone() for name, shard in self._shards.items()}
+        shards = {name: local(p.detach()) for name, p in model.named_parameters()}
+        self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
+
+    def _averages(self) -> list[Tensor]:
+        return [self.average[name] for name in self._trained]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the present parameters."""
-        torch._foreach_copy_(list(self.average.values()), list(self._shards.values()))
+        if self._trained:
+            torch._foreach_copy_(self._averages(), list(self._trained.values()))
 
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.
@@ -241,7 +257,8 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the present parameters, after update number `step`, counted from 1."""
-        torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self.decay(step))
+        if self._trained:
+            torch._foreach_lerp_(self._averages(), list(self._trained.values()), 1.0 - self.decay(step))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -254,7 +271,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, shard in self._shards.items():
+        for name, shard in self._trained.items():
             kept = shard.clone()
             shard.copy_(self.average[name])
             self.average[name].copy_(kept)
@@ -262,11 +279,16 @@ class EMA:
 
 
 def state_bytes(recipe: Recipe) -> int:
-    """Return the bytes kept for each element of a rank's parameters: the tensors that `state_words` names.
+    """Return the bytes kept for each element of a rank's trained parameters: the tensors that `state_words` names.
 
     Muon keeps less for some elements than for others: this is the maximum.
     """
     return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
+
+
+def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
+    """Return the bytes kept for each element of the parameters of frozen layers, by the layer's name."""
+    return dict.fromkeys(recipe.frozen(config), PRECISIONS[recipe.train.precision].parameters.itemsize)
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
@@ -275,13 +297,15 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     See `state_bytes`.
     """
     named = [p for _, p in model.named_parameters()]
+    frozen = PRECISIONS[recipe.train.precision].parameters.itemsize
     whole = torch.tensor(
         [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
     )
-    fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
+    kept = sum(local(p).numel() * (state_bytes(recipe) if p.requires_grad else frozen) for p in named)
+    fullest = torch.tensor([float(kept)], dtype=torch.float64, device=model.device)
     all_reduce_(whole)
     all_reduce_(fullest, dist.ReduceOp.MAX)
-    return round(whole.item()), int(fullest.item()) * state_bytes(recipe)
+    return round(whole.item()), int(fullest.item())
 
 
 def moments(recipe: Recipe) -> int:

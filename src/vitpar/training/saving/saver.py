@@ -55,7 +55,8 @@ class TrainingState:
         """Restore the state in `checkpoint`. Collective.
 
         changed: settings that differ from those of the checkpoint, and may. An optimizer that needs state that the
-        checkpoint lacks starts afresh; averages that it lacks start as the parameters.
+        checkpoint lacks starts afresh, as do parameters that were frozen; averages that it lacks start as the
+        parameters.
 
         Raises CheckpointError.
         """
@@ -63,6 +64,9 @@ class TrainingState:
         if any(name.startswith(MOMENTS) for name in there):  # else the checkpoint is from before the first step
             self._optimizer.allocate()
         wanted = self.tensors()
+        if "train.freeze" in changed:  # parameters that were frozen have no state there
+            self._optimizer.forget(lambda name: f"{MOMENTS}{name}" not in there)
+            wanted = self.tensors()
         other = any(key.startswith("optimizer.") for key in changed)
         if other and any(name not in there for name in wanted if name.startswith(MOMENTS)):
             self._optimizer.forget()

@@ -46,11 +46,19 @@ MUTATIONS = (
         caught_by=("pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",),
     ),
     Mutation(
+        name="layer-decay",
+        breaks="The learning rate of optimizer.layer_decay rises from the head to the embedding.",
+        file="src/vitpar/training/optim/optimizer.py",
+        old="settings.layer_decay**above",
+        new="settings.layer_decay**-above",
+        caught_by=("vitpar check --mesh dp2 --set optimizer.layer_decay=0.5",),
+    ),
+    Mutation(
         name="ema-decay",
         breaks="The moving average gives the present parameters the weight of the past.",
         file="src/vitpar/training/optim/optimizer.py",
-        old="list(self._shards.values()), 1.0 - self.decay(step))",
-        new="list(self._shards.values()), self.decay(step))",
+        old="list(self._trained.values()), 1.0 - self.decay(step))",
+        new="list(self._trained.values()), self.decay(step))",
         caught_by=(f"pytest {AVERAGE}[dp1]",),
     ),
     Mutation(

@@ -122,8 +122,9 @@ def _for_check(recipe: Recipe) -> Recipe:
 def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> Trace:
     """Run all steps under the plan, and return this rank's results."""
     model, trace = trained.model, Trace()
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    every = dict(model.named_parameters())
+    frozen = {name: p for name, p in every.items() if layer_of(name) in model.execution.frozen}
+    parameters = {name: p for name, p in every.items() if name not in frozen}
     begin, before = _copies(parameters), _copies(frozen)
     model.loss_scale = scale
     sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)

@@ -308,6 +308,10 @@ class PartlyFrozen(ModelConfig):
         # Pipelines balance stages by those of the complete model.
         return self.whole.layer_flops
 
+    @cached_property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers.values())
+
     def build_layer(self, name: str) -> nn.Module:
         return self.whole.build_layer(name)
 

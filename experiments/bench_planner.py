@@ -12,10 +12,10 @@
 - galvatron: ViT-Huge-32 on 8 GPUs with four memory budgets. Compares the plans that Galvatron's planner of 2022 and
   vitpar found, under the cost model of that planner (with its rounding of memory) and under vitpar's with the same
   profile.
-- accuracy: the model of --recipe (planner.toml) on each number of CPU ranks: profile hardware and model, then run every example
-  plan of `vitpar validate`. Shows predicted and measured time and memory, and the rank correlation of the times. Shows
-  how much slower the plan predicted to be fastest is than the fastest one. "pace" is the
-  time that the same work took compared with profiling; measured times are divided by it, except "by the clock".
+- accuracy: the model of --recipe (planner.toml) on each number of CPU ranks: profile hardware and model, then run every
+  example plan of `vitpar validate`. Shows predicted and measured time and memory, and the rank correlation of the
+  times. Shows how much slower the plan predicted to be fastest is than the fastest one. "pace" is the time that the
+  same work took compared with profiling; measured times are divided by it, except "by the clock".
   "repeat" is the difference between two measurements of a plan.
 """
 

@@ -145,7 +145,8 @@ def _search(
     elif options.hardware or options.model_profile:
         raise PlannerError("both --cluster and a profile are given: give one of the two")
     else:
-        costs = estimated_costs(config, options.cluster, train.precision, train.compile, ranks)
+        frozen = recipe.frozen(config)
+        costs = estimated_costs(config, options.cluster, train.precision, train.compile, ranks, frozen)
     searching = make_search(
         costs,
         (train.batch_size,),
@@ -209,7 +210,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
             f"{config.name} in {train.precision}",
             ("model", *words, "--device", device),
         )
-    return profiled_costs(lambda _: config, train.precision, train.compile, machine, model)
+    return profiled_costs(lambda _: config, train.precision, train.compile, machine, model, recipe.frozen)
 
 
 def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], what: str, words: tuple[str, ...]) -> Path:

@@ -2,9 +2,9 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, progress_bar
 
 if TYPE_CHECKING:
     from vitpar.checkpoint import Checkpoint
@@ -32,6 +32,17 @@ ShardSize = Annotated[
     str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class ExportFormat(StrEnum):
+    """Libraries whose names and files `export` writes."""
+
+    vitpar = "vitpar"
+    timm = "timm"
+    transformers = "transformers"
+    onnx = "onnx"
+
+
 _GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
 _WORST = 10  # maximum tensors that `diff` lists
 
@@ -207,49 +218,56 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, and yield the callback (tensors done, tensors in total) that moves it."""
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 @app.command("export")
 def export_command(
     path: Path_,
     out: Out,
+    format: Annotated[
+        ExportFormat, typer.Option("--format", help="Names and files of this library.")
+    ] = ExportFormat.vitpar,
     shard_size: ShardSize = "5GB",
     plain: Annotated[
         bool, typer.Option("--no-averages", help="Export the parameters instead of their running averages.")
     ] = False,
 ) -> None:
-    """Write the parameters of a checkpoint as safetensors, for `vitpar eval` and readers of Hugging Face's layout.
+    """Write the parameters of a checkpoint for vitpar, timm or transformers as safetensors, or the model as ONNX.
 
-    Example: vitpar checkpoint export runs/mine --out weights/mine
+    timm reads the folder with timm.create_model("local-dir:FOLDER", pretrained=True), transformers with
+    from_pretrained("FOLDER").
+
+    Example: vitpar checkpoint export runs/mine --format timm --out weights/mine
     """
     from vitpar.sizes import parse_size
-    from vitpar.weights.folder import export
+    from vitpar.weights.exporting import Format, export_weights
+    from vitpar.weights.folder import export, weights_of
 
     checkpoint = _opened(path)
-    with _progress("writing") as moved:
-        files = export(
-            checkpoint,
-            out,
-            shard_bytes=int(parse_size(shard_size, "--shard-size")),
-            averages=False if plain else None,
-            progress=moved,
-        )
+    averages, shard_bytes, notes = False if plain else None, int(parse_size(shard_size, "--shard-size")), list[str]()
+    with progress_bar("writing") as moved:
+        if format is ExportFormat.vitpar:
+            files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)
+        elif format is ExportFormat.onnx:
+            from vitpar.weights.onnx import FILE, export_onnx
+
+            error = export_onnx(weights_of(checkpoint, averages), out)
+            files, notes = [out / FILE], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
+        else:
+            weights = weights_of(checkpoint, averages)
+            library: Format = "timm" if format is ExportFormat.timm else "transformers"
+            done = export_weights(weights, out, library, shard_bytes=shard_bytes, progress=moved)
+            files, notes = done.files, done.notes
     typer.echo(f"step {checkpoint.facts.step:,} written to {out}: {len(files)} file{'s' * (len(files) > 1)}")
+    for note in notes:
+        typer.echo(f"  {note}")
 
 
 @app.command("import")
 def import_command(
     source: Annotated[
         Path,
-        typer.Argument(metavar="FILE|FOLDER", help="Downloaded model folder, or .safetensors or .pth file."),
+        typer.Argument(
+            metavar="FILE|FOLDER", help="Downloaded model folder, .safetensors or .pth file, or hf:OWNER/NAME."
+        ),
     ],
     out: Out,
     model: Annotated[
@@ -273,17 +291,24 @@ def import_command(
 ) -> None:
     """Import weights of timm's or transformers' ViTs for `vitpar eval` and `vitpar train --weights`.
 
-    The source is a model's folder, a safetensors file or a state dict.
+    The source is a model's folder, a safetensors file or a state dict; or a repository on the Hugging Face hub, of
+    which only safetensors are read.
 
     Example: vitpar checkpoint import downloads/vit-base-patch16-224 --out weights/base
+
+    Example: vitpar checkpoint import hf:google/vit-base-patch16-224 --out weights/base
     """
+    from vitpar.weights.hub import fetch, hub_name
+
+    if name := hub_name(str(source)):
+        source = fetch(name)
     from vitpar.models import config_to_json
     from vitpar.sizes import parse_size
     from vitpar.weights.importing import import_weights
 
     if trust:
         typer.echo(f"warning: '{source}' is trusted: if it is a pickle, code from it runs now", err=True)
-    with _progress("importing") as moved:
+    with progress_bar("importing") as moved:
         done = import_weights(
             source,
             out,

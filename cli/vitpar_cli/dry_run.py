@@ -11,7 +11,7 @@ from vitpar.launch.world import Device
 from vitpar.planner.describe import summarize
 from vitpar.planner.out_of_memory import estimate_memory, memory_warning, memory_words
 from vitpar.strategy.plan_json import plan_to_json
-from vitpar.training.optim.optimizer import moments, state_bytes, state_words
+from vitpar.training.optim.optimizer import frozen_bytes, moments, state_bytes, state_words
 from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show
 
@@ -32,7 +32,8 @@ def show_dry_run(recipe: "Recipe", config: "ModelConfig", plan: "Plan", kind: De
     if world is not None and world.rank > 0:
         return
     train = recipe.train
-    memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe))
+    frozen = recipe.frozen(config)
+    memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), frozen)
     fullest = max(memory, key=lambda one: one.total)
     if as_json:
         found = {
@@ -43,7 +44,7 @@ def show_dry_run(recipe: "Recipe", config: "ModelConfig", plan: "Plan", kind: De
         typer.echo(json.dumps(found))
         return
     typer.echo(recipe.to_toml())
-    summary = summarize(config, plan, train.batch_size, state_bytes(recipe))
+    summary = summarize(config, plan, train.batch_size, state_bytes(recipe), frozen_bytes(recipe, config))
     show(config, plan, train.precision, summary, state_words(recipe))
     typer.echo(f"\n{memory_words(fullest)} on the fullest rank")
     local_ranks = world.local_size if world is not None else plan.world_size

@@ -22,8 +22,11 @@ from vitpar_cli import (
     data,
     doctor,
     evaluate,
+    features,
     galvatron,
+    models,
     plan,
+    predict,
     profile,
     scaling,
     search,
@@ -42,6 +45,8 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("predict")(predict.predict)
+app.command("features")(features.features)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
@@ -52,6 +57,7 @@ app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
+app.command("models")(models.models)
 app.command("settings")(settings.settings)
 app.command("doctor")(doctor.doctor)
 

@@ -9,16 +9,19 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
+from vitpar.text import printable
 
 if TYPE_CHECKING:
     from vitpar.planner.report.data import Provenance
@@ -50,6 +53,33 @@ class ProgressLines:
         if sys.stderr.isatty() or now - self._printed >= CADENCE:
             self._printed = now
             typer.echo(line, err=True)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr, and yield the callback (done, total) that moves it.
+
+    It is a bar on a terminal, and lines elsewhere.
+    """
+    if not sys.stderr.isatty():
+        lines = ProgressLines(eager=False)
+        yield lambda done, total: lines(f"{label} {done:,}/{total:,}")
+        return
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def report_bad(problems: Mapping[int, str]) -> int:
+    """Print a line to stderr for each image that could not be read, and return the exit code: 1 if there is one.
+
+    problems: messages by the image's number.
+    """
+    for _, problem in sorted(problems.items()):
+        typer.echo(f"error: {printable(problem)}", err=True)
+    return 1 if problems else 0
 
 
 def warn(*sentences: str | None) -> None:

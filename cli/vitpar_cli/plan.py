@@ -99,7 +99,7 @@ def plan(
         merged = resolve_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
-    config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.config
+    config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.whole
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks
@@ -113,11 +113,12 @@ def plan(
     from vitpar.planner.describe import summarize
     from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
-    from vitpar.training.optim.optimizer import state_bytes, state_words
+    from vitpar.training.optim.optimizer import frozen_bytes, state_bytes, state_words
     from vitpar_cli.plan_view import show
     from vitpar_cli.search_view import show_prediction
 
-    summary = summarize(config, made, merged.train.batch_size, state_bytes(merged))
+    frozen = frozen_bytes(merged, config)
+    summary = summarize(config, made, merged.train.batch_size, state_bytes(merged), frozen)
     found = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
@@ -166,7 +167,7 @@ def _predict(
             raise
         compiled = False  # as in training with the default of train.compile
     if cluster is not None:  # costs on only as many devices as the plan uses
-        costs = estimated_costs(costs.config, cluster, recipe.train.precision, compiled, ranks)
+        costs = estimated_costs(costs.whole, cluster, recipe.train.precision, compiled, ranks, costs.frozen)
     found = price(plan, costs, recipe.train.batch_size, moments(recipe))
     return Prediction(found, costs, budget or usual_budget(costs))
 

@@ -111,10 +111,9 @@ def costs_of(
 
     train = recipe.train
     if cluster:
-        costs = estimated_costs(
-            recipe.config(o.classes_of(recipe, num_classes, 1000)), cluster, train.precision, train.compile, ranks
-        )
+        config = recipe.config(o.classes_of(recipe, num_classes, 1000))
+        costs = estimated_costs(config, cluster, train.precision, train.compile, ranks, recipe.frozen(config))
     else:
-        costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model)
+        costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model, recipe.frozen)
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

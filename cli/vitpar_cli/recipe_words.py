@@ -17,6 +17,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
         yield "settings", f"defaults for {images:,} images (docs/defaults.md)"
     yield "optimizer", optimizer_words(recipe)
     yield "lr", lr_words(recipe, header.train_samples)
+    if recipe.train.freeze is not None:
+        yield "frozen", recipe.train.freeze
     yield "augment", augment_words(recipe)
     # Not every family drops paths or features.
     rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
@@ -31,6 +33,8 @@ def optimizer_words(recipe: Recipe) -> str:
     """Return text such as `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
     optimizer, usual = recipe.optimizer, OptimizerSection(name=recipe.optimizer.name)
     words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}"]
+    if optimizer.layer_decay != usual.layer_decay:
+        words.append(f"layer decay {optimizer.layer_decay:g}")
     if optimizer.betas != usual.betas:
         words.append(f"betas {optimizer.betas[0]:g} and {optimizer.betas[1]:g}")
     if optimizer.momentum:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import AUTO
+from vitpar.weights.hub import hub_name
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import AutoOptions, choose
+from vitpar_cli.hub import local_weights
 from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
@@ -41,7 +44,9 @@ def train(
             "--weights",
             to=str,
             metavar="DIR",
-            help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, or a checkpoint.",
+            help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, a checkpoint, or "
+            "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe, the latter bring their "
+            "model.",
         ),
     ] = None,
     epochs: Annotated[float | None, o.setting("train.epochs", "--epochs", help="Passes over the training set.")] = None,
@@ -151,6 +156,13 @@ def train(
         raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
     run_dir = run_dir or resumed_run.run
     own_recipe = recipe is None and resumed_run.recipe is not None
+    if weights is not None and hub_name(str(weights)):
+        if resumed_run.begins:
+            weights = local_weights(weights)
+            recipe = weights / "recipe.toml" if recipe is None and model is None and not own_recipe else recipe
+            given["model.weights"] = str(weights)
+        elif resumed_run.recipe is not None:  # its parameters are in the checkpoint
+            given["model.weights"] = read_recipe(resumed_run.recipe).model.weights
     if own_recipe and mesh is None:
         given["parallel.mesh"] = resumed_run.mesh()
     merged, images = o.training_recipe(
@@ -164,7 +176,6 @@ def train(
     from vitpar.training.begin import beginning
     from vitpar.training.events import SettingsOrigin
     from vitpar.training.input import open_data, transforms
-    from vitpar.training.recipe import read_recipe
     from vitpar.training.recipe.machine import on_device, refuse_huge_batch
     from vitpar.training.run_folder import check_run_folder
 

@@ -75,11 +75,11 @@ def validate(
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
-        chosen = [_plan(text, costs.config, images, machine.ranks, microbatches) for text in plans]
+        chosen = [_plan(text, costs.whole, images, machine.ranks, microbatches) for text in plans]
         for plan in chosen:
             refuse_clashes(plan, profile.precision, profile.compiled)
     else:
-        chosen = list(example_plans(costs.config, machine.ranks, images, profile.precision, profile.compiled))
+        chosen = list(example_plans(costs.whole, machine.ranks, images, profile.precision, profile.compiled))
     if not chosen:
         raise PlannerError(
             f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: give plans, or another "
@@ -94,7 +94,7 @@ def validate(
 
     runner = PlanRunner(world, kind, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
-    training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.config)
+    training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
     rows: list[AccuracyRow] = []
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)

@@ -11,6 +11,7 @@ SEED = 0
 
 # The fields of a recipe's [optimizer] section. Not a recipe: that needs packages that a GPU machine may lack.
 OPTIMIZER = SimpleNamespace(
+    layer_decay=1.0,
     name="adamw",
     lr=LR,
     weight_decay=WEIGHT_DECAY,

@@ -62,6 +62,8 @@ MAX_INT64 = _most((1 << 63) - 1, "elements along a dimension, or bytes of a file
 MAX_INDEX_BYTES = _most(256 * MIB, "index of a checkpoint", "bytes")
 MAX_ZIP_LISTING_BYTES = _most(16 * MIB, "list of members in a `torch.save` file", "bytes")
 MAX_PICKLED_WORD_CHARS = _most(16 * KIB, "word between spaces in a `torch.save` file", "characters")
+MAX_HUB_FILES = _most(1_024, "files of weights that are downloaded from a hub")
+MAX_HUB_BYTES = _most(512 * 1024 * MIB, "weights that are downloaded from a hub", "bytes")
 
 # Shards and other files of images.
 MAX_SHARDS = _most(500_000, "shards of a split or stream")

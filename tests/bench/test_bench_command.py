@@ -199,7 +199,7 @@ def test_rank_flops_add_up_to_the_model(mesh: str, ranks: Callable[[int], RankPo
 
 
 def flops_of_a_rank(device: torch.device, recipe: Recipe) -> float:
-    return rank_flops(trained_parts(device, recipe).model)
+    return sum(rank_flops(trained_parts(device, recipe).model))
 
 
 @pytest.mark.parametrize(("mesh", "tensor", "parts"), [("tp2xdp2", 2, 2), ("tp4+2d", 2, 2), ("tp8+3d", 4, 2)])

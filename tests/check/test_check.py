@@ -48,6 +48,15 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         patch.setattr(ParallelModel, "forward_backward", lambda self, x, y, k: real(self, *change(x, y, k)))
 
     match mistake:
+        case "a frozen parameter moves":
+
+            def moved(self: ParallelModel, *args: Any) -> Any:
+                for name, p in self.named_parameters():
+                    if name == "blocks.0.norm1.bias":
+                        local(p.detach()).add_(1e-7)
+                return real(self, *args)
+
+            patch.setattr(ParallelModel, "forward_backward", moved)
         case "one weight x 1.01" | "one weight x 1.1" | "one weight x 2":
             scaled("blocks.1.attn.qkv.weight", float(mistake.split()[-1]))
         case "all gradients / 1.01":
@@ -170,3 +179,21 @@ def test_nan_counts_as_an_infinite_error() -> None:
     settings: dict[str, Any] = {"least": 1e-4, "tolerance": None}
     (found,) = compare_numbers({"loss": float("nan")}, {"loss": 1.0}, [{"loss": 1.0}], **settings)
     assert found.severity == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision"), [("pp2xfsdp2", "fp64"), ("tp2xdp2", "fp64"), ("dp2xfsdp2", "bf16"), ("dp4", "bf16")]
+)
+def test_frozen_layers_are_checked(mesh: str, precision: str, ranks: Callable[[int], RankPool]) -> None:
+    """Gradients and updates of the other layers are compared, and frozen parameters must not change at all."""
+    settings = {"train__freeze": "embed, 0", "train__precision": precision}
+    result = ranks(4).run(run, mesh, **settings)[0]
+    assert result.passed, result.worst
+    names = {comparison.name for comparison in result.comparisons}
+    assert "gradient blocks.1.norm1.bias" in names and "gradient blocks.0.norm1.bias" not in names
+    if precision != "fp64":
+        return
+    wrong = ranks(4).run(run, mesh, "one weight x 1.01", **settings)[0]
+    assert "blocks.1.attn.qkv.weight" in wrong.worst.name and not wrong.passed
+    wrong = ranks(4).run(run, mesh, "a frozen parameter moves", **settings)[0]
+    assert wrong.worst.name == "changed elements of frozen parameters" and not wrong.passed

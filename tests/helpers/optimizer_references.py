@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.sharded_parameters import HEAD_DIM, HEADS, SHAPES, drawn
+from helpers.sharded_parameters import HEAD_DIM, HEADS, SHAPES, drawn, layers_above
 from vitpar.training.optim.optimizer import decays
 from vitpar.training.recipe.sections import OptimizerSection
 
@@ -41,7 +41,8 @@ def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dic
     for name, x in parameters.items():
         memory: dict[str, Tensor] = {"m": torch.zeros_like(x), "v": torch.zeros_like(x)}
         decay = chosen.weight_decay if decays(x) else 0.0
-        for t, rate in enumerate(rates, start=1):
+        for t, peak in enumerate(rates, start=1):
+            rate = peak * chosen.layer_decay ** layers_above(name)
             gradient = drawn(str(t), name)
             if chosen.name == "lamb":
                 step = adam(memory, gradient, t, chosen) + decay * x

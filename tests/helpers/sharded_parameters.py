@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 # Tensor parallelism divides these dims, as it must; fsdp often does not. Over 3 ranks, or 2 under tp2, one rank has
 # an empty shard of fc1 in block 0.
 WIDTH, HEADS, HEAD_DIM, CLASSES = 8, 4, 3, 3
+STACKED = (HEAD_DIM,) * 3
+"""Rows of queries, keys and values of a head."""
 HIDDEN = {"blocks.0": 2, "blocks.1": 12}
 
 
@@ -29,6 +31,13 @@ def layer_shapes(layer: str) -> dict[str, tuple[int, ...]]:
 
 LAYERS = ("blocks.0", "blocks.1", "head")
 SHAPES = {name: shape for layer in LAYERS for name, shape in layer_shapes(layer).items()}
+QKV = tuple(name for name in SHAPES if name.endswith("qkv.weight"))
+
+
+def layers_above(name: str) -> int:
+    """Return the number of layers above a parameter. The norm before the classifier belongs to the last block."""
+    layer = "blocks.1" if name == "head.norm.weight" else next(layer for layer in LAYERS if name.startswith(layer))
+    return len(LAYERS) - 1 - LAYERS.index(layer)
 
 
 def drawn(kind: str, name: str) -> Tensor:

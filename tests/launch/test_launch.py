@@ -64,6 +64,10 @@ with reporting():
         atexit.register(os.abort)
         print("done")
         finish(0 if last else 75)
+    if way == "failed":
+        import atexit
+        atexit.register(os.abort)
+        raise RuntimeError("the only cause")
     if way == "sum":
         import torch
         print("device", join(world, "cpu", timeout=60), flush=True)
@@ -168,6 +172,12 @@ def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd)
     assert error.startswith("rank 1 failed: RuntimeError: the true cause\nTraceback (most recent call last):\n")
     assert error.count("the true cause") == 2, "once in the headline, once in the line of source"
     assert "Connection closed" not in error
+
+
+def test_failed_rank_runs_no_exit_handlers(program: list[str], capfd) -> None:
+    """Libraries have some that abort the rank, as if by SIGABRT, and print before the error."""
+    assert spawn(2, [*program, "failed"], device="cpu") == 1
+    assert re.match(r"rank [01] failed: RuntimeError: the only cause\nTraceback", capfd.readouterr().err)
 
 
 def test_failure_before_the_rendezvous_is_reported(program: list[str], capfd) -> None:

@@ -128,7 +128,7 @@ def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
             "embed.patch_embed.proj.weight",
         ),
         ("jax", "*.weight", initial.xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
-        ("jax", "blocks.*.mlp.*.bias", initial.constant(0.0), "blocks.0.mlp.fc1.bias"),
+        ("jax", "*.mlp.*.bias", initial.constant(0.0), "blocks.0.mlp.fc1.bias"),
         ("jax", "head.*.weight", initial.normal(0.02), "head.fc.weight"),
         ("jax", "*_token", initial.normal(0.02), "embed.cls_token"),
         ("jax", "embed.pos_embed", lambda v, s, c: initial.normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +50,15 @@ def plan_of(case: Case) -> Plan:
 def check_all_precisions(device: torch.device, case: Case, precisions: tuple[str, ...]) -> list[CheckResult]:
     """Check a plan in each precision; runs on every rank.
 
-    Plans with more than 8 ranks take one step instead of four, so that the test ends within a day.
+    Plans with more than 8 ranks take one step instead of four, so that the test ends within a day. In bf16 the recipe
+    has SGD: AdamW moves an element by the sign of its gradient, which near zero is only rounding.
     """
-    plan = plan_of(case)
-    steps = {} if case.ranks <= 8 else {"sgd_steps": 1, "recipe_steps": 0}
-    return [check(config_of(case, name), plan, case.batch, device, precision=name, **steps) for name in precisions]
+    plan, found = plan_of(case), []
+    steps: dict[str, Any] = {} if case.ranks <= 8 else {"sgd_steps": 1, "recipe_steps": 0}
+    for name in precisions:
+        options = steps | ({"optimizer__name": "sgd"} if name == "bf16" else {})
+        found.append(check(config_of(case, name), plan, case.batch, device, precision=name, **options))
+    return found
 
 
 ALLOWED = [case_of(*choice) for choice in combinations(STRUCTURE)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.collectives import Sent
+from helpers.modern_vits import modern_config
 from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
@@ -55,7 +56,9 @@ def nothing(sizes: tuple[int, ...] = (1,)) -> tuple[Timing, ...]:
     return tuple(Timing(size=size, seconds=NOTHING, spread=0, samples=1) for size in sizes)
 
 
-def priced(mesh: str, microbatches: int, operation: str, config: ModelConfig) -> float:
+def priced(
+    mesh: str, microbatches: int, operation: str, config: ModelConfig, frozen: frozenset[str] = frozenset()
+) -> float:
     """Return the bytes of the complete tensors of all such operations in a step."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
     hardware = find_cluster("4xA100").hardware().model_copy(update={"device": "cpu", "overlap": None})
@@ -67,7 +70,7 @@ def priced(mesh: str, microbatches: int, operation: str, config: ModelConfig) ->
         weights=tuple(w.model_copy(update={"gather": nothing()[0], "reduce": 0.0}) for w in measured.weights),
         optimizer=Curve(timings=nothing()),
     )
-    costs = LayerCosts(config, hardware, model)
+    costs = LayerCosts(config, hardware, model, frozen)
     costs.links = Bytes(hardware, operation)
     return price(plan, costs, BATCH).seconds
 
@@ -76,11 +79,13 @@ def asdict_shallow(record: ModelProfile) -> dict:
     return {name: value for name, value in record if name not in ("layers", "weights", "optimizer")}
 
 
-def sent(device: torch.device, mesh: str, microbatches: int, config: ModelConfig) -> dict[str, int]:
+def sent(
+    device: torch.device, mesh: str, microbatches: int, config: ModelConfig, frozen: frozenset[str] = frozenset()
+) -> dict[str, int]:
     """Return the bytes a rank sends in its second step, by operation; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
-    model = parallelize(config, plan, Execution(BATCH), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), heads=config.heads)
+    model = parallelize(config, plan, Execution(BATCH, frozen=frozen), device)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), stacked=config.stacked)
     images = torch.randn(len(model.image_rows(BATCH)), config.channels, config.image_size, config.image_size)
     labels = torch.zeros(BATCH, dtype=torch.int64)
 
@@ -98,6 +103,14 @@ def sent(device: torch.device, mesh: str, microbatches: int, config: ModelConfig
 MESHES = (
     *("dp4", "fsdp4", "dp2xfsdp2", "dp4+zero1", "dp4+zero2", "tp4", "tp4+sp", "tp4+2d", "tp2xfsdp2", "dp2xtp2+ckpt"),
 )
+
+
+@pytest.mark.parametrize("mesh", ["tp4", "tp4+sp", "tp4+2d", "dp2xtp2+ckpt"])
+@pytest.mark.parametrize("parts", ["eva02_clip", "vit_22b"])
+def test_priced_bytes_of_modern_models_match_the_bytes_sent(
+    parts: str, mesh: str, ranks: Callable[[int], RankPool]
+) -> None:
+    check_bytes(modern_config(parts), mesh, parse(mesh).strategy, 2, ranks)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -124,12 +137,45 @@ def test_priced_bytes_of_layerwise_plans_of_swin_match_the_bytes_sent(
     check_bytes(SWIN, mesh, head, 1, ranks)
 
 
-def check_bytes(
-    config: ModelConfig, mesh: str, of_head: Strategy, microbatches: int, ranks: Callable[[int], RankPool]
+PROBE, MIDDLE = frozenset(["embed", "blocks.0", "blocks.1", "blocks.2"]), frozenset(["embed", "blocks.0", "blocks.2"])
+
+
+@pytest.mark.parametrize("frozen", [PROBE, MIDDLE], ids=["all but head", "embed, 0, 2"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_priced_bytes_of_frozen_layers_match_the_bytes_sent(
+    mesh: str, frozen: frozenset[str], ranks: Callable[[int], RankPool]
 ) -> None:
-    (found, *_) = ranks(4).run(sent, mesh, microbatches, config)
+    """Frozen layers reduce nothing, and nothing is sent for a backward below the lowest trained layer."""
+    check_bytes(CONFIG, mesh, parse(mesh).strategy, 1, ranks, frozen)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "frozen"),
+    [
+        (CONFIG, "pp1: embed=dp4, 0=tp4, 1=fsdp4, *=tp2xfsdp2", MIDDLE),
+        (SWIN, "pp1: stage1=fsdp4, *=tp2xfsdp2", frozenset(["embed", "blocks.0", "blocks.1"])),
+        (SWIN, "pp1: stage1=tp4+2d, *=tp4+sp", frozenset(["embed", "blocks.0", "blocks.3"])),
+    ],
+)
+def test_priced_bytes_of_frozen_layers_in_layerwise_plans_match_the_bytes_sent(
+    config: ModelConfig, mesh: str, frozen: frozenset[str], ranks: Callable[[int], RankPool]
+) -> None:
+    """Gradients of activations are only redistributed above the lowest trained layer."""
+    head = validate(parse(mesh), config, BATCH).strategies(config.layer_names)["head"]
+    check_bytes(config, mesh, head, 1, ranks, frozen)
+
+
+def check_bytes(
+    config: ModelConfig,
+    mesh: str,
+    of_head: Strategy,
+    microbatches: int,
+    ranks: Callable[[int], RankPool],
+    frozen: frozenset[str] = frozenset(),
+) -> None:
+    (found, *_) = ranks(4).run(sent, mesh, microbatches, config, frozen)
     head = 4 * torch.float32.itemsize * layer_elements(config.layers["head"], of_head).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):
         more = head if operation == "all_gather" and microbatches > 1 else 0
-        expected = priced(mesh, microbatches, operation, config)
+        expected = priced(mesh, microbatches, operation, config, frozen)
         assert expected - 64 <= found.get(operation, 0) <= expected + more + 64, operation

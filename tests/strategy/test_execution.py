@@ -35,7 +35,7 @@ SPLIT = {"pipelined": True, "splits_backward": True}
     ],
 )
 def test_rules_of_a_layer(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
-    assert astuple(Rules(**rules).of(parse(mesh).strategy, layer)) == expected
+    assert astuple(Rules(**rules).of(parse(mesh).strategy, layer)) == (*expected, "all")
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,26 @@ def test_communication_settings_override_the_rules(
 def test_execution_derives_the_rules_of_a_plan() -> None:
     settings = Communication(prefetch=2)
     zero_bubble = Plan(pp=2, schedule="zbvzerobubble", virtual_stages=2)
-    assert Execution(8, "bf16", communication=settings).rules(zero_bubble) == Rules(True, True, True, settings)
-    assert Execution(8).rules(parse("fsdp2")) == Rules()
+    assert Execution(8, "bf16", communication=settings).rules(zero_bubble, ()) == Rules(True, True, True, settings)
+    assert Execution(8).rules(parse("fsdp2"), ()) == Rules()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"),
+    [
+        ((), ("weights", "all", "all", "all")),
+        (("embed",), ("nothing", "weights", "all", "all")),
+        (("embed", "blocks.0", "blocks.1"), ("nothing", "nothing", "nothing", "weights")),
+        (("blocks.0", "head"), ("weights", "inputs", "all", "inputs")),
+        (("embed", "blocks.1"), ("nothing", "weights", "inputs", "all")),
+    ],
+)
+def test_backward_ends_at_the_lowest_trained_layer(frozen: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    layers = ("embed", "blocks.0", "blocks.1", "head")
+    rules = Execution(8, frozen=frozenset(frozen)).rules(parse("fsdp2"), layers)
+    found = [rules.of(parse("fsdp2").strategy, layer) for layer in layers]
+    assert tuple(one.backward for one in found) == expected
+    for one in found:
+        assert one.trained == (one.backward in ("all", "weights")) == (one.reduced != "never")
+        assert one.passes_gradient == (one.backward in ("all", "inputs"))
+        assert one.gathers_in_backward == (one.reshard_after_forward and one.backward != "nothing")

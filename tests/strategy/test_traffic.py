@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from helpers.collectives import Sent
+from helpers.modern_vits import modern_config
 from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
@@ -47,7 +48,7 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, config: ModelCo
     else:
         rows = len(model.image_rows(ROWS))
         x = torch.randn(rows, config.channels, config.image_size, config.image_size)
-    axes = stage.layers()["blocks.1"].attn.qkv.tensor_mesh
+    axes = next(m.tensor_mesh for m in stage.layers()["blocks.1"].modules() if hasattr(m, "tensor_mesh"))
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
     with Sent() as forward:
         y = stage.layers()[layer](x)
@@ -91,6 +92,15 @@ def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
     for found in counts:
         for name, counted in found.items():
             assert counted == counters(layer_traffic(SWIN.layers[name], strategy, ROWS)), name
+
+
+@pytest.mark.parametrize("parts", ["eva02_clip", "vit_22b", "siglip2", "fc_norm", "rms"])
+@pytest.mark.parametrize("mesh", ["tp4", "tp4+sp", "tp4+2d", "tp8+3d", "tp4+ckpt", "tp8+3d+ckpt"])
+def test_collectives_of_modern_models_match_the_table(mesh: str, parts: str, ranks: Callable[[int], RankPool]) -> None:
+    config, strategy = modern_config(parts), parse(mesh).strategy
+    for found in ranks(parse(mesh).world_size).run(every_layer_sends, mesh, config):
+        for name, counted in found.items():
+            assert counted == counters(layer_traffic(config.layers[name], strategy, ROWS)), name
 
 
 def counters(table: tuple[Traffic, Traffic]) -> tuple[Counter, ...]:

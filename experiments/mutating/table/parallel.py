@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="tp-q-and-k-swapped",
         breaks="Tensor-parallel blocks use queries as keys and keys as queries.",
-        file="src/vitpar/models/vit/layers.py",
+        file="src/vitpar/models/vit/attention.py",
         old="three=3, d=self.head_dim).unbind(0)\n",
         new="three=3, d=self.head_dim).unbind(0)\n"
         "        if hasattr(self.qkv.weight, 'placements'):\n            q, k = k, q\n",
@@ -53,11 +53,19 @@ MUTATIONS = (
         caught_by=("vitpar check --mesh tp4+2d",),
     ),
     Mutation(
+        name="frozen-layer-trained",
+        breaks="Layers of train.freeze are trained.",
+        file="src/vitpar/parallel/parallelize.py",
+        old="        layer.requires_grad_(False)\n",
+        new="",
+        caught_by=("vitpar check --mesh dp2 --set train.freeze=embed",),
+    ),
+    Mutation(
         name="dp-head-not-reduced",
         breaks="The gradients of the head are not summed over the data-parallel ranks.",
         file="src/vitpar/parallel/data.py",
-        old='size(mesh, "replicate") == 1:\n            continue\n',
-        new='size(mesh, "replicate") == 1 or hasattr(layer, "fc"):\n            continue\n',
+        old='size(mesh, "replicate") == 1 or not',
+        new='size(mesh, "replicate") == 1 or hasattr(layer, "fc") or not',
         caught_by=("vitpar check --mesh dp2",),
     ),
     Mutation(

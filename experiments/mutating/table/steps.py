@@ -46,21 +46,27 @@ MUTATIONS = (
         caught_by=("pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",),
     ),
     Mutation(
+        name="layer-decay",
+        breaks="The learning rate of optimizer.layer_decay rises from the head to the embedding.",
+        file="src/vitpar/training/optim/optimizer.py",
+        old="settings.layer_decay**above",
+        new="settings.layer_decay**-above",
+        caught_by=("vitpar check --mesh dp2 --set optimizer.layer_decay=0.5",),
+    ),
+    Mutation(
         name="ema-decay",
         breaks="The moving average gives the present parameters the weight of the past.",
         file="src/vitpar/training/optim/optimizer.py",
-        old="list(self._shards.values()), 1.0 - self.decay(step))",
-        new="list(self._shards.values()), self.decay(step))",
+        old="list(self._trained.values()), 1.0 - self.decay(step))",
+        new="list(self._trained.values()), self.decay(step))",
         caught_by=(f"pytest {AVERAGE}[dp1]",),
     ),
     Mutation(
         name="muon-qkv-order",
         breaks="Muon makes matrices of mixed rows of queries, keys and values orthogonal.",
         file="src/vitpar/training/optim/muon.py",
-        old='"(h three d) i -> three (h d) i", three=3, h=self.heads)\n'
-        '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)\n',
-        new='"(three h d) i -> three (h d) i", three=3, h=self.heads)\n'
-        '        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (three h d) i", h=self.heads)\n',
+        old='"(g r) i -> g r i", r=',
+        new='"(r g) i -> g r i", r=',
         caught_by=("pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",),
     ),
     Mutation(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.launch.world_group import all_reduce_
+from vitpar.models.config import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import ClockedRanks
@@ -61,7 +62,7 @@ def measure_limits(trained: TrainingComponents) -> PhaseLimits:
     model = trained.model
     forward, backward = matmul_rates(model)
     flops = rank_flops(model)
-    seconds = flops / (1 + BACKWARD) / forward, flops * BACKWARD / (1 + BACKWARD) / backward
+    seconds = flops[0] / forward, flops[1] / backward
     phases = {"pipeline": sum(seconds)}
     if model.plan.pipeline_degree == 1:
         phases = dict(zip(("forward", "backward"), seconds, strict=True))
@@ -75,14 +76,16 @@ def measure_limits(trained: TrainingComponents) -> PhaseLimits:
     if not any(local(p).device != model.device for _, p in model.named_parameters()):
         # The host updates offloaded parameters, and the bandwidth of its memory was not measured.
         phases |= {"norm and clipping": norm / bandwidth, "update": update / bandwidth}
-    return PhaseLimits(phases, flops / sum(seconds), bandwidth)
+    return PhaseLimits(phases, sum(flops) / sum(seconds), bandwidth)
 
 
-def rank_flops(model: ParallelModel) -> float:
-    """Return this rank's share of the FLOPs of a step: those of its stages, divided by the ranks of a stage."""
+def rank_flops(model: ParallelModel) -> tuple[float, float]:
+    """Return this rank's share of the FLOPs of a step in (forward, backward): its stages' over the ranks of a stage."""
     names = [name for stage in model.stages.values() for name in stage.layers()]
-    each = model.config.layer_flops
-    return sum(each[name] for name in names) * model.batch_size / model.plan.stage_size
+    each = with_frozen(model.config, model.execution.frozen).layers
+    share = model.batch_size / model.plan.stage_size
+    forward = sum(model.config.layer_flops[name] for name in names) / (1 + BACKWARD)
+    return share * forward, share * (sum(each[name].flops for name in names) - forward)
 
 
 def matmul_rates(model: ParallelModel) -> tuple[float, float]:
@@ -118,7 +121,7 @@ def block_products(model: ParallelModel) -> list[ProductShape]:
 
 def update_bytes(trained: TrainingComponents) -> tuple[int, int]:
     """Return the minimum bytes that a rank reads and writes for norm and clipping, and for the update."""
-    parameters = _bytes(p for _, p in trained.model.named_parameters())
+    parameters = _bytes(p for _, p in trained.model.named_parameters() if p.requires_grad)
     state = _bytes(trained.optimizer.state().values())
     clips = bool(trained.recipe.train.clip_grad_norm or trained.scaler)
     # Averaging reads the parameters and their average, and writes the average.

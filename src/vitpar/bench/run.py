@@ -23,7 +23,7 @@ from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, with_frozen
 from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name
@@ -104,7 +104,7 @@ def bench(
         shares = tuple(1 - bare / full for bare, full in zip(without, seconds, strict=True))
         data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares))
     return Benchmark(
-        config=config,
+        config=with_frozen(config, recipe.frozen(config)),
         plan=plan,
         batch_size=recipe.train.batch_size,
         precision=recipe.train.precision,

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, layer_of
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import compute_in_float8
@@ -40,6 +41,10 @@ Their size hardly matters in 16 bits and fewer, because activations are rounded 
 _NORMALISED = NOISE["fp32"]  # images are normalised and mixed in float32, whatever the precision
 
 
+FROZEN = "changed elements of frozen parameters"
+"""Name of a number in a trace."""
+
+
 @dataclass
 class Trace:
     """Results of a training, for comparison."""
@@ -49,7 +54,7 @@ class Trace:
     tensors: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
     """Tensors by quantity and parameter name. Under a plan they are this rank's shards; None for a missing gradient."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Final parameters, by name; only in one process."""
+    """Final parameters that are trained, by name; only in one process."""
 
 
 class OneProcess:
@@ -73,9 +78,12 @@ class OneProcess:
                 if name not in ("embed", "head"):
                     compute_in_float8(name, layer)
         initialise(self._model, recipe.train.seed, config)
-        self._parameters = {name: p.detach() for name, p in self._model.named_parameters()}
-        for p in self._parameters.values():
+        every = {name: p.detach() for name, p in self._model.named_parameters()}
+        for p in every.values():
             p.copy_(self._noisy(p, self._noise))
+        frozen = recipe.frozen(config)
+        self._parameters = {name: p for name, p in every.items() if layer_of(name) not in frozen}
+        self._has_frozen = bool(frozen)
 
     def run(self, samples: Samples, lr: float) -> Trace:
         """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
@@ -92,9 +100,12 @@ class OneProcess:
         trace.tensors["SGD update"] = self._since(begin)
 
         trace.parameters = self._parameters
+        if self._has_frozen:
+            trace.numbers[FROZEN] = 0.0
         if not samples.pixels:
             return trace
-        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config.heads)
+        of_model = self._config.stacked, self._config.num_blocks
+        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, *of_model)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
@@ -114,7 +125,7 @@ class OneProcess:
         return trace
 
     def _backward(self, images: Tensor, target: Tensor, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss and the gradients by parameter name.
+        """Return the loss and the gradients of trained parameters by name.
 
         images: [batch, channels, size, size].
         target: float64 [batch, classes], the share of each class in a sample's label.
@@ -134,7 +145,8 @@ class OneProcess:
         gradients = {}
         for name, p in self._model.named_parameters():
             assert p.grad is not None, f"{name} has no gradient in one process"
-            gradients[name] = p.grad / self._scale
+            if name in self._parameters:
+                gradients[name] = p.grad / self._scale
         return loss.item(), gradients
 
     def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Tensor]:
@@ -181,11 +193,13 @@ def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:
 class Updates:
     """Reference implementation of a recipe's optimizer.
 
-    heads: number of attention heads by layer. Muon orthogonalizes queries, keys and values separately.
+    stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``). Muon orthogonalizes each
+        map separately.
+    depth: number of blocks.
     """
 
-    def __init__(self, settings: OptimizerSection, heads: Mapping[str, int]) -> None:
-        self._settings, self._heads = settings, heads
+    def __init__(self, settings: OptimizerSection, stacked: Mapping[str, tuple[int, ...]], depth: int) -> None:
+        self._settings, self._stacked, self._depth = settings, stacked, depth
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._times = 0
 
@@ -199,19 +213,27 @@ class Updates:
             memory = self._memory.setdefault(name, {})
             matrix = x.dim() in (2, 4)  # biases, norms, tokens, positions and scales neither decay nor are adapted
             decay = s.weight_decay if matrix else 0.0
+            rate = lr * s.layer_decay ** self._layers_above(name)
             if s.name == "sgd":
-                x -= lr * self._momentum(memory, g + decay * x)
+                x -= rate * self._momentum(memory, g + decay * x)
             elif s.name == "lars":
                 ratio = 1.0
                 if matrix and x.norm() > 0 and g.norm() > 0:
                     ratio = s.trust_coefficient * x.norm() / (g.norm() + decay * x.norm())
-                x -= lr * self._momentum(memory, ratio * (g + decay * x))
+                x -= rate * self._momentum(memory, ratio * (g + decay * x))
             elif s.name == "muon" and x.dim() == 2 and name.startswith("blocks."):
-                x -= lr * (self._muon(name, memory, g) + decay * x)
+                x -= rate * (self._muon(name, memory, g) + decay * x)
             else:  # adamw, lamb, and muon's other parameters
                 step = self._adam(memory, g) + decay * x
                 adapts = s.name == "lamb" and matrix and x.norm() > 0 and step.norm() > 0
-                x -= lr * (x.norm() / step.norm() if adapts else 1.0) * step
+                x -= rate * (x.norm() / step.norm() if adapts else 1.0) * step
+
+    def _layers_above(self, name: str) -> int:
+        """Return the number of layers above a parameter; the norm before the classifier is the last block's."""
+        layer, index, *_ = name.split(".")
+        if layer == "blocks":
+            return self._depth - int(index)
+        return self._depth + 1 if layer == "embed" else int(index == "norm")
 
     def _momentum(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
         mu = self._settings.momentum
@@ -229,12 +251,13 @@ class Updates:
         s = self._settings
         memory["m"] = s.momentum * memory.get("m", torch.zeros_like(g)) + (1 - s.momentum) * g
         direction = s.momentum * memory["m"] + (1 - s.momentum) * g if s.nesterov else memory["m"]
-        if not name.endswith("attn.qkv.weight"):
-            return self._orthogonal(direction)
-        heads = self._heads[name.removesuffix(".attn.qkv.weight")]
-        whole = direction.unflatten(0, (heads, 3, -1))  # rows are (head, q|k|v, feature)
-        maps = [self._orthogonal(whole[:, part].flatten(0, 1)).unflatten(0, (heads, -1)) for part in range(3)]
-        return torch.stack(maps, 1).flatten(0, 2)
+        stacked, found = self._stacked.get(name, (len(direction),)), torch.empty_like(direction)
+        place = torch.arange(len(direction)) % sum(stacked)  # in a group of rows, such as (q|k|v, feature) of a head
+        ends = list(accumulate(stacked))
+        for start, end in zip([0, *ends], ends, strict=False):
+            rows = (start <= place) & (place < end)
+            found[rows] = self._orthogonal(direction[rows])
+        return found
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Return `matrix` after the Newton-Schulz iterations x ← (a + b·xxᵀ + c·(xxᵀ)²)·x.

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare, compare_numbers, noise_of
-from vitpar.check.one_process import OneProcess, Samples, Trace, draw_samples
+from vitpar.check.one_process import FROZEN, OneProcess, Samples, Trace, draw_samples
 from vitpar.data import Batch
-from vitpar.launch.world_group import broadcast_json
-from vitpar.models.config import ModelConfig, field_names
+from vitpar.launch.world_group import all_reduce_, broadcast_json
+from vitpar.models.config import ModelConfig, field_names, layer_of
 from vitpar.models.families import family_of
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
@@ -122,8 +122,10 @@ def _for_check(recipe: Recipe) -> Recipe:
 def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> Trace:
     """Run all steps under the plan, and return this rank's results."""
     model, trace = trained.model, Trace()
-    parameters = dict(model.named_parameters())
-    begin = _copies(parameters)
+    every = dict(model.named_parameters())
+    frozen = {name: p for name, p in every.items() if layer_of(name) in model.execution.frozen}
+    parameters = {name: p for name, p in every.items() if name not in frozen}
+    begin, before = _copies(parameters), _copies(frozen)
     model.loss_scale = scale
     sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)
     plain = ShardedOptimizer(parameters.items(), sgd)
@@ -141,6 +143,7 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
         plain.step(LEARNING_RATE)
     trace.tensors["SGD update"] = _since(begin, parameters)
     if not samples.pixels:
+        trace.numbers |= _changed(trained, before, frozen)
         return trace
 
     begin = _copies(parameters)
@@ -155,9 +158,23 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
         trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
     trace.tensors["update"] = _since(begin, parameters)
     if trained.ema:
-        averages = {name: sharded_as(parameters[name], shard) for name, shard in trained.ema.average.items()}
+        average = trained.ema.average
+        averages = {name: sharded_as(p, average[name]) for name, p in parameters.items()}
         trace.tensors["average"] = _since(begin, averages)
+    trace.numbers |= _changed(trained, before, frozen)
     return trace
+
+
+def _changed(
+    trained: TrainingComponents, before: Mapping[str, Tensor], frozen: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the number of changed elements of frozen parameters on all ranks, if there are any such. Collective."""
+    if not trained.model.execution.frozen:
+        return {}
+    found = sum(int((local(p.detach()) != before[name]).sum()) for name, p in frozen.items())
+    total = torch.tensor(float(found), dtype=torch.float64, device=trained.model.device)
+    all_reduce_(total)
+    return {FROZEN: total.item()}
 
 
 def _compared(
@@ -168,7 +185,8 @@ def _compared(
     reference: on rank 0 the runs in one process, the first without noise; empty on other ranks.
     """
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in LayeredModel(model.config).named_parameters()}
+        every = LayeredModel(model.config).named_parameters()
+        shapes = {name: p.shape for name, p in every if layer_of(name) not in model.execution.frozen}
     numbers = broadcast_json([trace.numbers for trace in reference])
     least = max(LEAST[precision][0], IMAGES)
     yield from compare_numbers(mine.numbers, numbers[0], numbers[1:], least=least, tolerance=tolerance)

@@ -21,6 +21,8 @@ from vitpar.text import literal, shown
 INDEX = "index.json"
 STATE, RECIPE, PLAN, CONFIG = "state.json", "recipe.toml", "plan.json", "config.json"
 """Text files of a checkpoint: state of the run besides its tensors, recipe, plan, model configuration."""
+CLASSES = "classes.json"
+"""Text file of a checkpoint and of saved weights: names of the classes, where the data have names."""
 PARAMETERS, MOMENTS, AVERAGES = "model.", "optimizer.", "ema."
 """Prefixes of tensor names: parameters, optimizer state, exponential moving averages."""
 _CHUNK = 1 << 24

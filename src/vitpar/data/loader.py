@@ -53,6 +53,13 @@ class Encoded(Protocol):
         """Return a message that names sample `i` and says what is wrong with it."""
 
 
+class Labelled(Encoded, Sized, Protocol):
+    """Encoded images with labels."""
+
+    labels: NDArray[np.int32]
+    """Class numbers, int32 [samples]."""
+
+
 @dataclass
 class BatchJob:
     """Batch whose images are still to be decoded."""
@@ -294,17 +301,17 @@ class EvalLoader(Loader):
     be only padding.
     """
 
-    def __init__(self, shards: ShardSet, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
-        super().__init__(shards, transform, **settings)
-        self._shards = shards
+    def __init__(self, images: Labelled, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+        super().__init__(images, transform, **settings)
+        self._images = images
 
     def __len__(self) -> int:
-        return -(-len(self._shards) // self.batch_size)
+        return -(-len(self._images) // self.batch_size)
 
     def _jobs(self) -> Generator[BatchJob]:
         for step in range(len(self)):
             samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            real = samples < len(self._shards)
+            real = samples < len(self._images)
             labels = np.full(len(samples), IGNORED, dtype=np.int64)
-            labels[real] = self._shards.labels[samples[real]]
-            yield BatchJob(self._shards, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)
+            labels[real] = self._images.labels[samples[real]]
+            yield BatchJob(self._images, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)

@@ -12,8 +12,8 @@ package does not import torch.
 """
 
 from vitpar.launch.local import spawn
-from vitpar.launch.process_group import finish, join, leave, share_cores
-from vitpar.launch.report import report_failure, reporting
+from vitpar.launch.process_group import join, leave, share_cores
+from vitpar.launch.report import finish, report_failure, reporting
 from vitpar.launch.world import ALONE, World, expand_hosts, find_world
 
 __all__ = [

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
 from vitpar.launch.report import reporting, watch_parent
@@ -93,18 +93,6 @@ def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _undo.close()
-
-
-def finish(code: int) -> NoReturn:
-    """End this rank, whose work is done, with exit code `code`, without the shutdown of Python and libraries.
-
-    At shutdown, threads of torch and gloo may abort the process or wait for each other, so that a successful run seems
-    to have failed (upstream: seen on torch 2.13, once in hundreds of runs: "terminate called without an active
-    exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _own_device(world: World, device: Device) -> torch.device:

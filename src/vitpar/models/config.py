@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import LayerDescription, backwards
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ Rule = Callable[..., "Tensor"]
 Rules = tuple[tuple[str, Rule], ...]
 """Pairs of a pattern of parameter names and a rule; the first that matches decides."""
 
+GATED = ("swiglu", "geglu")
+"""Activations that multiply half of the features by a function of the other half (arXiv 2002.05202)."""
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
 LARGEST = {
@@ -135,6 +137,16 @@ class ModelConfig:
         """Return the number of attention heads of each layer that has attention, by the layer's name."""
         return {name: layer.attention.heads for name, layer in self.layers.items() if layer.attention}
 
+    @property
+    def stacked(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of the maps that weights hold several of (`Part.stacked`), by the weight's name."""
+        return {
+            f"{name}.{part.name}.weight": part.stacked
+            for name, layer in self.layers.items()
+            for part in layer.parts
+            if part.stacked
+        }
+
     @cached_property
     def layers(self) -> dict[str, LayerDescription]:
         """Return the layers by name, in order."""
@@ -149,6 +161,17 @@ class ModelConfig:
     def num_blocks(self) -> int:
         """Return the number of blocks: layers other than embed and head."""
         return len(self.layers) - 2
+
+    def layers_above(self, parameter: str) -> int:
+        """Return the number of layers between a parameter and the output, for layer-wise learning rates.
+
+        parameter: its name. The norm before the classifier, ``head.norm``, counts as a part of the last block, as in
+            timm.
+        """
+        layer = layer_of(parameter)
+        if parameter.startswith("head.norm."):
+            layer = self.layer_names[-2]
+        return len(self.layers) - 1 - self.layer_names.index(layer)
 
     @cached_property
     def kinds(self) -> dict[str, LayerDescription]:
@@ -244,6 +267,78 @@ class Excerpt(ModelConfig):
         return self.whole.build_loss()
 
 
+_TRAINED_EMBED = ("embed", "weights")
+
+
+@dataclass(frozen=True)
+class PartlyFrozen(ModelConfig):
+    """A model with frozen layers, whose descriptions say what their backward computes: to plan a training.
+
+    A kind of layers becomes one kind for each amount of backward.
+    """
+
+    FAMILY: ClassVar[str] = "partly frozen"
+
+    whole: ModelConfig
+    """The model."""
+    frozen: frozenset[str]
+    """Names of the layers that are not trained."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.whole.name
+
+    @property
+    def image_size(self) -> int:  # type: ignore[override]
+        return self.whole.image_size
+
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        return self.whole.channels
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        return self.whole.num_classes
+
+    @property
+    def stochastic(self) -> bool:
+        return self.whole.stochastic
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        computed = backwards(self.whole.layer_names, self.frozen)
+        # The input of embed has no gradient in any training.
+        usual = {name for name, backward in computed.items() if backward == "all" or (name, backward) == _TRAINED_EMBED}
+        return tuple(
+            layer
+            if name in usual
+            else dataclasses.replace(layer, kind=f"{layer.kind}, backward {computed[name]}", backward=computed[name])
+            for name, layer in self.whole.layers.items()
+        )
+
+    @property
+    def layer_flops(self) -> dict[str, int]:
+        # Pipelines balance stages by those of the complete model.
+        return self.whole.layer_flops
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers.values())
+
+    def build_layer(self, name: str) -> nn.Module:
+        return self.whole.build_layer(name)
+
+    def initial_rules(self) -> Rules:
+        return self.whole.initial_rules()
+
+    def build_loss(self) -> Loss:
+        return self.whole.build_loss()
+
+
+def with_frozen(config: ModelConfig, frozen: frozenset[str]) -> ModelConfig:
+    """Return `config` for planning a training in which the layers called `frozen` are not trained."""
+    return PartlyFrozen(config, frozen) if frozen else config
+
+
 def from_torch_module(module: str, name: str) -> Any:
     """Return `name` of a module that imports torch.
 
@@ -290,6 +385,12 @@ def check_tokens(config: ModelConfig, tokens: int, fix: str) -> None:
 def block_index(name: str) -> int:
     """Return the number of the block called `name`, such as 3 of blocks.3."""
     return int(name.removeprefix("blocks."))
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
+    first, _, rest = parameter.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
 def field_names(config: type[ModelConfig]) -> frozenset[str]:

@@ -7,9 +7,12 @@ activations [batch, tokens, features], whose tokens and features may differ from
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+Backward = Literal["all", "weights", "inputs", "nothing"]
+"""Gradients that a layer's backward computes: of weights and input, or only of one of them."""
 MODES = ("1d", "sp", "2d", "2.5d", "3d")
 """Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
 
@@ -44,6 +47,9 @@ class Part:
     """Tokens of a sample that the module computes; 0 if it computes none."""
     width: int = 0
     """Features of these tokens, for modules without parameters."""
+    stacked: tuple[int, ...] = ()
+    """Rows of each map in a group of rows, for several linear maps that are stored as one; the weight is such groups,
+    one after another. () for a single map."""
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -62,15 +68,17 @@ class Part:
         return 2 * self.tokens * math.prod(self.product) if self.product else 0
 
 
-def linear(name: str, role: str, takes: int, gives: int, tokens: int, *, bias: bool = True) -> Part:
+def linear(
+    name: str, role: str, takes: int, gives: int, tokens: int, *, bias: bool = True, stacked: tuple[int, ...] = ()
+) -> Part:
     """Return the description of a linear layer."""
     shapes: dict[str, tuple[int, ...]] = {"weight": (gives, takes)}
-    return Part(name, role, shapes | ({"bias": (gives,)} if bias else {}), tokens)
+    return Part(name, role, shapes | ({"bias": (gives,)} if bias else {}), tokens, stacked=stacked)
 
 
-def norm(name: str, width: int, tokens: int, role: str = "norm") -> Part:
-    """Return the description of a LayerNorm."""
-    return Part(name, role, {"weight": (width,), "bias": (width,)}, tokens)
+def norm(name: str, width: int, tokens: int, role: str = "norm", *, bias: bool = True) -> Part:
+    """Return the description of a LayerNorm, or without bias of an RMSNorm."""
+    return Part(name, role, {"weight": (width,)} | ({"bias": (width,)} if bias else {}), tokens)
 
 
 def parameter(name: str, role: str, *shape: int) -> Part:
@@ -125,6 +133,8 @@ class LayerDescription:
     """Elements of a sample that are kept from forward to backward; None where they follow from `parts`."""
     modes: tuple[str, ...] = MODES
     """Tensor-parallel modes that compute the layer correctly."""
+    backward: Backward = "all"
+    """Gradients that backward computes in a training with frozen layers."""
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -140,7 +150,30 @@ class LayerDescription:
     def flops(self) -> int:
         """Return the floating-point operations of one sample's training step.
 
-        That is three times those of the matrix products in forward.
+        That is three times those of the matrix products in forward: backward has one product for the gradient of the
+        input and one for that of the weight.
         """
         attention = self.attention.flops if self.attention else 0
-        return 3 * (sum(part.flops for part in self.parts) + attention + self.other_flops)
+        products = sum(part.flops for part in self.parts)
+        if self.backward == "nothing":
+            return products + attention + self.other_flops
+        return (2 if self.backward == "inputs" else 3) * products + 3 * (attention + self.other_flops)
+
+
+def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backward]:
+    """Return the gradients that the backward of each layer computes, by name.
+
+    layers: names of all layers, in order.
+    frozen: names of those that are not trained.
+
+    Backward ends at the lowest trained layer, whose input needs no gradient.
+    """
+    found: dict[str, Backward] = {}
+    reached = False  # whether a trained layer is below
+    for name in layers:
+        if name in frozen:
+            found[name] = "inputs" if reached else "nothing"
+        else:
+            found[name] = "all" if reached else "weights"
+            reached = True
+    return found

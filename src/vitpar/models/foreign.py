@@ -5,6 +5,8 @@ That module has
 - ``renamed(shapes)``: recognise the format of foreign tensors and map their names to vitpar's; None for another family.
 - ``infer_config(place, found, hints, model)``: the configuration of the model whose tensors were found.
 - ``parts(found, config)``: how each parameter of vitpar is made of the tensors.
+
+and, where its parameters can leave vitpar, in its module ``exporting`` the function ``exported(config, format)``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -52,6 +54,30 @@ class MappedParameter:
     """Shape of the parameter."""
     make: Callable[..., Tensor] = lambda tensor: tensor
     """Function from the foreign tensors, in the order of `names`, to the parameter."""
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """Foreign tensor that is made of parameters of vitpar."""
+
+    names: tuple[str, ...]
+    """Names of the parameters."""
+    make: Callable[..., Tensor] = lambda tensor: tensor
+    """Function from the parameters, in the order of `names`, to the tensor."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model as another library reads it."""
+
+    tensors: Mapping[str, ExportedTensor]
+    """Tensors by foreign name."""
+    config: Mapping[str, Any]
+    """Content of config.json, without what is known of images."""
+    classifier: Mapping[str, ExportedTensor] = field(default_factory=dict)
+    """Tensors of a classifier that the library's model does not have, by name."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user."""
 
 
 class ImportHints(Protocol):

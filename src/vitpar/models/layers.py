@@ -4,15 +4,16 @@ A layer takes one tensor and gives one. What it takes and gives, and how its par
 is in its description (``vitpar.models.description``).
 """
 
+import functools
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import GATED, ModelConfig
 from vitpar.models.description import LayerDescription
 from vitpar.models.keyed_random import at_place, drop
 from vitpar.sharded import to_local
@@ -76,17 +77,50 @@ class LayerNorm(nn.LayerNorm):
         return torch.addcmul(self.bias, F.layer_norm(x, self.normalized_shape, eps=self.eps), self.weight)
 
 
-class MLP(nn.Module):
-    """Linear, GELU, Linear."""
+NORMS: dict[str, type[nn.Module]] = {"layer": LayerNorm, "rms": nn.RMSNorm}
+"""Norms by name; each is built from the number of features and ``eps``."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function that multiplies every second feature by `activation` of the feature before it.
+
+    Gates and values alternate, so that a slice of the features has both.
+    """
+
+    def multiply(x: Tensor) -> Tensor:
+        gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return activation(gate) * value
+
+    return multiply
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "swiglu": gated(F.silu),
+    "geglu": gated(F.gelu),
+}
+"""Functions between the two linear layers of an MLP. The gated ones halve the number of features."""
+
+
+class MLP(nn.Module):
+    """Linear, activation, norm if there is one, Linear.
+
+    hidden: features that the second linear layer takes.
+    activation: key of `ACTIVATIONS`. The rows of `fc1` alternate between gates and values if it is a gated one.
+    norm: norm of the hidden features.
+    """
+
+    def __init__(self, width: int, hidden: int, activation: str = "gelu", norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
+        self.fc1 = nn.Linear(width, hidden * (2 if activation in GATED else 1))
+        self.activation = ACTIVATIONS[activation]
+        self.norm = norm or nn.Identity()
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape."""
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(self.norm(self.activation(self.fc1(x))))
 
 
 class ResidualBlock(Layer):

@@ -168,6 +168,11 @@ def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in
     return _GatheredLinear.apply(x, weight, dim, group, in_float8)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Return `x` in at least float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class _SplitNorm(torch.autograd.Function):
     """Normalization over features that `group` splits, without weight and bias.
 
@@ -176,8 +181,7 @@ class _SplitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-        width = x.shape[-1] * group.size()
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        width, wide = x.shape[-1] * group.size(), _wide(x)
         mean = all_reduce(wide.sum(-1, keepdim=True), group) / width
         centred = wide - mean
         # Centred squares, although they need a second all-reduce: E[x^2] - E[x]^2 cancels where the mean is large.
@@ -205,3 +209,33 @@ def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, group:
     Only statistics are communicated: DTensor's ``layer_norm`` would all-gather the features.
     """
     return _SplitNorm.apply(x, eps, group) * weight + bias
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """Division by the root mean square of features that `group` splits, without weight.
+
+    Forward and backward all-reduce one number per token each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+        width, wide = x.shape[-1] * group.size(), _wide(x)
+        scale = torch.rsqrt(all_reduce(wide.square().sum(-1, keepdim=True), group) / width + eps)
+        ctx.group, ctx.width = group, width
+        ctx.save_for_backward(x, scale)
+        return (wide * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, scale = ctx.saved_tensors
+        normal, wide = x.to(scale.dtype) * scale, gradient.to(scale.dtype)
+        along = all_reduce((wide * normal).sum(-1, keepdim=True), ctx.group) / ctx.width
+        return ((wide - normal * along) * scale).to(gradient.dtype), None, None
+
+
+def split_rms_norm(x: Tensor, weight: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+    """Return ``rms_norm`` of `x`, whose features are sharded over `group`, as is the weight.
+
+    x: [..., features / n]; the result has the same shape. weight: [features / n].
+    """
+    return _SplitRMSNorm.apply(x, eps, group) * weight

@@ -71,7 +71,9 @@ class GradientSum:
     def __init__(
         self, layers: Sequence[nn.Module], group: dist.ProcessGroup, backwards: int | None, dtype: torch.dtype
     ) -> None:
-        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._parameters = [
+            parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad
+        ]
         self._group, self._dtype = group, dtype
         self._expected = self._missing = (backwards or 0) * len(self._parameters)
         self._running: dist.Work | None = None
@@ -133,6 +135,8 @@ def gradient_sums(
 ) -> list[GradientSum]:
     """Return the gradient sums of layers that ``fully_shard`` does not wrap, given in order with their meshes.
 
+    Frozen layers have none.
+
     dtype: data type to sum in.
     bucket_cap_mb: largest message in MiB that gradients of neighbouring layers share; None for `BUCKET_MB`.
     """
@@ -140,7 +144,7 @@ def gradient_sums(
     buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []
     filled = 0.0
     for layer, mesh in reversed(list(layers)):  # the order in which backward reaches them
-        if size(mesh, "replicate") == 1:
+        if size(mesh, "replicate") == 1 or not any(p.requires_grad for p in layer.parameters()):
             continue
         megabytes = sum(to_local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
         filled += megabytes
@@ -152,15 +156,29 @@ def gradient_sums(
     return [GradientSum(bucket, mesh.get_group("replicate"), backwards, dtype) for mesh, bucket in buckets]
 
 
-def prefetch(layers: Iterable[nn.Module], ahead: int) -> None:
-    """Let every wrapped layer prefetch the parameters of the `ahead` layers that follow it, in forward and in backward.
+def prefetch(forward: Sequence[nn.Module], backward: Sequence[nn.Module], ahead: int | None) -> None:
+    """Let every wrapped layer prefetch the parameters of the layers that follow it, in forward and in backward.
 
-    layers: layers of a stage in forward order.
+    forward: wrapped layers of a stage, in order.
+    backward: those that have a backward: all from one on.
+    ahead: number of layers; None for FSDP2's default.
     """
-    wrapped: list[FSDPModule] = [layer for layer in layers if isinstance(layer, FSDPModule)]
-    for index, layer in enumerate(wrapped):
-        layer.set_modules_to_forward_prefetch(wrapped[index + 1 : index + 1 + ahead])
-        layer.set_modules_to_backward_prefetch(wrapped[max(0, index - ahead) : index][::-1])
+    if ahead is not None:
+        for index, layer in enumerate(forward):
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch(_wrapped(forward[index + 1 : index + 1 + ahead]))
+        for index, layer in enumerate(backward):
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_backward_prefetch(_wrapped(backward[max(0, index - ahead) : index][::-1]))
+    if backward and len(backward) < len(forward):
+        # upstream: by default FSDP2 gathers the layer below, although it has no backward. An empty list means the
+        # default; a layer that fetches itself fetches nothing.
+        (first,) = _wrapped(backward[:1])
+        first.set_modules_to_backward_prefetch([first])
+
+
+def _wrapped(layers: Iterable[nn.Module]) -> list[FSDPModule]:
+    return [layer for layer in layers if isinstance(layer, FSDPModule)]
 
 
 def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:

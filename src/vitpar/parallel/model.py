@@ -82,7 +82,7 @@ class ParallelModel:
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
-        rules = execution.rules(plan)
+        rules = execution.rules(plan, config.layer_names)
         executions = {name: rules.of(strategies[name], name) for name in layers}
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
@@ -96,10 +96,16 @@ class ParallelModel:
         self._tensor_sums = TensorSums(partial, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
-            pipeline = [
-                pipeline_stage(stage, index, plan.num_stages, *self._shapes(index), device, pipe.get_group("pp"))
-                for index, stage in stages.items()
-            ]
+            pipeline = []
+            for index, stage in stages.items():
+                first, *_, last = [executions[name] for name in stage.layers()] * 2
+                pipeline.append(
+                    pipeline_stage(
+                        *(stage, index, plan.num_stages, *self._shapes(index), device, pipe.get_group("pp")),
+                        passed=first.passes_gradient,
+                        given=last.backward != "nothing",
+                    )
+                )
             self._schedule = build_schedule(plan, pipeline, self.batch.microbatches, self.loss)
 
     @property

@@ -3,7 +3,7 @@
 Each layer is wrapped by its own strategy, in this order:
 
 1. Build on meta, only the layers of this rank's stages. Parameter names are those of the complete model.
-2. Tensor parallelism: split what the layer class declares.
+2. Tensor parallelism: split what the layer class declares. Parameters of frozen layers get no gradients from here on.
 3. fp8: let the linear layers of blocks multiply in float8. Needs the final, local weight sizes.
 4. Compile the forward of each block, with everything that replaces a forward inside.
 5. Activation checkpointing around the compiled forward.
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import backwards
 from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
 from vitpar.parallel.checkpointing import recompute_in_backward
@@ -54,12 +55,12 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         # inherit the budget of an earlier one. 1.0 is torch's default.
         budget = execution.activation_memory_budget
         torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget
-        _allow_graphs(config, plan)
+        _allow_graphs(config, plan, execution)
     precision = resolve_precision(execution.precision, execution.reduce_dtype)
     if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
     pipe = pipeline_mesh(plan, device.type)
-    strategies, rules = plan.strategies(config.layer_names), execution.rules(plan)
+    strategies, rules = plan.strategies(config.layer_names), execution.rules(plan, config.layer_names)
     executions = {name: rules.of(strategy, name) for name, strategy in strategies.items()}
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
@@ -73,7 +74,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         for name, layer in stage.layers().items():
             strategy = strategies[name]
             partial_gradients += _compute(
-                name, layer, strategy, tensor_axes[strategy], precision.float8, execution.compile
+                name, layer, strategy, tensor_axes[strategy], executions[name], precision.float8, execution.compile
             )
         _shard(stage, executions, by_name, precision, execution.communication.prefetch)
         _connect(stage, index, strategies, config, plan, pipe)
@@ -88,34 +89,44 @@ GRAPHS = 8
 windows that are shifted or not, and as many again for batches of another size."""
 
 
-def _allow_graphs(config: ModelConfig, plan: Plan) -> None:
+def _allow_graphs(config: ModelConfig, plan: Plan, execution: Execution) -> None:
     """Raise the compiler's limit of graphs for the forward of a block, for every model compiled from here on.
 
     The limit (torch's default is 8) counts the graphs of a function, and all kinds of blocks share the function
     ``Block.forward``. Beyond it the compiler silently runs a block eagerly.
     """
-    strategies = plan.strategies(config.layer_names)
-    kinds = {(config.layers[name].kind, strategies[name]) for name in strategies if name not in ("embed", "head")}
+    strategies, computed = plan.strategies(config.layer_names), backwards(config.layer_names, execution.frozen)
+    blocks = (name for name in strategies if name not in ("embed", "head"))
+    kinds = {(config.layers[name].kind, strategies[name], computed[name]) for name in blocks}
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, GRAPHS * len(kinds))
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
 
 
 def _compute(
-    name: str, layer: Layer, strategy: Strategy, axes: DeviceMesh | None, float8: bool, compile_blocks: bool
+    name: str,
+    layer: Layer,
+    strategy: Strategy,
+    axes: DeviceMesh | None,
+    execution: LayerExecution,
+    float8: bool,
+    compile_blocks: bool,
 ) -> list[PartialGradient]:
     """Apply steps 2 to 5 to a layer, and return its partial gradients.
 
     axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
     """
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
+    if not execution.trained:
+        layer.requires_grad_(False)
+        found = []
     if name not in ("embed", "head"):
         if float8:
             compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             layer.forward = torch.compile(layer.forward)
-    if strategy.checkpoint:
+    if strategy.checkpoint and execution.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
     return found
 
@@ -138,8 +149,8 @@ def _shard(
         # The stage's own FSDP state holds no parameters, so the mesh of any wrapped layer serves.
         shard_stage(stage, meshes[wrapped[-1][0]], precision.policy)
         reduce_always(stage, [layer for name, layer in wrapped if executions[name].reduced == "every micro-batch"])
-        if prefetched is not None:
-            prefetch(stage.layers().values(), prefetched)
+        backward = [layer for name, layer in wrapped if executions[name].backward != "nothing"]
+        prefetch([layer for _, layer in wrapped], backward, prefetched)
 
 
 def _connect(

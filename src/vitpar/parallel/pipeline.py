@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,38 +65,89 @@ def travel_layout(before: Strategy, behind: Strategy) -> Layout:
     return taken if taken[0].share < given[0].share else given
 
 
-class _NeighbourStage(PipelineStage):
-    """Pipeline stage that opens connections to other ranks only, not to its own.
+class _Stage(PipelineStage):
+    """Pipeline stage that opens connections to other ranks only, and skips what frozen layers make needless.
 
-    upstream: in torch 2.11 the first step of a schedule sends a number between neighbouring stages to connect them. In
-    a V-shaped schedule two neighbours can be on one rank, and gloo cannot send to its own rank.
+    passed: whether the input has a gradient, so that it is sent back.
+    given: whether the output has one; without it there is no backward.
     """
+
+    # upstream: in torch 2.11 the first step of a schedule sends a number between neighbouring stages to connect them.
+    # In a V-shaped schedule two neighbours can be on one rank, and gloo cannot send to its own rank.
+
+    def __init__(self, *args: Any, passed: bool, given: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._passed, self._given = passed, given
+        self._losses: dict[int, Tensor | None] = {}  # of micro-batches whose backward was put off
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         own = self.stage_index_to_group_rank[self.stage_index]
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
 
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return super().get_bwd_recv_ops(bwd_chunk_id) if self._given else []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._passed:
+            return super().get_bwd_send_ops(bwd_chunk_id)
+        self.bwd_cache.pop(bwd_chunk_id, None)
+        return []
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if self._given and (full_backward or self._passed or self.is_first):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        self.bwd_cache[bwd_chunk_id] = (None,)
+        if not self._given:
+            del self.fwd_cache[bwd_chunk_id]
+        elif not full_backward:
+            # upstream: torch finds the gradients of weights behind those of the input. A stage whose input has none
+            # runs its complete backward in place of that of weights, which torch only does for the first stage.
+            self._losses[bwd_chunk_id] = loss
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if self._given and (self._passed or self.is_first):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        elif self._given:
+            super().backward_one_chunk(bwd_chunk_id, self._losses.pop(bwd_chunk_id), True, last_backward)
+            del self.bwd_cache[bwd_chunk_id]
+
 
 def pipeline_stage(
-    module: nn.Module, index: int, count: int, takes: Tensor, gives: Tensor, device: torch.device, group: ProcessGroup
+    module: nn.Module,
+    index: int,
+    count: int,
+    takes: Tensor,
+    gives: Tensor,
+    device: torch.device,
+    group: ProcessGroup,
+    *,
+    passed: bool | None = None,
+    given: bool = True,
 ) -> PipelineStage:
     """Return stage `index` of `count`.
 
     takes: meta tensor with the shape and dtype of the stage's input for one micro-batch.
     gives: the same of its output.
+    passed: whether the stage's input has a gradient; None for that of every stage but the first, which takes images.
+    given: whether its output has one.
 
     upstream: without `input_args` and `output_args` the first step, and each switch between training and evaluation,
     runs a real extra forward of every stage to infer them.
     """
-    return _NeighbourStage(
+    passed = index > 0 if passed is None else passed
+    return _Stage(
         module,
         index,
         count,
         device,
-        # `requires_grad` decides whether the stage sends a gradient back: the images of stage 0 need none.
-        input_args=(takes.requires_grad_(index > 0),),
-        output_args=(gives.requires_grad_(),),
+        input_args=(takes.requires_grad_(passed),),
+        output_args=(gives.requires_grad_(given),),
         group=group,
+        passed=passed,
+        given=given,
     )
 
 

@@ -50,6 +50,7 @@ from vitpar.parallel.collective import (
     reduce_scatter_to_tp_region,
     scatter_to_tp_region,
     split_layer_norm,
+    split_rms_norm,
 )
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
@@ -140,11 +141,13 @@ def _features_to_whole(axis: str) -> Forward:
 
 
 def _norm(axis: str) -> Forward:
-    """Return the forward of a LayerNorm over features sharded on `axis`."""
+    """Return the forward of a LayerNorm or RMSNorm over features sharded on `axis`."""
 
     def forward(module: SplitModule, x: Tensor) -> Tensor:
-        assert module.bias is not None, "norms have a bias"
-        return split_layer_norm(x, to_local(module.weight), to_local(module.bias), module.eps, _group(module, axis))
+        weight, group, bias = to_local(module.weight), _group(module, axis), getattr(module, "bias", None)
+        if bias is None:
+            return split_rms_norm(x, weight, module.eps, group)
+        return split_layer_norm(x, weight, to_local(bias), module.eps, group)
 
     return forward
 
@@ -180,15 +183,27 @@ def _of_features(axis: str) -> dict[str, Forward]:
 
 
 FORWARDS: dict[str, dict[str, Forward]] = {
-    "1d": {"column": _column, "row": _row, "merge": _row_of_whole, "classifier": _row_of_whole},
+    "1d": {
+        "column": _column,
+        "row": _row,
+        "inner_norm": _norm("j"),
+        "merge": _row_of_whole,
+        "classifier": _row_of_whole,
+    },
     "sp": {
         "column": _column_of_batch_parts,
         "row": _row_to_batch_parts,
+        "inner_norm": _norm("j"),
         "pooled": _gather_batch,
         "classifier": _row_of_whole,
     },
-    "2d": {"column": _features("j"), "row": _features("j"), **_of_features("j")},
-    "3d": {"column": _on_cube("j", "k"), "row": _on_cube("k", "j"), **_of_features("k")},
+    "2d": {"column": _features("j"), "row": _features("j"), "inner_norm": _norm("j"), **_of_features("j")},
+    "3d": {
+        "column": _on_cube("j", "k"),
+        "row": _on_cube("k", "j"),
+        "inner_norm": _norm("j"),
+        **_of_features("k"),
+    },
 }
 FORWARDS["2.5d"] = FORWARDS["2d"]
 """Forwards by mode and role. Roles that a mode leaves out keep the module's own."""

@@ -40,6 +40,7 @@ def search(
     roles: Sequence[str] = ("pp", "dp", "fsdp", "tp"),
     without: Collection[str] = (),
     optimizer: str = "adamw",
+    freeze: str | None = None,
     seconds: float = 20.0,
 ) -> Result:
     """Search the fastest plan whose ranks fit into memory, as `vitpar search` does. Needs no GPU.
@@ -57,6 +58,7 @@ def search(
     roles: roles that plans may use
     without: flags and schedules to exclude, such as "ckpt" or "gpipe"
     optimizer: name of the optimizer, which determines the state per parameter
+    freeze: layers that are not trained, as in the recipe's train.freeze
     seconds: time limit of the search after the first plan is found
 
     Returns the plans, best first, with an upper bound on the speed of any plan. Raises PlannerError for unreadable
@@ -69,16 +71,17 @@ def search(
     if cluster is not None and (hardware is not None or model_profile is not None):
         raise PlannerError("both a cluster and profiles are given: give one of the two")
     config = model_config(model, num_classes=1000) if isinstance(model, str) else model
+    settings = {"data.path": "unused", "train.steps": 1, "optimizer.name": optimizer, "train.freeze": freeze}
+    recipe = read_recipe(None, settings)
     if cluster is None:
-        files = (None if file is None else Path(file) for file in (hardware, model_profile))
-        costs = profiled_costs(lambda _: config, precision, compiled, *files)
+        machine, profile = (None if file is None else Path(file) for file in (hardware, model_profile))
+        costs = profiled_costs(lambda _: config, precision, compiled, machine, profile, recipe.frozen)
     else:
-        costs = estimated_costs(config, cluster, precision, compiled, ranks)
-    settings = {"data.path": "unused", "train.steps": 1, "optimizer.name": optimizer}
+        costs = estimated_costs(config, cluster, precision, compiled, ranks, recipe.frozen(config))
     searching = make_search(
         costs,
         _several(batch_size, "batch_size"),
-        moments(read_recipe(None, settings)),
+        moments(recipe),
         ranks=ranks,
         microbatches=None if microbatches is None else _several(microbatches, "microbatches"),
         roles=roles,

@@ -6,7 +6,7 @@ and ``vitpar.parallel.checkpointing``. Counts are those of one block for one mic
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -123,18 +123,21 @@ class PlanSummary:
     """Changes of layout, in the order of layers."""
 
 
-def summarize(config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: int) -> PlanSummary:
+def summarize(
+    config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: int, frozen: Mapping[str, int] = {}
+) -> PlanSummary:
     """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
     bytes_per_parameter: bytes of state per parameter element of a rank, as `state_bytes` of
     ``vitpar.training.optim.optimizer`` counts them
+    frozen: the same of layers that are not trained, by name, as `frozen_bytes` counts them
     """
     batch = batch_arithmetic(plan, batch_size)
     return PlanSummary(
         parameters=sum(layer_parameters(config, Plan()).values()),
         batch=batch,
         idle_share=idle_share(plan, batch.microbatches),
-        pipeline=_pipeline(config, plan, bytes_per_parameter),
+        pipeline=_pipeline(config, plan, {**dict.fromkeys(config.layer_names, bytes_per_parameter), **frozen}),
         pipeline_axis=AxisSummary("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
         travel=tuple(layout[0].share for layout in travel_layouts(config, plan)),
         strategies=_strategies(config, plan),
@@ -142,8 +145,11 @@ def summarize(config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parame
     )
 
 
-def _pipeline(config: ModelConfig, plan: Plan, bytes_per_parameter: int) -> tuple[PipelineRank, ...]:
-    """Return the share of the model at each place of the pp axis."""
+def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple[PipelineRank, ...]:
+    """Return the share of the model at each place of the pp axis.
+
+    size: bytes of state per parameter element, by layer.
+    """
     parts, flops = stage_layers(config, plan), config.layer_flops
     held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
     found = []
@@ -156,10 +162,10 @@ def _pipeline(config: ModelConfig, plan: Plan, bytes_per_parameter: int) -> tupl
                 pp=pp,
                 stages=stages,
                 layers=tuple(parts[stage] for stage in stages),
-                flops_share=sum(flops[name] for name in names) / config.flops,
+                flops_share=sum(flops[name] for name in names) / sum(flops.values()),
                 parameters=parameters,
-                state_bytes=parameters * bytes_per_parameter,
-                host_bytes=sum(held[name] for name in names if strategies[name].offload) * bytes_per_parameter,
+                state_bytes=sum(held[name] * size[name] for name in names),
+                host_bytes=sum(held[name] * size[name] for name in names if strategies[name].offload),
             )
         )
     return tuple(found)

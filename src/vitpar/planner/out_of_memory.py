@@ -57,12 +57,18 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def estimate_memory(
-    config: ModelConfig, plan: Plan, batch_size: int, precision: str, moments: int
+    config: ModelConfig,
+    plan: Plan,
+    batch_size: int,
+    precision: str,
+    moments: int,
+    frozen: frozenset[str] = frozenset(),
 ) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
     plan: validated plan
     moments: copies of the parameters that the optimizer and the running average keep
+    frozen: names of the layers that are not trained
 
     Raises PlannerError if the plan cannot be priced.
     """
@@ -70,7 +76,13 @@ def estimate_memory(
     nodes = -(-plan.world_size // 8)
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    return price(plan, LayerCosts(config, hardware, profile), batch_size, moments).memory
+    return price(plan, LayerCosts(config, hardware, profile, frozen), batch_size, moments).memory
+
+
+def _of_recipe(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:
+    """Return `estimate_memory` of a recipe's training."""
+    train = recipe.train
+    return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), recipe.frozen(config))
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:
@@ -81,7 +93,7 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
     local_ranks: ranks on this machine
     """
     try:
-        memory = estimate_memory(config, plan, recipe.train.batch_size, recipe.train.precision, moments(recipe))
+        memory = _of_recipe(recipe, config, plan)
     except PlannerError:
         return
     need, there = max(memory, key=lambda one: one.total), memory_bytes(torch.device("cpu"))
@@ -100,7 +112,7 @@ def memory_warning(
     On a CPU the `local_ranks` ranks of the machine share its memory.
     """
     try:
-        memory = estimate_memory(config, plan, recipe.train.batch_size, recipe.train.precision, moments(recipe))
+        memory = _of_recipe(recipe, config, plan)
     except PlannerError:
         return None
     need, there = max(memory, key=lambda one: one.total), memory_bytes(device)
@@ -114,9 +126,9 @@ def memory_warning(
 def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> str:
     """Return the message of an out-of-memory error of this rank: need, available memory, remedies."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    train, need = recipe.train, None
+    need = None
     with suppress(PlannerError):
-        memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe))
+        memory = _of_recipe(recipe, config, plan)
         need = memory[place_of_rank(plan, rank)[0]]
     facts = [words for words in (memory_words(need) if need else None, _available(device)) if words]
     return (

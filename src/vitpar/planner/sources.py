@@ -21,12 +21,17 @@ USED = 0.9
 """Default share of a device's memory that plans may use; the rest is for other programs and fragmentation."""
 
 
+Frozen = Callable[[ModelConfig], frozenset[str]]
+"""Function of a configuration that returns the names of the layers that are not trained, such as ``Recipe.frozen``."""
+
+
 def profiled_costs(
     model: Callable[[int], ModelConfig],
     precision: str = "auto",
     compiled: bool | None = None,
     hardware_file: Path | None = None,
     model_file: Path | None = None,
+    frozen: Frozen = lambda config: frozenset(),
 ) -> LayerCosts:
     """Return the costs of a model on the machine that was profiled.
 
@@ -34,6 +39,7 @@ def profiled_costs(
     precision: name of the precision; "auto" for what a training on such devices would choose
     compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
     hardware_file, model_file: profiles; None for hardware.json and model.json
+    frozen: function of a configuration that returns the names of the layers that are not trained
 
     Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
     """
@@ -69,11 +75,16 @@ def profiled_costs(
             f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
             "profile both on the same machine"
         )
-    return LayerCosts(config, hardware, profile)
+    return LayerCosts(config, hardware, profile, frozen(config))
 
 
 def estimated_costs(
-    config: ModelConfig, cluster: str, precision: str = "auto", compiled: bool | None = None, ranks: int | None = None
+    config: ModelConfig,
+    cluster: str,
+    precision: str = "auto",
+    compiled: bool | None = None,
+    ranks: int | None = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> LayerCosts:
     """Return the costs of a model on devices of a cluster, estimated from its data sheet.
 
@@ -81,6 +92,7 @@ def estimated_costs(
     precision: name of the precision; "auto" for bf16 if the devices support it
     compiled: whether blocks are compiled; None for true, as in a training on GPUs
     ranks: number of devices; None for all
+    frozen: names of the layers that are not trained
 
     Raises PlannerError for an unknown cluster or precision.
     """
@@ -93,7 +105,7 @@ def estimated_costs(
     )
     if assumed:
         profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
-    return LayerCosts(config, hardware, profile)
+    return LayerCosts(config, hardware, profile, frozen)
 
 
 def usual_budget(costs: LayerCosts) -> float:
@@ -110,4 +122,4 @@ def known_flags(costs: LayerCosts) -> tuple[str, ...]:
 def unprofiled(costs: LayerCosts, ranks: int) -> set[str]:
     """Return the flags and tensor-parallel parts that model and machine allow, but whose costs are not profiled."""
     useless = {"offload"} if costs.hardware.device == "cpu" else set()
-    return {*FLAGS} - {*known_flags(costs)} - useless | {*tensors(costs.config, ranks)} - {*costs.model.tensors}
+    return {*FLAGS} - {*known_flags(costs)} - useless | {*tensors(costs.whole, ranks)} - {*costs.model.tensors}

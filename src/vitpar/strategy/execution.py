@@ -14,13 +14,17 @@ without effect.
 Under pp, ``fully_shard`` reduces after all micro-batches instead of at the last one. Schedules that split backward do
 so for all other gradients too. `Communication` can change fsdp and i: gathering for each use under pp, reducing at
 every micro-batch.
+
+Frozen layers reduce nothing. Below the lowest trained layer there is no backward, so that nothing is gathered for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vitpar.models.description import Backward, backwards
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
@@ -28,8 +32,9 @@ from vitpar.strategy.plan import Plan
 REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Type besides fp32 in which gradients can be reduced, by precision that computes in 16 or 8 bits."""
 
-Reduced = Literal["every micro-batch", "last micro-batch", "end of step"]
-"""Time at which gradients are reduced: in each backward, in the last one, or after all of them."""
+Reduced = Literal["every micro-batch", "last micro-batch", "end of step", "never"]
+"""Time at which gradients are reduced: in each backward, in the last one, or after all of them; never if there are
+none."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,15 @@ class Execution:
     activation_memory_budget: float | None = None
     """Share of a compiled block's activations that the compiler may keep for backward, 0 to 1; None for all."""
     communication: Communication = field(default_factory=Communication)
+    frozen: frozenset[str] = frozenset()
+    """Names of the layers that are not trained."""
 
-    def rules(self, plan: Plan) -> Rules:
-        """Return the rules for the layers of `plan`."""
-        return Rules.under(plan, self.precision, self.communication)
+    def rules(self, plan: Plan, layers: Sequence[str]) -> Rules:
+        """Return the rules for the layers of `plan`.
+
+        layers: names of all layers of the model, in order.
+        """
+        return Rules.under(plan, self.precision, self.communication, backwards(layers, self.frozen))
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,18 @@ class LayerExecution:
     """Whether gathered parameters are freed after backward."""
     reduced: Reduced
     """When gradients are summed over the ranks that see other samples."""
+    backward: Backward = "all"
+    """Gradients that backward computes."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether parameters have gradients and optimizer state."""
+        return self.backward in ("all", "weights")
+
+    @property
+    def passes_gradient(self) -> bool:
+        """Whether the layer's input has a gradient."""
+        return self.backward in ("all", "inputs")
 
     @property
     def gathers_every_forward(self) -> bool:
@@ -99,7 +121,7 @@ class LayerExecution:
     @property
     def gathers_in_backward(self) -> bool:
         """Whether parameters are gathered for every backward, too."""
-        return self.wrapped and self.reshard_after_forward
+        return self.wrapped and self.reshard_after_forward and self.backward != "nothing"
 
 
 @dataclass(frozen=True)
@@ -114,11 +136,19 @@ class Rules:
     """Whether layers compute in 16 bits, with parameters kept in 32."""
     communication: Communication = Communication()
     """Settings that override the defaults."""
+    backwards: Mapping[str, Backward] = field(default_factory=dict, hash=False)
+    """Gradients that the backward of a layer computes, by its name; "all" if it is left out."""
 
     @classmethod
-    def under(cls, plan: Plan, precision: str, communication: Communication = Communication()) -> Rules:
+    def under(
+        cls,
+        plan: Plan,
+        precision: str,
+        communication: Communication = Communication(),
+        backwards: Mapping[str, Backward] = {},
+    ) -> Rules:
         """Return the rules for the layers of `plan` in a precision."""
-        return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication)
+        return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication, backwards)
 
     def of(self, strategy: Strategy, layer: str) -> LayerExecution:
         """Return the execution of the layer called `layer` ("embed", "blocks.0" …, "head") under `strategy`."""
@@ -133,6 +163,7 @@ class Rules:
             reduced = "every micro-batch"
         elif self.pipelined if wrapped else self.splits_backward:
             reduced = "end of step"
+        backward = self.backwards.get(layer, "all")
         return LayerExecution(
             wrapped=wrapped,
             low_precision_copies=self.low_precision and not wrapped,
@@ -141,7 +172,8 @@ class Rules:
             # A pipeline's schedule keeps parameters gathered from a stage's first micro-batch to its last, and so do
             # +zero1 and +zero2.
             reshard_after_backward=wrapped and not (self.pipelined or strategy.zero),
-            reduced=reduced,
+            reduced=reduced if backward in ("all", "weights") else "never",
+            backward=backward,
         )
 
     def wraps(self, strategy: Strategy) -> bool:

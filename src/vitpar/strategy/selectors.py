@@ -1,4 +1,7 @@
-"""Layer selectors of a plan's groups: `embed`, `head`, `3`, `0-11`, a name such as `stage2`, or `*` for all others."""
+"""Layer selectors: `embed`, `head`, `3`, `0-11`, a name such as `stage2`, or `*`.
+
+In a plan's groups `*` stands for all layers that no other group names, in a list of layers for all blocks.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +61,54 @@ def numbered(groups: Groups, named: Mapping[str, range], model: str) -> Groups:
 
     Raises StrategyError for a name that the model lacks.
     """
-    found = []
-    for selector, strategy in groups:
-        if is_name(selector):
-            if selector not in named:
-                known = f"{', '.join(named)} or numbers as in 0-11" if named else "numbers as in 0-11"
-                raise StrategyError(
-                    f"{model} has no blocks called '{shown(selector)}'{nearest(selector, (*named, *_WORDS[:2]))}: "
-                    f"use embed, head, {known}"
-                )
-            selector = _name(named[selector])
-        found.append((selector, strategy))
-    return tuple(found)
+    return tuple((_numbered(selector, named, model), strategy) for selector, strategy in groups)
+
+
+def _numbered(selector: str, named: Mapping[str, range], model: str) -> str:
+    """Return `selector` with block numbers if it is a name."""
+    if not is_name(selector):
+        return selector
+    if selector not in named:
+        known = f"{', '.join(named)} or numbers as in 0-11" if named else "numbers as in 0-11"
+        raise StrategyError(
+            f"{model} has no blocks called '{shown(selector)}'{nearest(selector, (*named, *_WORDS[:2]))}: "
+            f"use embed, head, {known}"
+        )
+    return _name(named[selector])
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """Return the selectors of a list of layers such as `embed, 0-9`.
+
+    Raises StrategyError for an invalid one.
+    """
+    found = tuple(part.strip() for part in text.split(","))
+    for selector in found:
+        blocks_of(selector)
+    return found
+
+
+def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range], model: str) -> frozenset[str]:
+    """Return the names of the layers in a list such as `embed, 0-9`, in which `*` stands for all blocks.
+
+    layer_names: those of the model (``ModelConfig.layer_names``).
+    named: blocks by name, of the model called `model`.
+
+    Raises StrategyError for an invalid selector, or one that the model lacks.
+    """
+    blocks, found = layer_names[1:-1], set[str]()
+    for selector in split_list(text):
+        span = blocks_of(_numbered(selector, named, model))
+        if span is None:
+            found |= set(blocks) if selector == "*" else {selector}
+        elif span.stop > len(blocks):
+            raise StrategyError(
+                f"'{selector}' names block {span.stop - 1}, but {model} has {count(len(blocks), 'block')}, 0 to "
+                f"{len(blocks) - 1}: change it"
+            )
+        else:
+            found |= {f"blocks.{index}" for index in span}
+    return frozenset(found)
 
 
 def canonical(groups: Groups) -> Groups:

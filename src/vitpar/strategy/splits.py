@@ -7,8 +7,10 @@ dimensions of weight and bias are split over which axes. ``vitpar.parallel.tenso
 | role           | parts of a layer                                                                              |
 |----------------|-----------------------------------------------------------------------------------------------|
 | column, row    | linear layers in pairs: the first splits the features that it gives, the second those it takes |
-| heads          | norms of the features of one head                                                             |
-| per_head       | parameters [heads, …]                                                                         |
+| heads          | what all heads share: norms of the features of one head, a query for all heads                |
+| per_head       | parameters and linear layers whose first dimension is heads, or features of heads             |
+| inner_norm     | norm of the features that a column layer gives                                                |
+| gate           | product of half of the features that a column layer gives with a function of the other half  |
 | merge          | linear layer from tokens to tokens that is no half of a pair, such as Swin's patch merging    |
 | norm, scale    | norms and factors of the tokens' features                                                     |
 | embedding      | linear layer from pixels to tokens                                                            |
@@ -56,29 +58,39 @@ def _of_features(axis: str, sums: tuple[str, ...] = ()) -> dict[str, Split]:
 
 
 _PARTIAL = Split(sums=("j",))
-_COLUMN, _ROW, _PER_HEAD = Split({"j": 0}, {"j": 0}), Split({"j": 1}), Split({"j": 0})
+_COLUMN, _ROW, _FIRST = Split({"j": 0}, {"j": 0}), Split({"j": 1}), Split({"j": 0}, {"j": 0})
 SPLITS: dict[str, dict[str, Split]] = {
     "1d": {
         "column": _COLUMN,
         "row": _ROW,
         "heads": _PARTIAL,
-        "per_head": _PER_HEAD,
+        "per_head": _FIRST,
+        "inner_norm": _FIRST,
         "merge": Split({"j": 1}),
         "classifier": Split({"j": 1}),
     },
     "sp": {
         "column": _COLUMN,
         "row": Split({"j": 1}, sums=("j",)),
-        "per_head": _PER_HEAD,
+        "per_head": _FIRST,
+        "inner_norm": _FIRST,
         **dict.fromkeys(("heads", "norm", "scale", "token", "embedding", "merge", "other"), _PARTIAL),
         "classifier": Split({"j": 1}),
     },
-    "2d": {"column": _COLUMN, "row": _COLUMN, "heads": _PARTIAL, "per_head": _PER_HEAD, **_of_features("j")},
+    "2d": {
+        "column": _COLUMN,
+        "row": _COLUMN,
+        "heads": _PARTIAL,
+        "per_head": _FIRST,
+        "inner_norm": _FIRST,
+        **_of_features("j"),
+    },
     "3d": {
         "column": Split({"j": 0, "k": 1}, {"j": 0}, sums=("k",)),
         "row": Split({"j": 1, "k": 0}, {"k": 0}, sums=("j",)),
         "heads": Split(sums=("j", "k")),
-        "per_head": Split({"j": 0}, sums=("k",)),
+        "per_head": Split({"j": 0}, {"j": 0}, sums=("k",)),
+        "inner_norm": Split({"j": 0}, {"j": 0}, sums=("k",)),
         **_of_features("k", ("j",)),
     },
 }

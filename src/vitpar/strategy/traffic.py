@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitpar.models.description import LayerDescription, Part
 from vitpar.strategy.layer import Strategy
@@ -37,6 +38,8 @@ class Collective:
 
 Traffic = Counter[Collective]
 """Number of times that each collective runs."""
+NO_TRAFFIC: Traffic = Counter()
+"""Traffic of what sends nothing. It is never changed."""
 
 
 def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
@@ -49,10 +52,17 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     if side == 1:
         return forward, backward
     mode, images, last = mode_of(strategy), rows // strategy.data_parallel, None
-    for part in layer.parts:
-        there, back, ends = _RULES[mode].get(part.role, _none)(part, images, side)
-        forward, backward = forward + there, backward + back
-        last = ends if part.product else None if part.role == "scale" else last
+    for number, part in enumerate(layer.parts):
+        found = _RULES[mode].get(part.role, _none)(part, images, side)
+        forward, backward = forward + found.forward, backward + found.back
+        if layer.backward != "inputs":
+            backward += found.for_weights
+        # The lowest trained layer begins with a norm, whose input needs no gradient.
+        if layer.backward != "weights" or number > 0 or part.role != "norm":
+            backward += found.for_input
+        last = found.last if part.product else None if part.role == "scale" else last
+    if layer.backward == "nothing":
+        return forward, Counter()
     # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
     # collective, so recomputation stops before it, unless a factor follows. The selective policy keeps the results of
     # communication and repeats none.
@@ -60,14 +70,27 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     return forward, backward + again
 
 
-_Kept = tuple[Traffic, Traffic, Collective | None]
-"""Traffic of (forward, backward without recomputation), and the collective after the product in forward."""
-_Rule = Callable[[Part, int, int], _Kept]
+class _PartTraffic(NamedTuple):
+    """Traffic of a part."""
+
+    forward: Traffic = NO_TRAFFIC
+    """Collectives of forward."""
+    back: Traffic = NO_TRAFFIC
+    """Collectives of backward that all gradients need."""
+    for_input: Traffic = NO_TRAFFIC
+    """Collectives of backward that only the gradient of the input needs."""
+    for_weights: Traffic = NO_TRAFFIC
+    """Collectives of backward that only the gradients of weights need."""
+    last: Collective | None = None
+    """Collective after the product in forward."""
+
+
+_Rule = Callable[[Part, int, int], _PartTraffic]
 """Function of a part, the images of a tensor group, and the number of ranks along an axis."""
 
 
-def _none(part: Part, images: int, side: int) -> _Kept:
-    return Counter(), Counter(), None
+def _none(part: Part, images: int, side: int) -> _PartTraffic:
+    return _PartTraffic()
 
 
 def _whole(part: Part, images: int, side: int) -> tuple[Callable[[str], Collective], Callable[[str], Collective]]:
@@ -80,35 +103,38 @@ def _whole(part: Part, images: int, side: int) -> tuple[Callable[[str], Collecti
     )
 
 
-def _column(part: Part, images: int, side: int) -> _Kept:
+def _column(part: Part, images: int, side: int) -> _PartTraffic:
     taken, _ = _whole(part, images, side)
-    return Counter(), Counter([taken("all_reduce")]), None
+    return _PartTraffic(for_input=Counter([taken("all_reduce")]))
 
 
-def _row(part: Part, images: int, side: int) -> _Kept:
+def _row(part: Part, images: int, side: int) -> _PartTraffic:
     _, given = _whole(part, images, side)
-    return Counter([given("all_reduce")]), Counter(), given("all_reduce")
+    return _PartTraffic(Counter([given("all_reduce")]), last=given("all_reduce"))
 
 
-def _row_of_whole(part: Part, images: int, side: int) -> _Kept:
+def _row_of_whole(part: Part, images: int, side: int) -> _PartTraffic:
     """Return the traffic of a linear layer whose input is complete on every rank, which takes its part of it."""
     taken, given = _whole(part, images, side)
-    return Counter([given("all_reduce")]), Counter([taken("all_gather")]), given("all_reduce")
+    gather = Counter([taken("all_gather")])
+    return _PartTraffic(Counter([given("all_reduce")]), for_input=gather, last=given("all_reduce"))
 
 
-def _column_sp(part: Part, images: int, side: int) -> _Kept:
+def _column_sp(part: Part, images: int, side: int) -> _PartTraffic:
     # Backward gathers again: the gathered input is not kept for the gradient of the weight.
     taken, _ = _whole(part, images, side)
-    return Counter([taken("all_gather")]), Counter([taken("all_gather"), taken("reduce_scatter")]), None
+    gather, scatter = Counter([taken("all_gather")]), Counter([taken("reduce_scatter")])
+    return _PartTraffic(gather, for_input=scatter, for_weights=gather)
 
 
-def _row_sp(part: Part, images: int, side: int) -> _Kept:
+def _row_sp(part: Part, images: int, side: int) -> _PartTraffic:
     _, given = _whole(part, images, side)
-    return Counter([given("reduce_scatter")]), Counter([given("all_gather")]), given("reduce_scatter")
+    gather = Counter([given("all_gather")])
+    return _PartTraffic(Counter([given("reduce_scatter")]), back=gather, last=given("reduce_scatter"))
 
 
-def _pooled_sp(part: Part, images: int, side: int) -> _Kept:
-    return Counter({Collective("all_gather", "j", side, images * part.width): part.tokens}), Counter(), None
+def _pooled_sp(part: Part, images: int, side: int) -> _PartTraffic:
+    return _PartTraffic(Counter({Collective("all_gather", "j", side, images * part.width): part.tokens}))
 
 
 def _features(axis: str, *, pooled: bool = False) -> _Rule:
@@ -117,36 +143,41 @@ def _features(axis: str, *, pooled: bool = False) -> _Rule:
     Backward gathers them again, and reduce-scatters their gradients. pooled: whether tokens are computed one by one.
     """
 
-    def rule(part: Part, images: int, side: int) -> _Kept:
+    def rule(part: Part, images: int, side: int) -> _PartTraffic:
         cells = images * (1 if pooled else part.tokens) // _rows(axis, side)
         (taken, _), times = part.product or (0, 0), part.tokens if pooled else 1
         gather, scatter = (Collective(kind, axis, side, cells * taken) for kind in ("all_gather", "reduce_scatter"))
-        return Counter({gather: times}), Counter({gather: times, scatter: times}), None
+        gathers = Counter({gather: times})
+        return _PartTraffic(gathers, for_input=Counter({scatter: times}), for_weights=gathers)
 
     return rule
 
 
-def _norm(axis: str) -> _Rule:
-    """Return the rule of a norm of split features, which all-reduces their statistics."""
+def _norm(axis: str, *, rows: int | None = None) -> _Rule:
+    """Return the rule of a norm of split features, which all-reduces their statistics: of an RMSNorm only one number.
 
-    def rule(part: Part, images: int, side: int) -> _Kept:
-        cells = images * part.tokens // _rows(axis, side)
-        forward = Counter({Collective("all_reduce", axis, side, cells): 2})
-        return forward, Counter([Collective("all_reduce", axis, side, 2 * cells)]), None
+    rows: parts of the rows of a tensor group, in powers of the side; None as for the features of the tokens.
+    """
+
+    def rule(part: Part, images: int, side: int) -> _PartTraffic:
+        cells = images * part.tokens // (_rows(axis, side) if rows is None else side**rows)
+        numbers = 2 if "bias" in part.shapes else 1
+        forward = Counter({Collective("all_reduce", axis, side, cells): numbers})
+        return _PartTraffic(forward, for_input=Counter([Collective("all_reduce", axis, side, numbers * cells)]))
 
     return rule
 
 
 def _classifier(axis: str) -> _Rule:
-    def rule(part: Part, images: int, side: int) -> _Kept:
+    def rule(part: Part, images: int, side: int) -> _PartTraffic:
         _, classes = part.product or (0, 0)
         last = Collective("all_reduce", axis, side, images * part.tokens // _rows(axis, side) * classes)
-        return Counter([last]), Counter(), last
+        return _PartTraffic(Counter([last]), last=last)
 
     return rule
 
 
-def _cube(part: Part, images: int, side: int) -> _Kept:
+def _cube(part: Part, images: int, side: int) -> _PartTraffic:
     """Return the traffic of a product under 3d.
 
     It gathers rows over one axis and reduce-scatters its partial sums over the other. The axes swap from product to
@@ -156,8 +187,13 @@ def _cube(part: Part, images: int, side: int) -> _Kept:
     taken, given = (images * part.tokens * features // side for features in part.product or (0, 0))
     last = Collective("reduce_scatter", summed, side, given)
     gather = Collective("all_gather", gathered, side, taken)
-    back = [Collective("all_gather", summed, side, given), gather, Collective("reduce_scatter", gathered, side, taken)]
-    return Counter([gather, last]), Counter(back), last
+    return _PartTraffic(
+        Counter([gather, last]),
+        back=Counter([Collective("all_gather", summed, side, given)]),
+        for_input=Counter([Collective("reduce_scatter", gathered, side, taken)]),
+        for_weights=Counter([gather]),
+        last=last,
+    )
 
 
 def _rows(axis: str, side: int) -> int:
@@ -175,10 +211,22 @@ def _of_features(axis: str) -> dict[str, _Rule]:
 
 
 _RULES: dict[str, dict[str, _Rule]] = {
-    "1d": {"column": _column, "row": _row, "merge": _row_of_whole, "classifier": _row_of_whole},
-    "sp": {"column": _column_sp, "row": _row_sp, "pooled": _pooled_sp, "classifier": _row_of_whole},
-    "2d": {"column": _features("j"), "row": _features("j"), **_of_features("j")},
-    "3d": {"column": _cube, "row": _cube, **_of_features("k")},
+    "1d": {
+        "column": _column,
+        "row": _row,
+        "inner_norm": _norm("j"),
+        "merge": _row_of_whole,
+        "classifier": _row_of_whole,
+    },
+    "sp": {
+        "column": _column_sp,
+        "row": _row_sp,
+        "inner_norm": _norm("j"),
+        "pooled": _pooled_sp,
+        "classifier": _row_of_whole,
+    },
+    "2d": {"column": _features("j"), "row": _features("j"), "inner_norm": _norm("j"), **_of_features("j")},
+    "3d": {"column": _cube, "row": _cube, "inner_norm": _norm("j", rows=1), **_of_features("k")},
 }
 _RULES["2.5d"] = _RULES["2d"]
 """Traffic of a part by mode and role; roles that are left out have none."""

@@ -73,8 +73,11 @@ class TrainingComponents:
         )
 
 
-def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
-    """Return the settings of `recipe` that decide how steps of `plan` are executed."""
+def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: bool) -> Execution:
+    """Return the settings of `recipe` that decide how steps of `plan` are executed.
+
+    Raises RecipeError for frozen layers that the model lacks.
+    """
     train = recipe.train
     return Execution(
         batch_size=train.batch_size,
@@ -85,6 +88,7 @@ def execution(recipe: Recipe, plan: Plan, compile_blocks: bool) -> Execution:
         compile=compile_blocks,
         activation_memory_budget=train.activation_memory_budget,
         communication=Communication(**recipe.communication_under(plan).model_dump()),
+        frozen=recipe.frozen(config),
     )
 
 
@@ -94,14 +98,16 @@ def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device)
     config: ``recipe.config`` for the classes of the data.
     plan: validated against `config` and the recipe's batch.
 
-    Raises RecipeError if the recipe compiles blocks and they cannot be compiled.
+    Raises RecipeError if the recipe compiles blocks and they cannot be compiled, or freezes layers that do not exist.
     """
     recipe = resolve_precision(recipe, device.type)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
-    model = parallelize(config, plan, execution(recipe, plan, compiling.blocks), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), recipe.optimizer, heads=config.heads)
+    model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device)
+    optimizer = ShardedOptimizer(
+        model.named_parameters(), recipe.optimizer, stacked=config.stacked, layers_above=config.layers_above
+    )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"

@@ -30,6 +30,7 @@ from vitpar.data import (
     TrainTransform,
     parse_policy,
 )
+from vitpar.data.image_files import NotedImages
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
@@ -165,7 +166,7 @@ class Input:
         """Rows of a training batch that this rank decodes itself."""
         return self._share(self._needed())
 
-    def eval_batches(self, images: ImageSet) -> Loader:
+    def eval_batches(self, images: ImageSet | NotedImages) -> Loader:
         """Return a loader of the complete set in batches of the training shape, with this rank's share of the images.
 
         The last batch is padded with IGNORED labels. Batches of a stream continue until `evaluated` says that all ranks

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
 
@@ -156,7 +156,8 @@ class StepLog:
         peak = peak_flops(self._model.device, self._recipe.train.precision)
         if peak is None:
             return None
-        return round(self._config.flops * self._recipe.train.batch_size / seconds / (peak * dist.get_world_size()), 4)
+        flops = with_frozen(self._config, self._model.execution.frozen).flops
+        return round(flops * self._recipe.train.batch_size / seconds / (peak * dist.get_world_size()), 4)
 
 
 def _shown(number: float, step: _Step) -> float | None:

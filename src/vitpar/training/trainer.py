@@ -224,7 +224,7 @@ class Trainer:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
         paths = {"attention": self.attention.backend, "compiled": self.model.execution.compile}
         facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
-        return texts(facts, self.recipe, self.config, self.plan)
+        return texts(facts, self.recipe, self.config, self.plan, self.train_set.class_names)
 
     def _resume(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
         """Resume from `found`.
@@ -301,7 +301,7 @@ class Trainer:
         self.watchdog.beat(FINISHING, 0)
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
-            save_weights(self.model, weights, self.recipe.to_toml())
+            save_weights(self.model, weights, self.recipe.to_toml(), self.train_set.class_names)
         summary = {
             **(last.figures if last else {}),
             "steps": self.done,

@@ -6,6 +6,7 @@
         model.safetensors.index.json         file of each parameter
         config.json                          configuration of the model (ModelConfig)
         recipe.toml                          recipe of the training, which also says how images are prepared
+        classes.json                         names of the classes, where the data have names
 
 The folder is written under a temporary name and renamed when complete, so a folder of the final name is complete. Any
 plan can read what any other plan wrote: parameters are found by name and cut to the local shard. A run's checkpoint can
@@ -19,7 +20,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.checkpoint import Checkpoint, load_tensors
 from vitpar.checkpoint.atomic import begin, flush, partial, publish
-from vitpar.checkpoint.index import AVERAGES, CONFIG, PARAMETERS, RECIPE, damage
+from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIPE, damage, first_line
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
-from vitpar.io import read_text
+from vitpar.io import read_json, read_text
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
@@ -46,6 +47,8 @@ from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
 
 INDEX = "model.safetensors.index.json"
 """File name of the index."""
+SINGLE = "model.safetensors"
+"""File name of all tensors where other libraries expect one file."""
 
 
 @torch.no_grad()
@@ -53,15 +56,16 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file durably, with the default permissions of new files; safetensors would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
     flush(path)
 
 
-def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
+def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: Sequence[str] | None = None) -> None:
     """Write the unsharded parameters of `model` to `folder`, replacing it. Collective over all ranks.
 
     recipe: recipe of the run, as TOML.
+    class_names: names of the classes; None for none.
     """
     # torch warns that gathering over two mesh axes takes two collectives. That is expected, and happens once per save.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -82,7 +86,9 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str) -> None:
     files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
-        _write_texts(half, weight_map, json.dumps(config_to_json(model.config), indent=1), recipe)
+        texts = {CONFIG: json.dumps(config_to_json(model.config), indent=1), RECIPE: recipe}
+        names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
+        _write_others(half, {INDEX: _index(weight_map), **texts, **names})
     barrier()
     if dist.get_rank() == 0:
         publish(folder)
@@ -110,18 +116,19 @@ def write_weights(
     sizes: Mapping[str, int],
     read: Callable[[str], Tensor],
     *,
-    config: str,
-    recipe: str,
+    others: Mapping[str, str | bytes],
     shard_bytes: int,
+    plain: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Path]:
     """Write tensors to the new `folder` atomically, from a single process, and return the files of tensors.
 
     sizes: bytes of each tensor, by name.
     read: function from a name to the tensor.
-    config: content of config.json.
-    recipe: content of recipe.toml.
+    others: content of the other files, by file name: config.json, recipe.toml and, if the classes have names,
+        classes.json.
     shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
+    plain: whether to call a single file model.safetensors and write no index for it.
     progress: callback (tensors done, tensors in total).
 
     Raises CheckpointError for a folder that is not empty and if writing fails.
@@ -136,10 +143,11 @@ def write_weights(
         shards[-1].append(name)
         filled += size
     half, files, done = partial(folder), dict[str, str](), 0
+    alone = plain and len(shards) == 1
     try:
         begin(folder)
         for number, inside in enumerate(shards, start=1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = SINGLE if alone else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             whole = {}
             for name in inside:
                 whole[name] = read(name)
@@ -147,7 +155,7 @@ def write_weights(
                 progress(done, len(sizes))
             _save(whole, half / file)
             files |= dict.fromkeys(whole, file)
-        _write_texts(half, files, config, recipe)
+        _write_others(half, others if alone else {INDEX: _index(files), **others})
         publish(folder)
     except OSError as error:
         raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
@@ -156,10 +164,13 @@ def write_weights(
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
-def _write_texts(folder: Path, weight_map: Mapping[str, str], config: str, recipe: str) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
-    (folder / CONFIG).write_text(config)
-    (folder / RECIPE).write_text(recipe)
+def _index(weight_map: Mapping[str, str]) -> str:
+    return json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+
+
+def _write_others(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+    for name, content in contents.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def export(
@@ -178,27 +189,24 @@ def export(
     Raises CheckpointError for a folder that is not empty, averages that the checkpoint does not have, and if reading or
     writing fails.
     """
-    tensors = checkpoint.index.tensors
-    prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
+    tensors, prefix = checkpoint.index.tensors, _prefix(checkpoint, averages)
     names = [name for name in tensors if name.startswith(prefix)]
-    if not names:
-        raise CheckpointError(f"'{checkpoint.path}' has no running averages: use averages=False")
     sizes = {
         name.removeprefix(prefix): torch.Size(tensors[name].shape).numel()
         * getattr(torch, tensors[name].dtype).itemsize
         for name in names
     }
     try:
-        config = read_text(checkpoint.path / CONFIG, MAX_JSON_BYTES)
-        recipe = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
+        names = [CLASSES] if (checkpoint.path / CLASSES).exists() else []
+        texts = {name: read_text(checkpoint.path / name, MAX_JSON_BYTES) for name in (CONFIG, *names)}
+        texts[RECIPE] = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
     return write_weights(
         folder,
         sizes,
         lambda name: read_whole(checkpoint, f"{prefix}{name}"),
-        config=config,
-        recipe=recipe,
+        others=texts,
         shard_bytes=shard_bytes,
         progress=progress,
     )
@@ -217,6 +225,16 @@ class Weights:
     """Configuration of the model."""
     read: Callable[[str], Tensor]
     """Function from the name of a parameter to its tensor."""
+
+
+def weights_of(checkpoint: Checkpoint, averages: bool | None = None) -> Weights:
+    """Return the parameters of a run's checkpoint, none of which is read yet. averages: as in `export`.
+
+    Raises CheckpointError for averages that the checkpoint does not have.
+    """
+    prefix = _prefix(checkpoint, averages)
+    config = open_weights(checkpoint.path).config
+    return Weights(checkpoint.path, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
 
 
 def open_weights(folder: Path) -> Weights:
@@ -257,6 +275,29 @@ def read_config(folder: Path) -> ModelConfig:
     Raises as `open_weights` does.
     """
     return open_weights(folder).config
+
+
+def read_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
+    """Return the names of the classes of saved weights or of a checkpoint; None if it has none.
+
+    classes: number of classes of the model.
+
+    Raises DataError for a file that is not a list of that many names.
+    """
+    path = folder / CLASSES
+    if not path.exists():
+        return None
+    try:
+        names = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"'{path}' is not a list of names: remove it to use numbers")
+    if len(names) != classes:
+        raise DataError(
+            f"'{path}' has {len(names):,} names but the model has {classes:,} classes: remove it to use numbers"
+        )
+    return tuple(names)
 
 
 def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:
@@ -305,6 +346,17 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
             )
         copy_whole_(parameter, shards.read(name))
     model.parameters_changed()
+
+
+def _prefix(checkpoint: Checkpoint, averages: bool | None) -> str:
+    """Return the name prefix of the parameters, or of their running averages.
+
+    averages: which of them; None for those that evaluate best. Raises CheckpointError if there are no averages.
+    """
+    prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
+    if not any(name.startswith(prefix) for name in checkpoint.index.tensors):
+        raise CheckpointError(f"'{checkpoint.path}' has no running averages: use averages=False")
+    return prefix
 
 
 def _best(checkpoint: Checkpoint) -> str:

@@ -25,9 +25,8 @@ def recognised(place: object, shapes: Shapes) -> tuple[ModuleType, Renamed]:
         if found is None:
             continue
         if found.unknown:
-            why = " (it averages patches before the norm, vitpar after)" if "fc_norm.weight" in found.unknown else ""
             raise DataError(
-                f"'{place}' has {listed(list(found.unknown))}, which vitpar's model lacks{why}: use another model"
+                f"'{place}' has {listed(list(found.unknown))}, which vitpar's model lacks: use another model"
             )
         return family, found
     if former := next((name for name in shapes if present_parameter(name) != name), None):

@@ -6,22 +6,26 @@ contradicts the tensors is refused, because the shapes of the inferred model's p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE
-from vitpar.models.vit.config import SIZES
+from vitpar.models.vit.names import fields_of
 from vitpar.text import literal
 
 IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 """Normalisation by the statistics of ImageNet."""
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 """Normalisation to [-1, 1]."""
-_EPS = {"vit": 1e-12, "deit": 1e-12, "swin": 1e-5}
+_EPS = {
+    **{"vit": 1e-12, "deit": 1e-12, "swin": 1e-5},
+    **{"dinov2": 1e-6, "dinov2_with_registers": 1e-6, "dinov3_vit": 1e-5, "siglip": 1e-6, "siglip_vision_model": 1e-6},
+}
 """Epsilon of LayerNorms in transformers' models whose config.json does not give one, by type of model."""
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "swiglu"}
+"""Activations by transformers' names; silu is that of gates."""
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # keys are Pillow's numbers
 
 
@@ -41,8 +45,12 @@ class Hints:
     """Initial layer scale."""
     norm_eps: float | None = None
     """Epsilon of LayerNorms."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a Vision Transformer that no tensor shows (``vitpar.models.vit.foreign.INVISIBLE``), by name."""
     data: Mapping[str, Any] | None = None
     """Settings of a recipe's section [data]."""
+    class_names: tuple[str, ...] | None = None
+    """Names of the classes, in label order."""
 
 
 def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
@@ -65,27 +73,57 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         patch_size=_number(config.get("patch_size")),
         layer_scale=_measure(config.get("layer_scale")),
         norm_eps=_measure(config.get("norm_eps")),
+        fields=_fields(config),
     )
 
 
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `said` that no tensor shows and that have the right type; others are left out."""
+    words, numbers = ("position", "rope", "activation"), ("rope_temperature", "rope_register_temperature")
+    found: dict[str, Any] = {name: said[name] for name in words if isinstance(said.get(name), str)}
+    found |= {name: number for name in numbers if (number := _measure(said.get(name))) is not None}
+    if (grid := _number(said.get("rope_grid"))) is not None:
+        found["rope_grid"] = grid
+    return found
+
+
 def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
-    kind, activation = config["model_type"], config.get("hidden_act", "gelu")
+    kind = config["model_type"]
     if not isinstance(kind, str) or kind not in _EPS:
         raise DataError(f"config.json has model_type {literal(kind)}, but only {', '.join(_EPS)} can be imported")
-    if activation != "gelu":
-        raise DataError(f"config.json has hidden_act {literal(activation)}, but vitpar's models support only gelu")
+    tower = config.get("vision_config")
+    config = {**config, **(tower if isinstance(tower, dict) else {})}
+    activation = config.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise DataError(
+            f"config.json has hidden_act {literal(activation)}, but vitpar's models support only "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
     eps = _measure(said := config.get("layer_norm_eps", _EPS[kind]))
     if eps is None:
         raise DataError(f"config.json has layer_norm_eps {literal(said)}, which is not a number: correct it")
-    data = dict(HALF if kind == "vit" else IMAGENET) | _colours(images.get("image_mean"), images.get("image_std"))
+    half = kind == "vit" or "siglip" in kind
+    data = dict(HALF if half else IMAGENET) | _colours(images.get("image_mean"), images.get("image_std"))
     if images.get("do_normalize") is False:
         data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
     resample = images.get("resample", 2 if kind == "vit" else 3)
     if isinstance(resample, int) and (resampling := _RESAMPLING.get(resample)) is not None:
         data["interpolation"] = resampling
-    data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit") else 1.0
+    data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit" or "dino" in kind) else 1.0
     heads, size = _number(config.get("num_attention_heads")), _number(config.get("image_size"))  # a list in Swin's
-    return Hints(heads, "cls", size, _number(config.get("patch_size")), norm_eps=eps, data=data)
+    fields: dict[str, Any] = {"activation": _ACTIVATIONS[activation]}
+    if kind == "dinov3_vit":
+        fields |= {"rope": "dinov3", "rope_temperature": _measure(config.get("rope_theta", 100.0)) or 100.0}
+    return Hints(
+        heads,
+        None if "siglip" in kind else "cls",
+        size,
+        _number(config.get("patch_size")),
+        norm_eps=eps,
+        fields=fields,
+        data=data,
+        class_names=_class_names(config.get("id2label")),
+    )
 
 
 def _timm(config: Mapping[str, Any]) -> Hints:
@@ -97,15 +135,45 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     crop = said.get("crop_pct")
     if isinstance(crop, int | float) and 0 < crop <= 1:
         data["crop_pct"] = float(crop)
-    family = re.match(r"(?:vit|deit3?)_([a-z]+)_", str(config["architecture"]))
-    sizes = SIZES.get(f"vit_{family[1]}") if family else None
     arguments = config.get("model_args")
-    heads = _number(arguments.get("num_heads")) if isinstance(arguments, dict) else None
-    if heads is None and sizes and _number(config.get("num_features")) in (None, sizes["embed_dim"]):
-        heads = sizes["num_heads"]
+    arguments = arguments if isinstance(arguments, dict) else {}
+    known = fields_of(str(config["architecture"])) or {}
+    fields = ({"rope": "none"} if known else {}) | _fields(known) | _rope_of_timm(arguments, known)
+    if (activation := arguments.get("act_layer")) in ("gelu", "gelu_tanh"):
+        fields["activation"] = activation
+    heads = _number(arguments.get("num_heads"))
+    if heads is None and known and _number(config.get("num_features")) in (None, known["embed_dim"]):
+        heads = known["num_heads"]
     size = said.get("input_size")
-    pool = {"token": "cls", "avg": "avg"}.get(str(said.get("global_pool")))
-    return Hints(heads, pool, _number(size[-1]) if isinstance(size, list) and size else None, data=data)
+    pool = {"token": "cls", "avg": "avg"}.get(str(config.get("global_pool") or said.get("global_pool")))
+    return Hints(
+        heads,
+        pool,
+        _number(size[-1]) if isinstance(size, list) and size else None,
+        norm_eps=known.get("norm_eps"),
+        fields=fields,
+        data=data,
+        class_names=_class_names(config.get("label_names")),
+    )
+
+
+def _rope_of_timm(arguments: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of rotary positions that the arguments of timm's ``Eva`` change.
+
+    known: fields of the architecture.
+    """
+    if "use_rot_pos_emb" not in arguments and "rope" not in known:
+        return {}
+    if arguments.get("use_rot_pos_emb") is False:
+        return {"rope": "none"}
+    kind = {"cat": "axial", "dinov3": "dinov3"}.get(str(arguments.get("rope_type")))
+    found: dict[str, Any] = {"rope": kind} if kind else {} if "rope" in known else {"rope": "axial"}
+    if (temperature := _measure(arguments.get("rope_temperature"))) is not None:
+        found["rope_temperature"] = temperature
+    grid = arguments.get("ref_feat_shape")
+    if isinstance(grid, list) and grid and (side := _number(grid[0])) is not None:
+        found["rope_grid"] = side
+    return found
 
 
 def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
@@ -116,6 +184,14 @@ def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
         if isinstance(value, list | tuple) and len(value) == 3
     }
     return {name: numbers for name, numbers in found.items() if len(numbers) == 3}
+
+
+def _class_names(said: Any) -> tuple[str, ...] | None:
+    """Return the names of classes 0, 1, …, from a list or from a table by number; None if `said` is neither."""
+    if isinstance(said, dict) and all(str(label) in said for label in range(len(said))):
+        said = [said[str(label)] for label in range(len(said))]
+    usable = isinstance(said, list) and said and all(isinstance(name, str) for name in said)
+    return tuple(said) if usable else None
 
 
 def _measure(value: Any) -> float | None:

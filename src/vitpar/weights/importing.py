@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from vitpar.checkpoint.index import CLASSES, CONFIG, RECIPE
 from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json, model_config
@@ -105,12 +106,17 @@ def import_weights(
             whole = resampled(whole, *grid_of(config, shapes[name]))
         return whole.clone(memory_format=torch.contiguous_format)
 
+    texts = {
+        CONFIG: json.dumps(config_to_json(config), indent=1),
+        RECIPE: _recipe(path, folder, config, dict(beside.data or IMAGENET)),
+    }
+    if beside.class_names and not anew and len(beside.class_names) == config.num_classes:
+        texts[CLASSES] = json.dumps(beside.class_names)
     files = write_weights(
         folder,
         {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()},
         read,
-        config=json.dumps(config_to_json(config), indent=1),
-        recipe=_recipe(path, folder, config, dict(beside.data or IMAGENET)),
+        others=texts,
         shard_bytes=shard_bytes,
         progress=progress,
     )
@@ -188,4 +194,7 @@ def _section(config: ModelConfig) -> dict[str, Any]:
     # The data determine the number of classes, and images of a recipe have three channels.
     names = [name for name in defaults if name not in ("name", "num_classes", "channels")]
     changed = {name: value for name in names if (value := getattr(config, name)) != plain[name]}
+    if None in changed.values():  # TOML has no word for what the named model has and this one lacks
+        changed = {name: value for name in names if (value := getattr(config, name)) != defaults[name]}
+        return {"name": f"{config.FAMILY}_custom", **changed}
     return {"name": config.name, **changed}

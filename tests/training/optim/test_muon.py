@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.modern_vits import modern_config
 from helpers.optimizer_references import MUON, RATES, rows_of_maps, section
-from helpers.sharded_parameters import HEADS, drawn
+from helpers.sharded_parameters import STACKED, drawn
 from vitpar.training.optim.muon import orthogonalise
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
@@ -68,9 +69,28 @@ def test_query_key_and_value_are_orthogonalised_separately() -> None:
         p = nn.Parameter(drawn("value", name))
         p.grad = drawn("1", name)
         p.grad[rows[1]] *= factor
-        ShardedOptimizer([(name, p)], section(MUON), heads={"blocks.0": HEADS}).step(0.1)
+        ShardedOptimizer([(name, p)], section(MUON), stacked={name: STACKED}).step(0.1)
         moved.append(p.detach() - drawn("value", name))
     torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
-    p.grad = drawn("1", name)
-    with pytest.raises(AssertionError, match=r"queries, keys and values of blocks\.0\.attn\.qkv\.weight"):
-        ShardedOptimizer([(name, p)], section(MUON))
+
+
+@pytest.mark.parametrize(
+    ("parts", "weight", "rows"),
+    [
+        ("eva02_base", "blocks.0.mlp.fc1.weight", slice(0, None, 2)),  # gates, which alternate with values
+        (
+            "vit_22b",
+            "blocks.0.in_proj.weight",
+            [20 * head + 12 + i for head in range(12) for i in range(8)],
+        ),  # the MLP's
+    ],
+)
+def test_stacked_maps_of_modern_models_are_orthogonalised_separately(parts: str, weight: str, rows: Any) -> None:
+    config = modern_config(parts)
+    p = nn.Parameter(torch.zeros(config.layers["blocks.0"].parameters[weight.removeprefix("blocks.0.")]).double())
+    p.grad = torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = orthogonalise((1 - 0.95**2) * p.grad[rows], 5)
+    chosen = section({"name": "muon", "weight_decay": 0.0, "momentum": 0.95})
+    ShardedOptimizer([(weight, p)], chosen, stacked=config.stacked).step(1.0)
+    factor = 0.2 * max(alone.shape) ** 0.5
+    torch.testing.assert_close(p.detach()[rows], -factor * alone, atol=1e-9, rtol=1e-9)

@@ -15,14 +15,16 @@ from helpers.collectives import Sent
 from helpers.optimizer_references import LAMB, LARS, MUON, RATES, VARIANTS, reference, section, shown
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
-    HEADS,
     LAYERS,
     LAYOUTS,
     MESHES,
+    QKV,
     SHAPES,
+    STACKED,
     built,
     drawn,
     give_gradients,
+    layers_above,
     like,
     modules,
     ranks_of,
@@ -34,7 +36,8 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
-    return ShardedOptimizer(root.named_parameters(), section(settings), heads=dict.fromkeys(LAYERS, HEADS))
+    stacked = dict.fromkeys(QKV, STACKED)
+    return ShardedOptimizer(root.named_parameters(), section(settings), stacked=stacked, layers_above=layers_above)
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +55,11 @@ def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict
 
 
 CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (LAMB, LARS, MUON)]
+DECAYING: tuple[dict[str, Any], ...] = tuple({**settings, "layer_decay": 0.5} for settings in (LAMB, LARS, MUON))
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings"), [*CASES, *(("tp2xfsdp2", settings) for settings in VARIANTS)], ids=shown
+    ("layout", "settings"), [*CASES, *(("tp2xfsdp2", settings) for settings in (*VARIANTS, *DECAYING))], ids=shown
 )
 def test_sharded_optimizer_matches_one_process(
     layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
@@ -127,7 +131,7 @@ def vit(mesh: str | None, device: torch.device) -> Any:
 def vit_trained(device: torch.device, mesh: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the ViT's complete parameters after steps with random gradients; runs on every rank."""
     model = vit(mesh, device)
-    optimizer = ShardedOptimizer(model.named_parameters(), section(settings), heads=model.config.heads)
+    optimizer = ShardedOptimizer(model.named_parameters(), section(settings), stacked=model.config.stacked)
     for step, rate in enumerate(RATES):
         for name, p in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{name}".encode()))
@@ -211,7 +215,7 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
     ("layout", "messages"),
     [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), ("two tensor axes", 2)],
 )
-@pytest.mark.parametrize("settings", [LAMB, LARS], ids=shown)
+@pytest.mark.parametrize("settings", [LAMB, LARS, *DECAYING[:2]], ids=shown)
 def test_norms_take_one_all_reduce_per_process_group(
     layout: str, messages: int, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:

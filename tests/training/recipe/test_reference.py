@@ -29,7 +29,7 @@ def test_docs_page_is_up_to_date() -> None:
     ("key", "kind", "default"),
     [
         ("train.batch_size", "integer from 1", "128"),
-        ("model.pool", '"cls" or "avg"', "unset"),
+        ("model.pool", '"cls", "avg" or "map"', "unset"),
         ("optimizer.betas", "2 numbers", "[0.9, 0.999]"),
         ("loss_scale.max_scale", "number above 0", "16777216.0"),
         ("augment.color_jitter", "number or 3 numbers", "0.0"),

@@ -24,6 +24,7 @@ class ShardSet:
     folder: folder of the data set.
     split: name of the split.
     classes: class identifiers, in label order.
+    class_names: human-readable names of the classes, in the same order.
     per_class: number of samples of each class.
     files: paths of the shards.
     bytes: size of all shards in bytes.
@@ -39,6 +40,7 @@ class ShardSet:
         self.folder = folder
         self.split = split
         self.classes = tuple(manifest.classes)
+        self.class_names: tuple[str, ...] | None = tuple(manifest.class_names or manifest.classes)
         self.per_class = tuple(entry.per_class)
         self.files = tuple(folder / shard.file for shard in entry.shards)
         self.bytes = sum(shard.bytes for shard in entry.shards)

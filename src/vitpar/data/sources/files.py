@@ -49,7 +49,7 @@ def class_folders(folder: Path, splits: list[str]) -> Source:
         paths: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            images = _image_files(folder / split / name)
+            images = image_files(folder / split / name)
             if not images and split == splits[0]:
                 raise DataError(f"class folder '{folder / split / name}' holds no images: fill it or remove it")
             paths += images
@@ -64,7 +64,7 @@ def _is_class(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _image_files(folder: Path) -> list[str]:
+def image_files(folder: Path) -> list[str]:
     found = []
     seen = set()
     for parent, folders, files in os.walk(folder, followlinks=True):

@@ -66,6 +66,11 @@ class StreamSet:
         return self.samples
 
     @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes: None, since a stream has only numbers."""
+        return None
+
+    @property
     def fingerprint(self) -> str:
         """Stated size of the stream, in words. It does not depend on the content, which only reading could check."""
         return f"stream of {len(self.shards)} shards, {self.samples} images, {self.num_classes} classes"

@@ -257,7 +257,7 @@ class SwinConfig(ModelConfig):
             *(merging if merges else ()),
             norm("norm1", d, s),
             parameter("attn.relative_position_bias_table", "per_head", stage.num_heads, offsets, offsets),
-            linear("attn.qkv", "column", d, 3 * d, s),
+            linear("attn.qkv", "column", d, 3 * d, s, stacked=(stage.head_dim,) * 3),
             linear("attn.proj", "row", d, d, s),
             norm("norm2", d, s),
             linear("mlp.fc1", "column", d, h, s),

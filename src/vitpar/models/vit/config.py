@@ -1,27 +1,30 @@
-"""The shape of a Vision Transformer and the names it goes by, without importing torch (planning needs no tensors).
-
-Names and sizes are timm's; the widths of giant, gigantic and 22B are those of "Scaling Vision Transformers"
-(arXiv 2106.04560) and "Scaling Vision Transformers to 22 Billion Parameters" (arXiv 2302.05442).
-"""
+"""Configuration of a Vision Transformer, without importing torch (planning needs no tensors)."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
-from vitpar.models.description import AttentionShape, LayerDescription, Part, Shape, linear, norm, parameter
+from vitpar.limits import MAX_MEASURE
+from vitpar.models.config import GATED, ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
+from vitpar.models.description import LayerDescription
+from vitpar.models.vit.describe import describe
+from vitpar.models.vit.names import PUBLISHED, fields_of
 from vitpar.text import shown
 
 if TYPE_CHECKING:
     from torch import nn
 
 _WORDS = {
-    "pool": ("cls", "avg"),
-    "position": ("learned", "sincos2d"),
+    "pool": ("cls", "avg", "map"),
+    "position": ("learned", "sincos2d", "none"),
+    "rope": ("none", "axial", "dinov3"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu", "gelu_tanh", *GATED),
+    "qkv_bias": ("all", "qv", "none"),
     "init": ("jax", "timm", "moco", "perturbed"),
 }
 
@@ -50,20 +53,50 @@ class ViTConfig(ModelConfig):
     """Outputs of the classifier."""
     channels: int = 3
     """Channels of an input image."""
-    pool: Literal["cls", "avg"] = "cls"
-    """Input of the classifier: the class token, or the mean of the patch tokens (then there is no class token)."""
+    pool: Literal["cls", "avg", "map"] = "cls"
+    """Input of the classifier: the class token, the mean of the patch tokens, or what a learned query gets from all
+    tokens by attention, with an MLP after it (SigLIP's). Only for the first is there a class token."""
     num_reg_tokens: int = 0
     """Register tokens: learned tokens that are dropped before the classifier (arXiv 2309.16588)."""
     distillation: bool = False
     """Add DeiT's distillation token with its own classifier; logits are the mean of both (arXiv 2012.12877)."""
     representation_size: int | None = None
     """Features of a Linear + tanh before the classifier; None for no such layer."""
-    position: Literal["learned", "sincos2d"] = "learned"
-    """Position embedding: learned, or fixed sines and cosines on patch tokens only."""
+    position: Literal["learned", "sincos2d", "none"] = "learned"
+    """Position embedding that is added to the tokens: learned, fixed sines and cosines on patch tokens only, or none.
+    """
+    prefix_positions: bool = True
+    """Whether learned positions are also added to the tokens before the patches."""
+    rope: Literal["none", "axial", "dinov3"] = "none"
+    """Rotation of queries and keys of patch tokens by their positions (arXiv 2104.09864): by row and column, with
+    neighbouring features in pairs (EVA-02, arXiv 2303.11331), or by coordinates from -1 to 1, with the halves of the
+    features in pairs (DINOv3, arXiv 2508.10104)."""
+    rope_temperature: float = 10000.0
+    """Ratio of the longest to the shortest period of the rotation; 100 in DINOv3."""
+    rope_grid: int | None = None
+    """Side of a grid of patches to which rows and columns are scaled under rope "axial"; None does not scale them."""
+    rope_register_temperature: float | None = None
+    """Rotate register tokens too, as a square grid of their own with this ratio of periods (ViT-5); None does not."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Norm everywhere: LayerNorm, or RMSNorm (arXiv 1910.07467)."""
     qk_norm: bool = False
-    """Apply LayerNorm to queries and keys in each head."""
+    """Apply the norm to queries and keys in each head."""
+    attn_norm: bool = False
+    """Apply the norm to the outputs of all heads, before the projection."""
+    mlp_norm: bool = False
+    """Apply the norm to the hidden features of the MLP."""
+    fc_norm: bool = False
+    """Whether the last norm comes after the mean over tokens, instead of before."""
     norm_eps: float = 1e-6
-    """Epsilon of every LayerNorm (1e-6 in timm, 1e-12 in transformers)."""
+    """Epsilon of every norm (1e-6 in timm, 1e-12 in transformers)."""
+    qkv_bias: Literal["all", "qv", "none"] = "all"
+    """Which of queries, keys and values have biases."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    """Activation of the MLP. gelu_tanh approximates GELU. swiglu and geglu multiply half of the features by a function
+    of the other half; `mlp_hidden_dim` counts the products."""
+    parallel_blocks: bool = False
+    """Compute attention and MLP of a block side by side, from one norm and in one pair of linear layers
+    (arXiv 2302.05442)."""
     layer_scale: float | None = None
     """Initial value of the learned scale of each residual branch; None for no scale (arXiv 2103.17239)."""
     drop_path: float = 0.0
@@ -87,7 +120,36 @@ class ViTConfig(ModelConfig):
             raise ModelError(f"the distillation token of {name} needs pool 'cls', not '{self.pool}'")
         if self.num_reg_tokens < 0:
             raise ModelError(f"num_reg_tokens of {name} is {shown(self.num_reg_tokens)}: it must be 0 or more")
+        self._check_parts(name)
         check_tokens(self, self.tokens, "use larger patches, smaller images or fewer register tokens")
+
+    def _check_parts(self, name: str) -> None:
+        """Raise ModelError for parts that contradict each other. name: of the model, for messages."""
+        if self.fc_norm and self.pool != "avg":
+            raise ModelError(f"fc_norm of {name} needs pool 'avg', not '{self.pool}': set fc_norm to false")
+        if self.rope != "none" and self.head_dim % 4:
+            raise ModelError(
+                f"heads of {name} have {self.head_dim} features: rotary positions need a multiple of 4, so change "
+                "embed_dim or num_heads"
+            )
+        if self.rope_register_temperature is not None:
+            if self.rope == "none":
+                raise ModelError(f"rope_register_temperature of {name} needs rope: set it, or leave this out")
+            if math.isqrt(self.num_reg_tokens) ** 2 != self.num_reg_tokens:
+                raise ModelError(
+                    f"{self.num_reg_tokens} register tokens of {name} form no square to rotate: use 4 or 9, or leave "
+                    "rope_register_temperature out"
+                )
+        for field in ("rope_temperature", "rope_register_temperature"):
+            if (value := getattr(self, field)) is not None and not 1 < value <= MAX_MEASURE:
+                raise ModelError(f"{field} of {name} is {shown(value)}: it must be above 1 and at most {MAX_MEASURE:g}")
+        if self.parallel_blocks and self.mlp_hidden_dim % self.num_heads:
+            raise ModelError(
+                f"{self.num_heads} heads do not divide mlp_hidden_dim {self.mlp_hidden_dim} of {name}, which parallel "
+                "blocks need: change one of the two"
+            )
+        if self.parallel_blocks and (self.mlp_norm or self.attn_norm):
+            raise ModelError(f"{name} has parallel blocks, which have no mlp_norm or attn_norm: leave these out")
 
     @property
     def patches(self) -> int:
@@ -103,6 +165,18 @@ class ViTConfig(ModelConfig):
     def tokens(self) -> int:
         """Tokens of an image inside the blocks."""
         return self.prefix_tokens + self.patches
+
+    @property
+    def positions(self) -> int:
+        """Learned positions of an image."""
+        if self.position != "learned":
+            return 0
+        return self.tokens if self.prefix_positions else self.patches
+
+    @property
+    def gates(self) -> int:
+        """Features that the first linear layer of an MLP gives for each hidden one: 2 with gates, else 1."""
+        return 2 if self.activation in GATED else 1
 
     @property
     def features(self) -> int:
@@ -121,8 +195,7 @@ class ViTConfig(ModelConfig):
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        found = _NAME.fullmatch(name)
-        return name == "vit_custom" or (found is not None and found[1] in SIZES)
+        return name == "vit_custom" or fields_of(name) is not None
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
@@ -133,24 +206,27 @@ class ViTConfig(ModelConfig):
                     f"vit_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
                 )
             return cls(name=name, **{"mlp_hidden_dim": 4 * options["embed_dim"], **options})
-        found = _NAME.fullmatch(name)
-        assert found is not None, f"{name} is no ViT"
-        fields = {**SIZES[found[1]], "patch_size": int(found[2]), "image_size": int(found[3]), **options}
+        fields = fields_of(name)
+        assert fields is not None, f"{name} is no ViT"
+        fields |= options
         if "embed_dim" in options and "mlp_hidden_dim" not in options:
             fields["mlp_hidden_dim"] = 4 * options["embed_dim"]
         return cls(name=name, **fields)
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
-        return SHIPPED
+        return PUBLISHED
+
+    def layers_above(self, parameter: str) -> int:
+        # timm's groups have a norm after the mean in the head, and one before it in the last block.
+        return 0 if self.fc_norm and parameter.startswith("head.norm.") else super().layers_above(parameter)
 
     @property
     def large(self) -> bool:
         return self.embed_dim > 768 or self.depth > 12
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        blocks = (self._block(index) for index in range(self.depth))
-        return self._embed(), *blocks, self._head()
+        return describe(self)
 
     def build_layer(self, name: str) -> nn.Module:
         layer: nn.Module = from_torch_module("vitpar.models.vit.layers", "build_layer")(self, name)
@@ -163,105 +239,3 @@ class ViTConfig(ModelConfig):
     def initial_rules(self) -> Rules:
         rules: Rules = from_torch_module("vitpar.models.vit.initial", "SCHEMES")[self.init]
         return rules
-
-    @property
-    def _shape(self) -> Shape:
-        return Shape(self.tokens, self.embed_dim)
-
-    def _embed(self) -> LayerDescription:
-        d = self.embed_dim
-        learned = {
-            "cls_token": self.pool == "cls",
-            "dist_token": self.distillation,
-            "reg_token": self.num_reg_tokens,
-            "pos_embed": self.tokens * (self.position == "learned"),
-        }
-        return LayerDescription(
-            "embed",
-            "embed",
-            None,
-            self._shape,
-            (
-                linear("patch_embed.proj", "embedding", self.channels * self.patch_size**2, d, self.patches),
-                *(parameter(name, "token", 1, int(count), d) for name, count in learned.items() if count),
-            ),
-        )
-
-    def _block(self, index: int) -> LayerDescription:
-        d, h, s = self.embed_dim, self.mlp_hidden_dim, self.tokens
-        scaled, normed = self.layer_scale is not None, ("attn.q_norm", "attn.k_norm") * self.qk_norm
-        parts = (
-            norm("norm1", d, s),
-            linear("attn.qkv", "column", d, 3 * d, s),
-            *(norm(name, self.head_dim, s * self.num_heads, "heads") for name in normed),
-            linear("attn.proj", "row", d, d, s),
-            *([parameter("ls1.gamma", "scale", d)] * scaled),
-            norm("norm2", d, s),
-            linear("mlp.fc1", "column", d, h, s),
-            linear("mlp.fc2", "row", h, d, s),
-            *([parameter("ls2.gamma", "scale", d)] * scaled),
-        )
-        return LayerDescription(
-            f"blocks.{index}",
-            "block",
-            self._shape,
-            self._shape,
-            parts,
-            AttentionShape(s, self.num_heads, self.head_dim),
-            divisible={"head": self.num_heads, "hidden feature": h},
-        )
-
-    def _head(self) -> LayerDescription:
-        d, hidden, classes, read = self.embed_dim, self.representation_size, self.num_classes, 1 + self.distillation
-        parts = (
-            norm("norm", d, self.tokens if self.pool == "avg" else read),
-            Part("pooled", "pooled", tokens=read, width=d),
-            *([linear("representation", "representation", d, hidden, read)] if hidden else []),
-            *(linear(name, "classifier", self.features, classes, 1) for name in ("fc", "fc_dist")[:read]),
-        )
-        return LayerDescription(
-            "head",
-            "head",
-            self._shape,
-            Shape(1, classes),
-            parts,
-            divisible={"classifier feature": self.features},
-        )
-
-
-def _sizes(embed_dim: int, depth: int, num_heads: int, mlp_hidden_dim: int = 0, **options: Any) -> dict[str, Any]:
-    hidden = mlp_hidden_dim or 4 * embed_dim
-    return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_hidden_dim": hidden, **options}
-
-
-_NAME = re.compile("([a-z0-9_]{1,30})_patch([0-9]{1,9})_([0-9]{1,9})")
-SIZES: dict[str, dict[str, Any]] = {
-    "vit_nano": _sizes(96, 8, 12),  # ours: small enough for a laptop's processes, divisible enough for most plans
-    "vit_tiny": _sizes(192, 12, 3),
-    "vit_small": _sizes(384, 12, 6),
-    "vit_base": _sizes(768, 12, 12),
-    "vit_large": _sizes(1024, 24, 16),
-    "vit_huge": _sizes(1280, 32, 16),
-    "vit_giant": _sizes(1408, 40, 16, 6144),
-    "vit_gigantic": _sizes(1664, 48, 16, 8192),
-    # Sequential blocks with biases; the paper's run attention and MLP side by side.
-    "vit_22b": _sizes(6144, 48, 48, qk_norm=True),
-    "deit_tiny": _sizes(192, 12, 3),
-    "deit_small": _sizes(384, 12, 6),
-    "deit_base": _sizes(768, 12, 12),
-    "deit_tiny_distilled": _sizes(192, 12, 3, distillation=True),
-    "deit_small_distilled": _sizes(384, 12, 6, distillation=True),
-    "deit_base_distilled": _sizes(768, 12, 12, distillation=True),
-}
-SHIPPED = (
-    *(
-        f"{family}_patch{patch}_224"
-        for family in ("vit_tiny", "vit_small", "vit_base", "vit_large")
-        for patch in (16, 32)
-    ),
-    "vit_base_patch8_224",
-    "vit_large_patch14_224",
-    *(f"{family}_patch14_224" for family in ("vit_huge", "vit_giant", "vit_gigantic", "vit_22b")),
-    *(f"deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")),
-)
-"""Names that stand for a published model; any other patch and image size of a family is a name too."""

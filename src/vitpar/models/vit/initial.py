@@ -16,6 +16,10 @@ def _perturbed_layer_scale(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor
     return normal(0.1, mean=1.0)(v, shape, c).mul_(c.layer_scale or 0.0)
 
 
+def _latent(v: Tensor, shape: torch.Size, c: ViTConfig) -> Tensor:
+    return normal(c.embed_dim**-0.5)(v, shape, c)
+
+
 # timm's trunc_normal_ cuts at ±2, which is 100 deviations here: it cuts nothing off.
 _TIMM_FOR_ALL: Rules = (
     ("*norm*.weight", constant(1.0)),
@@ -24,6 +28,8 @@ _TIMM_FOR_ALL: Rules = (
     ("embed.pos_embed", normal(0.02)),
     ("embed.dist_token", normal(0.02)),
     ("*_token", normal(1e-6)),
+    ("*_bias", constant(0.0)),
+    ("head.attn_pool.latent", _latent),
 )
 
 SCHEMES: dict[str, Rules] = {
@@ -31,8 +37,9 @@ SCHEMES: dict[str, Rules] = {
         *_TIMM_FOR_ALL,
         ("embed.patch_embed.proj.weight", lecun_normal),
         ("head.representation.weight", lecun_normal),
+        ("head.attn_pool.*.weight", xavier_uniform()),
         ("head.*.weight", constant(0.0)),
-        ("blocks.*.mlp.*.bias", normal(1e-6)),
+        ("*.mlp.*.bias", normal(1e-6)),
         ("*.bias", constant(0.0)),
         ("*.weight", xavier_uniform()),
     ),
@@ -55,7 +62,8 @@ SCHEMES: dict[str, Rules] = {
         ("*.gamma", _perturbed_layer_scale),
         ("embed.pos_embed", normal(0.02)),
         ("*_token", normal(0.05)),
-        ("*.bias", normal(0.05)),
+        ("*.latent", normal(0.05)),
+        ("*bias", normal(0.05)),
         ("blocks.*.weight", xavier_uniform()),
         ("*.weight", lecun_normal),
     ),

@@ -1,13 +1,13 @@
 """Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.config import block_index
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, for_every_sample
+from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample
+from vitpar.models.vit.attention import Attend, Attention, AttentionPool
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
 
@@ -56,59 +56,40 @@ class Embed(Layer):
         self.cls_token = nn.Parameter(torch.empty(1, 1, d)) if c.pool == "cls" else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
         self.reg_token = nn.Parameter(torch.empty(1, c.num_reg_tokens, d)) if c.num_reg_tokens else None
-        self.pos_embed = nn.Parameter(torch.empty(1, c.tokens, d)) if c.position == "learned" else None
-        self.width, self.first_feature = d, 0
-        if c.position == "sincos2d":
+        self.pos_embed = nn.Parameter(torch.empty(1, c.positions, d)) if c.positions else None
+        self.of_patches = self.pos_embed is not None and not c.prefix_positions
+        self.width, self.first_feature, self.fixed = d, 0, c.position == "sincos2d"
+        if self.fixed:
             self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
 
     def take_features(self, index: int, parts: int) -> None:
         self.first_feature = index * self.width // parts
-        if self.pos_embed is None:
+        if self.fixed:
             self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
 
     def reset_buffers(self) -> None:
-        if self.pos_embed is None:
+        if self.fixed:
             whole = sincos_2d(self.grid, self.grid, self.width)[None]
             self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout)."""
         x = self.patch_embed(images)
-        if self.pos_embed is None:
+        if self.fixed:
             x = x + self.positions.to(x.dtype)
+        elif self.of_patches and self.pos_embed is not None:
+            x = x + for_every_sample(self.pos_embed)
         prefix = [
             for_every_sample(t).expand(x.shape[0], -1, -1)
             for t in (self.cls_token, self.dist_token, self.reg_token)
             if t is not None
         ]
         x = torch.cat([*prefix, x], dim=1) if prefix else x
-        if self.pos_embed is not None:
+        if self.pos_embed is not None and not self.of_patches:
             x = x + for_every_sample(self.pos_embed)
         if self.training and keys is not None and self.dropout:
             x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
         return x
-
-
-class Attention(nn.Module):
-    """Multi-head self-attention.
-
-    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        c = config
-        self.head_dim = c.head_dim
-        self.qkv = nn.Linear(c.embed_dim, 3 * c.embed_dim)
-        self.q_norm = LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = LayerNorm(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.proj = nn.Linear(c.embed_dim, c.embed_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, width] -> the same shape. Works on however many heads `qkv` gives here."""
-        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
 
 
 class LayerScale(nn.Module):
@@ -127,14 +108,19 @@ class Block(ResidualBlock):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
 
     def __init__(self, config: ViTConfig, index: int) -> None:
-        c = config
+        c, build = config, NORMS[config.norm]
         super().__init__(index, c.depth, c.embed_dim, drop_path=c.drop_path, dropout=c.dropout)
-        self.norm1 = LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.norm1 = build(c.embed_dim, eps=c.norm_eps)
         self.attn = Attention(c)
         self.ls1 = LayerScale(c)
-        self.norm2 = LayerNorm(c.embed_dim, eps=c.norm_eps)
-        self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim)
+        self.norm2 = build(c.embed_dim, eps=c.norm_eps)
+        normed = build(c.mlp_hidden_dim, eps=c.norm_eps) if c.mlp_norm else None
+        self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim, c.activation, normed)
         self.ls2 = LayerScale(c)
+
+    def reset_buffers(self) -> None:
+        super().reset_buffers()
+        self.attn.fill_tables()
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
@@ -143,18 +129,56 @@ class Block(ResidualBlock):
         return x + self.branch(self.mlp(self.norm2(x)), keys, 1, self.ls2)
 
 
+class ParallelBlock(ResidualBlock, Attend):
+    """Pre-norm transformer block whose attention and MLP stand side by side (arXiv 2302.05442).
+
+    The rows of `in_proj` are ordered (head, q|k|v|hidden, feature), and the columns of `out_proj` (head,
+    attended|hidden, feature), where every head has its part of the hidden features. So a slice is whole heads, and a
+    block needs one collective before and one after its products, instead of two.
+    """
+
+    def __init__(self, config: ViTConfig, index: int) -> None:
+        c = config
+        ResidualBlock.__init__(self, index, c.depth, c.embed_dim, drop_path=c.drop_path, dropout=c.dropout)
+        self.add_attention(c)
+        hidden = c.gates * c.mlp_hidden_dim
+        self.hidden_of_head = hidden // c.num_heads
+        self.norm1 = NORMS[c.norm](c.embed_dim, eps=c.norm_eps)
+        self.in_proj = nn.Linear(c.embed_dim, 3 * c.embed_dim + hidden, bias=c.qkv_bias == "all")
+        self.mlp_bias = None if c.qkv_bias == "all" else nn.Parameter(torch.empty(hidden))
+        self.activation = ACTIVATIONS[c.activation]
+        self.out_proj = nn.Linear(c.embed_dim + c.mlp_hidden_dim, c.embed_dim)
+        self.ls1 = LayerScale(c)
+
+    def reset_buffers(self) -> None:
+        ResidualBlock.reset_buffers(self)
+        self.fill_tables()
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
+        d = self.head_dim
+        heads = self.in_proj(self.norm1(x)).unflatten(-1, (-1, 3 * d + self.hidden_of_head))
+        q, k, v, hidden = heads.split([d, d, d, self.hidden_of_head], dim=-1)
+        if self.mlp_bias is not None:
+            hidden = hidden + to_local(self.mlp_bias).view(-1, self.hidden_of_head)
+        attended = self.attend(*(part.transpose(1, 2) for part in (q, k, v)))
+        both = torch.cat([attended.unflatten(-1, (-1, d)), self.activation(hidden)], dim=-1).flatten(-2)
+        return x + self.branch(self.out_proj(both), keys if self.training else None, 0, self.ls1)
+
+
 class Head(Layer):
     """Head layer: tokens [batch, tokens, width] -> logits [batch, classes].
 
-    Norm, pooling, optional representation layer, classifier.
+    Norm and pooling, optional representation layer, classifier.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = config
         features = c.representation_size or c.embed_dim
-        self.pool, self.prefix_tokens = c.pool, c.prefix_tokens
-        self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
+        self.pool, self.fc_norm, self.prefix_tokens = c.pool, c.fc_norm, c.prefix_tokens
+        self.norm = NORMS[c.norm](c.embed_dim, eps=c.norm_eps)
+        self.attn_pool = AttentionPool(c) if c.pool == "map" else None
         self.pooled = nn.Identity()  # a place for collectives
         self.representation = nn.Linear(c.embed_dim, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)
@@ -166,6 +190,10 @@ class Head(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, classes]."""
+        if self.attn_pool is not None:
+            return self.fc(self._features(self.attn_pool(self.norm(x))[:, 0]))
+        if self.fc_norm:
+            return self.fc(self._features(self.norm(x[:, self.prefix_tokens :].mean(dim=1))))
         if self.pool == "avg":
             return self.fc(self._features(self.norm(x)[:, self.prefix_tokens :].mean(dim=1)))
         if self.fc_dist is None:
@@ -176,4 +204,6 @@ class Head(Layer):
 
 def build_layer(config: ViTConfig, name: str) -> Layer:
     """Return the layer called `name`."""
-    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))
+    if name in ("embed", "head"):
+        return Embed(config) if name == "embed" else Head(config)
+    return (ParallelBlock if config.parallel_blocks else Block)(config, block_index(name))

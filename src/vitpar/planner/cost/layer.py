@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vitpar.errors import PlannerError
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.models.description import backwards
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
+from vitpar.planner.profile.estimate import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
@@ -44,6 +46,8 @@ class LayerParameters:
 
     elements: int
     """Elements that the rank stores."""
+    trained: bool
+    """Whether they have gradients and optimizer state."""
     local_bytes: float
     """Bytes of the parameters that the rank stores."""
     compute_numel: int
@@ -64,6 +68,16 @@ class LayerParameters:
     """Transient bytes of the collectives that reduce."""
     sums: Mapping[str, int]
     """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
+
+    @property
+    def trained_elements(self) -> int:
+        """Return the elements that the optimizer updates."""
+        return self.elements * self.trained
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Return the bytes of reduced gradients."""
+        return self.local_bytes * self.trained
 
 
 @dataclass(frozen=True)
@@ -109,14 +123,22 @@ class PipelinePosition:
 class LayerCosts:
     """Cached costs of a model's layers on one machine, from its hardware profile and its model profile.
 
+    frozen: names of the layers that are not trained. `config` then describes what their backward computes.
+
     Its methods raise PlannerError if the profiles lack a measurement that a strategy needs.
     """
 
-    def __init__(self, config: ModelConfig, hardware: Hardware, model: ModelProfile) -> None:
+    def __init__(
+        self, config: ModelConfig, hardware: Hardware, model: ModelProfile, frozen: frozenset[str] = frozenset()
+    ) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
         hardware = hardware.at_pace(model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
-        self.config, self.hardware = config, hardware.model_copy(update={"overlap": overlap})
+        self.whole, self.frozen, self.hardware = config, frozen, hardware.model_copy(update={"overlap": overlap})
+        self.config = with_frozen(config, frozen)
+        # The kind that was profiled, by kind.
+        self._profiled = {kind: config.layers[layer.name].kind for kind, layer in self.config.kinds.items()}
+        self._backwards = backwards(config.layer_names, frozen)
         self.model = model = model.steady()
         self.links = Links(self.hardware)
         self.precision = PRECISIONS[model.precision]
@@ -129,6 +151,15 @@ class LayerCosts:
         self._work: dict[tuple[LayerKind, int, int], Work] = {}
         self._parameters: dict[tuple[LayerKind, int], LayerParameters] = {}
         self._elements: dict[tuple[object, ...], LayerElements] = {}
+
+    @property
+    def passes_gradients(self) -> bool:
+        """Return whether all activations between layers have gradients: whether embed is trained."""
+        return "embed" not in self.frozen
+
+    def profiled(self, kind: LayerKind) -> LayerKind:
+        """Return the kind in profiles of a kind of layers, which may be frozen."""
+        return self._profiled[kind]
 
     @property
     def peak(self) -> float | None:
@@ -166,7 +197,7 @@ class LayerCosts:
         """
         here = rows // position.data / _squares(position.strategy)
         profile = self._profile(kind, position)
-        return profile.forward.seconds(here) + profile.backward.seconds(here)
+        return profile.forward.seconds(here) + self._backward(kind, position, here)[0]
 
     def crowd(self, ranks: int) -> float:
         """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
@@ -194,7 +225,7 @@ class LayerCosts:
         """Compute what `position` caches."""
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
         wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
         parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
@@ -212,20 +243,37 @@ class LayerCosts:
         """Compute what `work` caches."""
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
         here = rows // position.data / _squares(position.strategy)
-        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
-        forward, backward = layer_traffic(self.config.kinds[kind], position.strategy, rows)
+        profile, layer = self._profile(kind, position), self.config.kinds[kind]
+        forward, backward = layer_traffic(layer, position.strategy, rows)
+        seconds, weights = self._backward(kind, position, here)
+        saved, workspace = profile.saved.of(here), profile.workspace.of(here)
+        if layer.backward == "nothing":
+            # All is transient, but the workspace of backward does not exist.
+            saved, workspace = 0.0, passing_elements(layer, position.strategy) * here * self.precision.compute.itemsize
+        elif layer.backward == "inputs":
+            saved *= frozen_share(layer, position.strategy)
         return Work(
             forward=profile.forward.seconds(here),
-            backward=profile.backward.seconds(here),
-            # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
-            weight_grad_time=(1 - plain.input_share) * plain.backward.seconds(here),
-            skew=(profile.forward.skew(here), profile.backward.skew(here)),
+            backward=seconds,
+            weight_grad_time=weights,
+            skew=(profile.forward.skew(here), profile.backward.skew(here) if layer.backward != "nothing" else 0.0),
             forward_sent=self._sent(forward, position.groups),
             backward_sent=self._sent(backward, position.groups),
-            saved=profile.saved.of(here),
+            saved=saved,
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
-            workspace=profile.workspace.of(here) + max(self._scratch(t, position.groups) for t in (forward, backward)),
+            workspace=workspace + max(self._scratch(t, position.groups) for t in (forward, backward)),
         )
+
+    def _backward(self, kind: LayerKind, position: PipelinePosition, here: float) -> tuple[float, float]:
+        """Return the seconds of (backward, its gradients of weights) for `here` rows of a tensor-parallel group."""
+        computed = self.config.kinds[kind].backward
+        if computed == "nothing":
+            return 0.0, 0.0
+        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
+        seconds = profile.backward.seconds(here)
+        # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
+        weights = (1 - plain.input_share) * plain.backward.seconds(here)
+        return (max(0.0, seconds - weights), 0.0) if computed == "inputs" else (seconds, weights)
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
         """Return a cache key for the elements on the fullest rank; the order of the axes does not change them."""
@@ -242,13 +290,14 @@ class LayerCosts:
         """Compute what `weights` caches."""
         elements, groups, precision = self._sizes(kind, position.strategy), position.groups, self.precision
         wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
+        trained = position.executions[kind].trained
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = gathered = unreduced = gathering = reducing = 0.0
         if wrapped or precision.compute is not precision.parameters:
             gathered = elements.compute_numel * precision.compute.itemsize
         if wrapped:
-            local = self._weight_profiles[kind, position.tensor]
+            local = self._weight_profiles[self.profiled(kind), position.tensor]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
             unreduced = elements.compute_numel * precision.reduce.itemsize
@@ -272,8 +321,11 @@ class LayerCosts:
             reduce += self.links.seconds("all_reduce", groups.replicate, size)
             # One collective follows the other: their buffers do not add up.
             reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
+        if not trained:
+            unreduced = reduce = reducing = 0.0
         return LayerParameters(
             elements=elements.local_numel,
+            trained=trained,
             local_bytes=elements.local_numel * precision.parameters.itemsize,
             compute_numel=elements.compute_numel,
             gathered=gathered,
@@ -283,7 +335,7 @@ class LayerCosts:
             offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,
-            sums=elements.sums,
+            sums=elements.sums if trained else {},
         )
 
     def _moved(self, size: float) -> float:
@@ -315,11 +367,11 @@ class LayerCosts:
         """
         strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
         wrapped = always_wrapped(position.tensor) or position.wrapped
-        found = self._layers.get((kind, position.tensor, policy, wrapped))
+        found = self._layers.get((self.profiled(kind), position.tensor, policy, wrapped))
         if found is None:
             raise PlannerError(
-                f"the model profile has no {kind} of {position.tensor} with checkpoint {policy} for '{strategy}': "
-                f"profile the model again with --ranks {strategy.size} or more"
+                f"the model profile has no {self.profiled(kind)} of {position.tensor} with checkpoint {policy} for "
+                f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
         return found
 

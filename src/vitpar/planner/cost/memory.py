@@ -63,7 +63,9 @@ class Held:
         """Return the rank's memory at its peak during `actions`, run in order, and the optimizer step after them."""
         layers = [layer for stage in self.stages.values() for layer in stage.layers]
         held = sum(layer.weights.local_bytes for layer in layers if not layer.weights.offloaded)
+        trained = sum(layer.weights.gradient_bytes for layer in layers if not layer.weights.offloaded)
         host = sum(layer.weights.local_bytes for layer in layers if layer.weights.offloaded)
+        host_trained = sum(layer.weights.gradient_bytes for layer in layers if layer.weights.offloaded)
         walk = _Walk(self.stages, self.microbatches)
         for action in actions:
             for kind, number, _ in action:
@@ -71,14 +73,14 @@ class Held:
         walk.done()
         return Memory(
             parameters=held,
-            optimizer=held * self.moments,
+            optimizer=trained * self.moments,
             gradients=walk.most["gradients"],
             gathered=walk.most["gathered"],
             activations=walk.most["activations"],
             workspace=walk.most["workspace"],
             buffers=self.buffers,
             reserved=self.reserved,
-            host=host * (2 + self.moments),  # parameters, gradients and optimizer state
+            host=host + host_trained * (1 + self.moments),  # parameters; gradients and optimizer state
         )
 
 
@@ -153,13 +155,16 @@ class _Walk:
         self._alive -= left
         for place, layer in reversed(list(enumerate(stage.layers))):
             here, weights, passing = (number, place), layer.weights, _passing(layer)
+            if layer.execution.backward == "nothing":
+                left -= layer.work.saved
+                continue
             # The stage's first backward allocates the layer's gradients. Each does if the one before it reduced them:
             # reduced gradients are kept apart, and the unreduced ones were freed.
             again = layer.execution.wrapped and layer.execution.reduced == "every micro-batch"
             fresh = (
                 0.0
                 if here in self._whole and not again
-                else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.local_bytes)
+                else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.gradient_bytes)
             )
             self._moment(left, layer.work.workspace, passing, fresh)
             # Gathering comes before computing: there is no workspace yet, and no new gradient.
@@ -167,6 +172,8 @@ class _Walk:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
+            if not weights.trained:
+                continue
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
                 # FSDP2 copies unreduced gradients into the input of the reduce-scatter: both are alive.
                 self._moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)

@@ -222,7 +222,7 @@ def _pipelined(
         key = kind, number, special
         if key not in found:
             streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
-            late = stage.late(number == 0)
+            late = stage.late
             if kind == "F":
                 stage.forward(streams, special)
             elif kind == "W":
@@ -247,7 +247,8 @@ def _pipelined(
         order,
         plan.num_stages,
         lambda kind, stage, number: action(kind, stage, number)[0],
-        lambda source, target: sent[min(source, target)],
+        # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
+        lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
         at_once,
     )
     done, queued = [0.0] * plan.pipeline_degree, [0.0] * plan.pipeline_degree
@@ -315,7 +316,7 @@ def _finished(
         elements = {False: 0, True: 0}  # parameter elements, by whether they are offloaded
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
-                elements[layer.weights.offloaded] += layer.weights.elements
+                elements[layer.weights.offloaded] += layer.weights.trained_elements
                 groups = costs.position(layer.strategy, where).groups
                 # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
@@ -346,6 +347,7 @@ def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[floa
     whole = batch.microbatches * batch.microbatch_rows * itemsize
     passing = [whole * elements for elements in _travelling(plan, config)]
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
-    found = [before + behind for before, behind in pairwise(passing)]
+    gradients = [config.kinds[stage[-1][0]].backward != "nothing" for stage in stages]
+    found = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
     found[0] += images * config.channels * config.image_size**2 * itemsize
     return found

@@ -18,7 +18,7 @@ Communication overlaps with computing where the runtime overlaps it:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vitpar.models.description import Shape
 from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
@@ -87,6 +87,8 @@ class StageCost:
         streams.block(self.after[1], "redistribution")
         for number in reversed(range(len(self.layers))):
             layer = self.layers[number]
+            if layer.execution.backward == "nothing":
+                continue
             self._gather(streams, jobs, gathers, number, -1)
             streams.compute(layer.work.backward, "backward", layer.work.skew[1])
             streams.block(layer.work.backward_sent, "tensor")
@@ -101,13 +103,17 @@ class StageCost:
                 if not layer.execution.wrapped:
                     streams.send(layer.weights.reduce)
 
-    def late(self, first: bool) -> float:
-        """Return the seconds of backward that a schedule with split backward runs in the weight-gradient action (W).
+    @property
+    def passes_gradient(self) -> bool:
+        """Return whether the stage's input has a gradient, which is sent back."""
+        return self.layers[0].execution.passes_gradient
 
-        first: whether it is the pipeline's first stage.
-        """
-        # torch's first stage has no gradients of inputs to send: it skips I and runs its complete backward as W.
-        return sum(layer.work.backward if first else layer.work.weight_grad_time for layer in self.layers)
+    @property
+    def late(self) -> float:
+        """Return the seconds of backward that a schedule with split backward runs in the weight-gradient action (W)."""
+        # A stage without gradients of inputs to send skips I and runs its complete backward as W.
+        passes = self.passes_gradient
+        return sum(layer.work.weight_grad_time if passes else layer.work.backward for layer in self.layers)
 
     def _gather(self, streams: Streams, jobs: dict[int, Transfer], gathers: list[bool], number: int, way: int) -> None:
         """Wait for the gathered parameters of layer `number`, and start gathering those of the next.
@@ -164,22 +170,54 @@ def build_stage(
                 costs.work(kind, position, rows),
                 costs.weights(kind, position),
                 position.executions[kind],
-                moving(costs, costs.config.kinds[kind].takes, layout, wanted, rows, position.groups.stage),
+                moving(
+                    costs,
+                    costs.config.kinds[kind].takes,
+                    layout,
+                    wanted,
+                    rows,
+                    position.groups.stage,
+                    back=position.executions[kind].passes_gradient,
+                ),
             )
         )
         layout = wanted
-    stage = costs.position(layers[-1][1], where).groups.stage
-    return StageCost(
-        tuple(found),
-        after=moving(costs, costs.config.kinds[layers[-1][0]].gives, layout, given, rows, stage)
-        if given is not None
-        else (0.0, 0.0),
-        in_order=costs.hardware.device == "cpu",
-    )
+    last = costs.position(layers[-1][1], where)
+    after = (0.0, 0.0)
+    if given is not None:
+        back = last.executions[layers[-1][0]].backward != "nothing"
+        after = moving(
+            costs, costs.config.kinds[layers[-1][0]].gives, layout, given, rows, last.groups.stage, back=back
+        )
+    return StageCost(_with_kept(costs, found, rows), after, in_order=costs.hardware.device == "cpu")
+
+
+def _with_kept(costs: LayerCosts, layers: Sequence[StageLayer], rows: int) -> tuple[StageLayer, ...]:
+    """Return the layers of a stage with the activations that frozen ones give and that stay alive.
+
+    These are the input of the lowest trained layer, and what the stage sends, which torch keeps until the action of its
+    backward.
+    """
+    found = list(layers)
+    for number, layer in enumerate(layers):
+        if layer.execution.backward != "nothing":
+            continue
+        if number + 1 == len(layers) or layers[number + 1].execution.backward != "nothing":
+            shape, part = costs.config.kinds[layer.kind].gives, token_layout(layer.strategy)[0]
+            kept = rows * part.share * shape.elements * costs.precision.compute.itemsize
+            found[number] = replace(layer, work=replace(layer.work, saved=kept))
+    return tuple(found)
 
 
 def moving(
-    costs: LayerCosts, shape: Shape | None, source: Layout | None, target: Layout, rows: int, stage: RankGroup
+    costs: LayerCosts,
+    shape: Shape | None,
+    source: Layout | None,
+    target: Layout,
+    rows: int,
+    stage: RankGroup,
+    *,
+    back: bool = True,
 ) -> tuple[float, float]:
     """Return the seconds to redistribute a micro-batch's tokens: (activations forward, their gradients backward).
 
@@ -187,12 +225,13 @@ def moving(
     source: None for embed, too.
     rows: images of the micro-batch over all ranks of the stage.
     stage: the ranks of the stage, which exchange tokens.
+    back: whether the activations have gradients.
     """
     if shape is None or source is None or source == target:
         return 0.0, 0.0
     whole = rows * shape.elements * costs.precision.compute.itemsize
-    there, back = received_share(source, target), received_share(target, source)
-    return exchange_seconds(costs.links, stage, there * whole), exchange_seconds(costs.links, stage, back * whole)
+    there, again = received_share(source, target), received_share(target, source) * back
+    return exchange_seconds(costs.links, stage, there * whole), exchange_seconds(costs.links, stage, again * whole)
 
 
 def exchange_seconds(links: Links, stage: RankGroup, received: float) -> float:
@@ -276,7 +315,7 @@ def least_load(
     once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
     # The step's first gather and last reduction are embed's: no layer computes before the one or after the other.
     # On a CPU, wrapped layers block anyway and are counted in waits and waits_once.
-    if kind == "embed" and not pipelined:
+    if costs.config.kinds[kind].name == "embed" and not pipelined:
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
         sent_once = sent_late = weights.reduce
@@ -297,27 +336,28 @@ def least_load(
     # and gradients twice during a reduction, as they are and as the collective's buffer. By then the layer's saved
     # activations are freed, hence their subtraction.
     workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
-    fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.local_bytes, 0.0
+    fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.gradient_bytes, 0.0
     if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
         reducing = weights.reducing + 2 * fresh
     working_once, again = max(workspace + fresh, reducing - work.saved), execution.wrapped and every
-    shard, update = (0.0, costs.update(1, True)) if weights.offloaded else (weights.local_bytes, update)
+    shard, trained = (0.0, 0.0) if weights.offloaded else (weights.local_bytes, weights.gradient_bytes)
+    update = costs.update(1, True) if weights.offloaded else update
     return Load(
         forward=work.forward,
         computes=work.forward + work.backward + skew,
         late=work.weight_grad_time,
         waits=waits,
-        once=weights.elements * update,
+        once=weights.trained_elements * update,
         waits_once=once,
         edge=edge,
         sent_each=sent_each,
         sent_once=sent_once,
         sent_early=sent_early,
         sent_late=sent_late,
-        kept=shard * (1 + moments),
-        reduced=shard,
+        kept=shard + trained * moments,
+        reduced=trained,
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,
-        gradients=weights.unreduced_grad_bytes if execution.wrapped and not every else shard,
+        gradients=weights.unreduced_grad_bytes if execution.wrapped and not every else trained,
         saved=work.saved,
         working=working_once if again else workspace,
         fresh=fresh * (not again),

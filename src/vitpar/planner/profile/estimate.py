@@ -340,13 +340,16 @@ def _kept(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[
     if policy == "none":
         normed = sum(map(_elements, _of_role(layer, "norm")))
         yield (normed + residual) / inside
-        # Queries, keys, values, attention, and input and output of the activation function.
-        yield (sum(map(_given, columns)) + sum(map(_taken, rows))) / t
+        # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
+        inner = sum(map(_elements, _of_role(layer, "inner_norm")))
+        gates = sum(part.tokens * part.width for part in _of_role(layer, "gate"))
+        yield (sum(map(_given, columns)) + sum(map(_taken, rows)) + inner + gates) / t
         if mode not in ("1d", "sp"):
             yield normed / t  # normalised inputs, which split norms multiply by their scales
         return
     # selective: results of products, attention and communication
-    attended = sum(map(_taken, rows[:-1])) if layer.attention else 0
+    shape = layer.attention
+    attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
     yield (sum(map(_given, columns)) + attended) / t  # queries, keys, values, attention, hidden features
     summed = sum(map(_given, [*merges, *rows]))
     taken = sum(map(_taken, columns))
@@ -371,3 +374,32 @@ def _space(layer: LayerDescription, strategy: Strategy) -> float:
     if strategy.tensor_mode != "1d":
         return 3 * h / q + h / t
     return max(2 * d, h / t) if strategy.sequence_parallel else h / t
+
+
+def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the share of what a layer keeps for backward that it keeps if its parameters are frozen.
+
+    The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
+    attention does. With checkpointing, and in models of the user, everything counts.
+    """
+    if strategy.checkpoint or layer.saved is not None or layer.name in LAUNCHES:
+        return 1.0
+    t, rows = strategy.degree("tp"), _of_role(layer, "row")
+    inside = 1 if mode_of(strategy) == "1d" else t
+    normed = sum(_elements(part) for part in _of_role(layer, "norm"))
+    needless = normed / inside + sum(map(_taken, rows[1:] if layer.attention else rows)) / t
+    return 1 - needless / sum(_kept(layer, strategy, "none"))
+
+
+def passing_elements(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the peak of transient elements of a row in a forward that keeps nothing for backward: output included."""
+    t, taken = strategy.degree("tp"), (layer.takes or layer.gives).elements
+    inside = 1 if mode_of(strategy) == "1d" else t
+    normed = max(map(_elements, _of_role(layer, "norm")), default=0)
+    columns, rows = _of_role(layer, "column"), _of_role(layer, "row")
+    if not rows:
+        pixels = sum(map(_taken, _of_role(layer, "embedding")))
+        return (layer.gives.elements + taken + normed + pixels) / inside
+    # Between the two products of an MLP: what goes into the activation function and what comes out of it.
+    hidden = max(map(_given, columns), default=0) + max(map(_taken, rows), default=0)
+    return (layer.gives.elements + normed) / inside + hidden / t

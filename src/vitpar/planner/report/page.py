@@ -212,7 +212,8 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
     found: dict[str, list[float]] = {plan_title(p.plan): [] for p in prices}
     for factor in FACTORS:
         links = tuple(link.slower(1 / factor) for link in costs.hardware.links)
-        scaled = LayerCosts(costs.config, costs.hardware.model_copy(update={"links": links}), costs.model)
+        hardware = costs.hardware.model_copy(update={"links": links})
+        scaled = LayerCosts(costs.whole, hardware, costs.model, costs.frozen)
         for one, values in zip(prices, found.values(), strict=True):
             values.append(price(one.plan, scaled, one.batch_size, moments).images_per_second)
     return found

@@ -97,6 +97,6 @@ def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, i
         (layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers
     }
     for name, strategy in price.plan.strategies(costs.config.layer_names).items():
-        profile = known.get((costs.config.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))
+        profile = known.get((costs.whole.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))
         if profile is not None:
             yield profile, strategy.degree("dp") * strategy.degree("fsdp")

@@ -313,7 +313,8 @@ class Search:
             sizes, places = np.unique(shares, return_inverse=True)
             seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
             there = seconds[places].reshape(shares.shape) * (machine.sending / machine.speed)
-            return there + there.T
+            # Below the lowest trained layer nothing comes back.
+            return there + there.T * costs.passes_gradients
 
         return moves
 
@@ -398,11 +399,14 @@ class Search:
             action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
             norm=norm_seconds(costs, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
-            send=lambda share: travel_seconds(costs, size, share * tokens) if pp > 1 else 0.0,
+            # With frozen layers below, some stages neither send gradients nor receive them.
+            send=lambda share: (
+                travel_seconds(costs, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
+            ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
             images=kind.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
-            tokens=tokens,
+            tokens=tokens * costs.passes_gradients,
         )
 
     def _ideal(self, kind: Kind) -> float:

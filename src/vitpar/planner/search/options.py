@@ -329,8 +329,8 @@ def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
     every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
     freed, here = execution.reshard_after_forward, not weights.offloaded
     return (
-        float(weights.elements * here),
-        float(weights.elements * weights.offloaded),
+        float(weights.trained_elements * here),
+        float(weights.trained_elements * weights.offloaded),
         weights.gather * (wrapped and not execution.gathers_every_forward),
         weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward),
         weights.gathered * (not freed),

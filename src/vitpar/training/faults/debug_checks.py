@@ -66,11 +66,12 @@ class DebugChecks:
         return self._order.at
 
     def gradients(self, step: int) -> None:
-        """Verify that every parameter with a local part has a gradient, and that it is finite. Collective.
+        """Verify that every trained parameter with a local part has a gradient, and that it is finite. Collective.
 
-        No parameter is exempt: if `backward` gives one no gradient, the plan has lost it.
+        None of them is exempt: if `backward` gives one no gradient, the plan has lost it.
         """
-        parameters = {name: p for name, p in self._model.named_parameters() if local(p).numel()}
+        trained = ((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
+        parameters = {name: p for name, p in trained if local(p).numel()}
         missing = [name for name, p in parameters.items() if p.grad is None]
         there = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         bad = not_finite(there) if self._finite else []

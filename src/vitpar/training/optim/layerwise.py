@@ -61,22 +61,33 @@ class _Layerwise(OverShards):
 
     def __init__(self, groups: list[Group], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
-        self._adapted = [[p for p in group["params"] if p in adapted] for group in self.param_groups]
-        self._norms = [WholeNorms([adapted[p] for p in shards]) if shards else None for shards in self._adapted]
+        self._adapted = [p for group in self.param_groups for p in group["params"] if p in adapted]
+        self._norms = WholeNorms([adapted[p] for p in self._adapted]) if self._adapted else None
+        # Groups of adapted shards differ only in their learning rates, which trust ratios do not depend on.
+        self._settings = next((g for g in self.param_groups if any(p in adapted for p in g["params"])), {})
 
-    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
-        adapted, norms = self._adapted[number], self._norms[number]
-        directions, measured = self._directions(group, shards)
-        if norms is not None:
-            scaled, compared = (dict(zip(shards, tensors, strict=True)) for tensors in (directions, measured))
-            nothing = shards[0].new_empty(0)  # keeps messages of all ranks equally long if gradients are missing
-            own, other = norms(adapted, [compared.get(p, nothing) for p in adapted])
-            ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(group, own, other), 1.0)
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        # One message for all groups: groups with other learning rates would otherwise send one each.
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        groups = [(group, shards) for group, shards in groups if shards]
+        if not groups:
+            return
+        directions, compared = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
+        for group, shards in groups:
+            scaled, measured = self._directions(group, shards)
+            directions |= zip(shards, scaled, strict=True)
+            compared |= zip(shards, measured, strict=True)
+        if self._norms is not None:
+            nothing = next(iter(directions)).new_empty(0)  # keeps messages equally long if gradients are missing
+            own, other = self._norms(self._adapted, [compared.get(p, nothing) for p in self._adapted])
+            ratios = torch.where((own > 0) & (other > 0), self._trust_ratios(self._settings, own, other), 1.0)
             # Offloaded shards are on the host, norms on the device.
-            there = {device: ratios.to(device).unbind() for device in {p.device for p in adapted}}
-            pairs = [(scaled[p], there[p.device][i]) for i, p in enumerate(adapted) if p in scaled]
+            there = {device: ratios.to(device).unbind() for device in {p.device for p in self._adapted}}
+            pairs = [(directions[p], there[p.device][i]) for i, p in enumerate(self._adapted) if p in directions]
             torch._foreach_mul_([direction for direction, _ in pairs], [ratio for _, ratio in pairs])
-        self._move(group, shards, directions)
+        for group, shards in groups:
+            self._move(group, shards, [directions[p] for p in shards])
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return two tensors for each shard.
@@ -89,6 +100,7 @@ class _Layerwise(OverShards):
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
         """Return the trust ratios, [parameters]. Only those where both norms are above 0 are used.
 
+        group: settings of these parameters.
         own: norms of the parameters.
         other: norms that they are compared with.
         """

@@ -57,37 +57,34 @@ class Matrix:
 
     parameter: Tensor
     """Plain tensor or DTensor."""
-    heads: int | None
-    """Attention heads of a fused parameter of queries, keys and values; None for other parameters.
+    stacked: tuple[int, ...] = ()
+    """Rows of each map in a group of rows, such as (features, features, features) of the queries, keys and values of a
+    head (``vitpar.models.description.Part.stacked``); () for one matrix.
 
-    Its shape is [heads · 3 · features, inputs]. The three are linear maps that happen to be stored as one, with
-    unrelated singular values. Orthogonalised together, the map with the largest gradients would take the step of the
-    others.
+    These are linear maps that happen to be stored as one, with unrelated singular values. Orthogonalised together, the
+    map with the largest gradients would take the step of the others.
     """
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of each matrix."""
-        rows, columns = self.parameter.shape
-        return rows // (3 if self.heads else 1), columns
+    def update(self, shard: Tensor, steps: int, adjust_lr_fn: AdjustLr) -> Tensor:
+        """Return the local shard of the update that orthogonalises the global tensor whose local shard is `shard`.
 
-    def orthogonal(self, shard: Tensor, steps: int) -> Tensor:
-        """Return the local shard of the orthogonalised global tensor whose local shard is `shard`. Collective."""
+        Each matrix is multiplied by its factor of the learning rate. Collective.
+        """
         p = self.parameter
         if not isinstance(p, DTensor):
-            return self._orthogonal(shard, steps)
+            return self._update(shard, steps, adjust_lr_fn)
         layout = p.device_mesh, p.placements
         whole = DTensor.from_local(shard, *layout, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
         # src_data_rank=None: every rank has the global value, so each cuts its own shard without communication.
-        part = distribute_tensor(self._orthogonal(whole, steps), *layout, src_data_rank=None).to_local()
+        part = distribute_tensor(self._update(whole, steps, adjust_lr_fn), *layout, src_data_rank=None).to_local()
         assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
         return part.to(shard.device)  # offloaded shards are on the host, meshes are not
 
-    def _orthogonal(self, whole: Tensor, steps: int) -> Tensor:
-        if self.heads is None:
-            return orthogonalise(whole, steps)
-        maps = rearrange(whole, "(h three d) i -> three (h d) i", three=3, h=self.heads)
-        return rearrange(orthogonalise(maps, steps), "three (h d) i -> (h three d) i", h=self.heads)
+    def _update(self, whole: Tensor, steps: int, adjust_lr_fn: AdjustLr) -> Tensor:
+        groups = rearrange(whole, "(g r) i -> g r i", r=sum(self.stacked) or len(whole))
+        maps = [part.flatten(0, 1) for part in groups.split(list(self.stacked) or len(whole), dim=1)]
+        found = [_lr_factor(adjust_lr_fn, *part.shape) * orthogonalise(part, steps) for part in maps]
+        return torch.cat([part.unflatten(0, (len(groups), -1)) for part in found], dim=1).flatten(0, 1)
 
 
 class Muon(OverShards):
@@ -134,9 +131,7 @@ class Muon(OverShards):
         updates = torch._foreach_lerp(found, buffers, group["momentum"]) if group["nesterov"] else buffers
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
         for p, update in zip(shards, updates, strict=True):
-            matrix = self._matrices[p]
-            factor = _lr_factor(group["adjust_lr_fn"], *matrix.shape)
-            p.add_(matrix.orthogonal(update, group["ns_steps"]), alpha=-group["lr"] * factor)
+            p.sub_(self._matrices[p].update(update, group["ns_steps"], group["adjust_lr_fn"]), alpha=group["lr"])
 
     def _adamw(self, group: Group, shards: list[Tensor]) -> None:
         if not shards:

@@ -10,7 +10,7 @@ need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.muon import Matrix, Muon
 
 if TYPE_CHECKING:
+    from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
 
@@ -42,8 +43,10 @@ def decays(parameter: Tensor) -> bool:
 class ShardedOptimizer:
     """Optimizer over the local shards of named parameters.
 
-    parameters: (name, parameter) pairs of this rank, in the order of the global model.
-    heads: attention heads by layer, which muon needs to separate queries, keys and values.
+    parameters: (name, parameter) pairs of this rank, in the order of the global model. Frozen ones are left out.
+    stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``), which muon separates.
+    layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
+        decay of the learning rate needs.
     """
 
     def __init__(
@@ -51,20 +54,19 @@ class ShardedOptimizer:
         parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSection,
         *,
-        heads: Mapping[str, int] | None = None,
+        stacked: Mapping[str, tuple[int, ...]] = {},
+        layers_above: Callable[[str], int] | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
         alone = settings.name in ("adamw", "sgd")
         self._pairs = {
-            name: (p, nn.Parameter(local(p.detach()))) for name, p in parameters if local(p).numel() or not alone
+            name: (p, nn.Parameter(local(p.detach())))
+            for name, p in parameters
+            if p.requires_grad and (local(p).numel() or not alone)
         }
-        groups = []
-        for decay in (True, False):
-            shards = [shard for p, shard in self._pairs.values() if decays(p) is decay]
-            if shards:
-                groups.append({"params": shards, "weight_decay": settings.weight_decay if decay else 0.0})
-        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, heads or {})
+        groups = _groups(self._pairs, settings, layers_above)
+        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, stacked)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that exist and have elements here, by parameter name, sharded like the parameters."""
@@ -93,9 +95,15 @@ class ShardedOptimizer:
             shard.grad = torch.zeros_like(shard)
         self._update(lr=0.0)
 
-    def forget(self) -> None:
-        """Drop the state, as before the first step."""
-        self.torch_optimizer.state.clear()
+    def forget(self, lacking: Callable[[str], bool] = lambda name: True) -> None:
+        """Drop the state, as before the first step.
+
+        lacking: returns for a name of `state` whether to drop all state of that parameter.
+        """
+        states = self.torch_optimizer.state
+        for name, (_, shard) in self._pairs.items():
+            if any(lacking(f"{key}.{name}") for key in states.get(shard, {})):
+                del states[shard]
 
     def skip(self) -> None:
         """Drop the gradients without an update."""
@@ -103,14 +111,17 @@ class ShardedOptimizer:
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon."""
+        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon.
+
+        lr: that of the layers whose learning rate does not decay.
+        """
         for parameter, shard in self._pairs.values():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._update(lr)
 
     def _update(self, lr: float) -> None:
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self.torch_optimizer.step()
         for parameter, shard in self._pairs.values():
             parameter.grad = shard.grad = None
@@ -120,8 +131,34 @@ _Pairs = dict[str, tuple[nn.Parameter, nn.Parameter]]
 """Parameter and its local shard, by the parameter's name."""
 
 
+def _groups(
+    pairs: _Pairs, settings: OptimizerSection, layers_above: Callable[[str], int] | None
+) -> list[dict[str, Any]]:
+    """Return the parameter groups: one for each weight decay and factor of the learning rate, in the model's order.
+
+    The factor has timm's key, lr_scale.
+    """
+    found: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for name, (parameter, shard) in pairs.items():
+        above = 0
+        if settings.layer_decay != 1.0:
+            assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
+            above = layers_above(name)
+        found.setdefault((decays(parameter), above), []).append(shard)
+    groups = [
+        {
+            "params": found[decay, above],
+            "weight_decay": settings.weight_decay if decay else 0.0,
+            "lr_scale": settings.layer_decay**above,
+        }
+        for decay, above in sorted(found, reverse=True)
+    ]
+    # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
+    return groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
+
+
 def _torch_optimizer(
-    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, heads: Mapping[str, int]
+    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]
 ) -> torch.optim.Optimizer:
     moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
@@ -140,19 +177,16 @@ def _torch_optimizer(
             return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
         case "muon":
             shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
-            return Muon(groups, _matrices(pairs, heads), lr=lr, **moments, **momentum, **shape)
+            return Muon(groups, _matrices(pairs, stacked), lr=lr, **moments, **momentum, **shape)
 
 
-def _matrices(pairs: _Pairs, heads: Mapping[str, int]) -> dict[Tensor, Matrix]:
+def _matrices(pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]) -> dict[Tensor, Matrix]:
     """Return the matrices of the blocks, by shard, for Muon. Embed and head are not hidden layers."""
-    matrices: dict[Tensor, Matrix] = {}
-    for name, (parameter, shard) in pairs.items():
-        if name.startswith("blocks.") and parameter.dim() == 2:
-            fused = name.endswith(".attn.qkv.weight")
-            layer = ".".join(name.split(".")[:2])
-            assert layer in heads or not fused, f"muon cannot separate queries, keys and values of {name} without heads"
-            matrices[shard] = Matrix(parameter, heads[layer] if fused else None)
-    return matrices
+    return {
+        shard: Matrix(parameter, stacked.get(name, ()))
+        for name, (parameter, shard) in pairs.items()
+        if name.startswith("blocks.") and parameter.dim() == 2
+    }
 
 
 @dataclass(frozen=True)
@@ -190,20 +224,25 @@ class EMA:
     ``average = decay · average + (1 - decay) · parameter`` after every step.
 
     The average starts as the initial parameters. `averaged` temporarily replaces the parameters by it, for evaluation
-    and saving.
+    and saving. That of a frozen parameter is the parameter itself, in the same memory.
 
     warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
     """
 
     def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
         self._model, self._decay, self._warmup = model, decay, warmup
-        self._shards = {name: local(p.detach()) for name, p in model.named_parameters()}
-        self.average = {name: shard.clone() for name, shard in self._shards.items()}
+        shards = {name: local(p.detach()) for name, p in model.named_parameters()}
+        self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
+
+    def _averages(self) -> list[Tensor]:
+        return [self.average[name] for name in self._trained]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the present parameters."""
-        torch._foreach_copy_(list(self.average.values()), list(self._shards.values()))
+        if self._trained:
+            torch._foreach_copy_(self._averages(), list(self._trained.values()))
 
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.
@@ -215,7 +254,8 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the present parameters, after update number `step`, counted from 1."""
-        torch._foreach_lerp_(list(self.average.values()), list(self._shards.values()), 1.0 - self.decay(step))
+        if self._trained:
+            torch._foreach_lerp_(self._averages(), list(self._trained.values()), 1.0 - self.decay(step))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -228,7 +268,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for name, shard in self._shards.items():
+        for name, shard in self._trained.items():
             kept = shard.clone()
             shard.copy_(self.average[name])
             self.average[name].copy_(kept)
@@ -236,11 +276,16 @@ class EMA:
 
 
 def state_bytes(recipe: Recipe) -> int:
-    """Return the bytes kept for each element of a rank's parameters: the tensors that `state_words` names.
+    """Return the bytes kept for each element of a rank's trained parameters: the tensors that `state_words` names.
 
     Muon keeps less for some elements than for others: this is the maximum.
     """
     return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
+
+
+def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
+    """Return the bytes kept for each element of the parameters of frozen layers, by the layer's name."""
+    return dict.fromkeys(recipe.frozen(config), PRECISIONS[recipe.train.precision].parameters.itemsize)
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
@@ -249,13 +294,15 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     See `state_bytes`.
     """
     named = [p for _, p in model.named_parameters()]
+    frozen = PRECISIONS[recipe.train.precision].parameters.itemsize
     whole = torch.tensor(
         [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
     )
-    fullest = torch.tensor([float(sum(local(p).numel() for p in named))], dtype=torch.float64, device=model.device)
+    kept = sum(local(p).numel() * (state_bytes(recipe) if p.requires_grad else frozen) for p in named)
+    fullest = torch.tensor([float(kept)], dtype=torch.float64, device=model.device)
     all_reduce_(whole)
     all_reduce_(fullest, dist.ReduceOp.MAX)
-    return round(whole.item()), int(fullest.item()) * state_bytes(recipe)
+    return round(whole.item()), int(fullest.item())
 
 
 def moments(recipe: Recipe) -> int:

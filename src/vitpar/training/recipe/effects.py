@@ -124,14 +124,15 @@ _BENCHED = _keys(
     parallel="…",
     communication="…",
     loss_scale="…",
-    optimizer="name implementation momentum nesterov ns_steps",
+    optimizer="name implementation layer_decay momentum nesterov ns_steps",
     train="batch_size precision reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
-    "activation_memory_budget",
+    "activation_memory_budget freeze",
     faults="non_finite",
 )
+_OUTPUTS = _keys(data="crop_pct interpolation mean std workers", train="precision compile attention")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _keys(model="…", parallel="…", optimizer="name momentum", train="batch_size precision ema_decay"),
-    "a search": _keys(model="…", optimizer="name momentum", train="batch_size precision ema_decay compile"),
+    "a plan": _keys(model="…", parallel="…", optimizer="name momentum", train="batch_size precision ema_decay freeze"),
+    "a search": _keys(model="…", optimizer="name momentum", train="batch_size precision ema_decay compile freeze"),
     "a profile": _keys(model="…", train="precision compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(
@@ -140,7 +141,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         communication="…",
         optimizer="…",
         train="batch_size seed precision reduce_dtype label_smoothing compile attention activation_memory_budget "
-        "clip_grad_norm ema_decay ema_warmup",
+        "clip_grad_norm ema_decay ema_warmup freeze",
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
     ),
     "an evaluation": _keys(
@@ -148,6 +149,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         stream="train val samples val_samples classes label allow_pipe",
         train="batch_size precision compile attention",
     ),
+    "a prediction": _OUTPUTS,
+    "an extraction of features": _OUTPUTS,
     "a benchmark without data": _BENCHED,
     "a benchmark": _BENCHED
     + _keys(

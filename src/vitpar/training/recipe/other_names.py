@@ -18,6 +18,7 @@ OTHER_NAMES = {
     "gradient_clip_val": "train.clip_grad_norm",
     "hflip": "data.flip",
     "img_size": "model.image_size",
+    "layerwise_decay": "optimizer.layer_decay",
     "learning_rate": "optimizer.lr",
     "log_interval": "train.log_every",
     "max_epochs": "train.epochs",

@@ -20,6 +20,7 @@ from vitpar.models.families import model_config
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.plan_json import read_plan
+from vitpar.strategy.selectors import layers_of, split_list
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -93,6 +94,11 @@ class Recipe(Section):
             raise RecipeError(
                 f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
             )
+        if train.freeze is not None:
+            try:
+                split_list(train.freeze)
+            except StrategyError as error:
+                raise RecipeError(f"train.freeze: {error}") from None
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
 
@@ -112,6 +118,21 @@ class Recipe(Section):
         own = fields.pop("options", {})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
 
+    def frozen(self, config: ModelConfig) -> frozenset[str]:
+        """Return the names of the layers that `train.freeze` freezes.
+
+        Raises RecipeError if the model lacks one, or if none is left.
+        """
+        if self.train.freeze is None:
+            return frozenset()
+        try:
+            found = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
+        except StrategyError as error:
+            raise RecipeError(f"train.freeze: {error}") from None
+        if len(found) == len(config.layer_names):
+            raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
+        return found
+
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
 
@@ -128,7 +149,7 @@ class Recipe(Section):
 
         resolve: fills the open degree, if the strategy has one, for the number of ranks.
 
-        Raises StrategyError.
+        Raises StrategyError, and RecipeError for frozen layers that the model lacks.
         """
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
@@ -141,6 +162,7 @@ class Recipe(Section):
 
     def _choose(self, wanted: Sequence[Plan], config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
         precision = self.train.precision
+        self.frozen(config)  # refuses layers that the model lacks
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
 from vitpar.checkpoint import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
-from vitpar.checkpoint.index import AVERAGES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
+from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
 from vitpar.checkpoint.writer import Saved
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
@@ -55,7 +55,8 @@ class TrainingState:
         """Restore the state in `checkpoint`. Collective.
 
         changed: settings that differ from those of the checkpoint, and may. An optimizer that needs state that the
-        checkpoint lacks starts afresh; averages that it lacks start as the parameters.
+        checkpoint lacks starts afresh, as do parameters that were frozen; averages that it lacks start as the
+        parameters.
 
         Raises CheckpointError.
         """
@@ -63,6 +64,9 @@ class TrainingState:
         if any(name.startswith(MOMENTS) for name in there):  # else the checkpoint is from before the first step
             self._optimizer.allocate()
         wanted = self.tensors()
+        if "train.freeze" in changed:  # parameters that were frozen have no state there
+            self._optimizer.forget(lambda name: f"{MOMENTS}{name}" not in there)
+            wanted = self.tensors()
         other = any(key.startswith("optimizer.") for key in changed)
         if other and any(name not in there for name in wanted if name.startswith(MOMENTS)):
             self._optimizer.forget()
@@ -184,11 +188,18 @@ class Saver:
             self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
 
 
-def texts(facts: Facts, recipe: Recipe, config: ModelConfig, plan: Plan) -> dict[str, str]:
-    """Return the text files of a checkpoint, by name."""
+def texts(
+    facts: Facts, recipe: Recipe, config: ModelConfig, plan: Plan, class_names: Sequence[str] | None
+) -> dict[str, str]:
+    """Return the text files of a checkpoint, by name.
+
+    class_names: names of the classes; None if the data have none.
+    """
+    names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
     return {
         STATE: facts.model_dump_json(indent=1),
         RECIPE: recipe.to_toml(),
         CONFIG: json.dumps(config_to_json(config), indent=1),
         PLAN: plan_text(plan),
+        **names,
     }

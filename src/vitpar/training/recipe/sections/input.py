@@ -14,7 +14,7 @@ class ModelSection(Section):
     """The model: timm's name of it, and the sizes and options that differ. Unset keys are as in the named model."""
 
     name: str = "vit_small_patch16_224"
-    """timm's model name, or vit_custom with the sizes below."""
+    """timm's model name (`vitpar models` lists them), or vit_custom with the sizes below."""
     weights: str | None = None
     """Folder of weights, or checkpoint, to start from instead of initial values."""
     image_size: int | None = None
@@ -35,20 +35,45 @@ class ModelSection(Section):
     """Hidden features of a block's MLP for each of its features (Swin)."""
     mlp_hidden_dim: int | None = None
     """Number of hidden features of a block's MLP."""
-    pool: Literal["cls", "avg"] | None = None
-    """Input of the classifier: the class token (cls), or the mean of all patch tokens (avg)."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] | None = None
+    """Activation of the MLP. gelu_tanh approximates GELU; swiglu and geglu gate half of the features by the others."""
+    parallel_blocks: bool | None = None
+    """Whether attention and MLP of a block are computed side by side, from one norm (ViT-22B)."""
+    pool: Literal["cls", "avg", "map"] | None = None
+    """Input of the classifier: the class token (cls), the mean of all patch tokens (avg), or what a learned query gets
+    from all tokens by attention (map, as in SigLIP)."""
     num_reg_tokens: int | None = None
     """Number of register tokens."""
     distillation: bool | None = None
     """Whether there is a distillation token with a classifier of its own, as in DeiT."""
     representation_size: int | None = None
     """Features of a linear layer with tanh before the classifier."""
-    position: Literal["learned", "sincos2d"] | None = None
-    """Position embedding: learned, or fixed sines and cosines in two dimensions."""
+    position: Literal["learned", "sincos2d", "none"] | None = None
+    """Position embedding: learned, fixed sines and cosines in two dimensions, or none."""
+    prefix_positions: bool | None = None
+    """Whether learned positions are also added to the tokens before the patches."""
+    rope: Literal["none", "axial", "dinov3"] | None = None
+    """Rotary positions of queries and keys: none, or as in EVA-02 (axial) or DINOv3."""
+    rope_temperature: float | None = None
+    """Ratio of the longest to the shortest period of rotary positions."""
+    rope_grid: int | None = None
+    """Side of the grid of patches that rotary positions (axial) are scaled to."""
+    rope_register_temperature: float | None = None
+    """Ratio of periods for register tokens, which are rotated as a grid of their own (ViT-5)."""
+    norm: Literal["layer", "rms"] | None = None
+    """Norm everywhere: LayerNorm, or RMSNorm."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised in each head."""
+    attn_norm: bool | None = None
+    """Whether the outputs of all heads are normalised before the projection."""
+    mlp_norm: bool | None = None
+    """Whether the hidden features of the MLP are normalised."""
+    fc_norm: bool | None = None
+    """Whether the last norm comes after the mean over tokens, instead of before."""
     norm_eps: float | None = None
-    """Number added to variances in layer norms."""
+    """Number added to variances in norms."""
+    qkv_bias: Literal["all", "qv", "none"] | None = None
+    """Which of queries, keys and values have biases."""
     layer_scale: float | None = None
     """Initial value of the learned scale of each residual branch."""
     drop_path: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -40,6 +40,9 @@ class OptimizerSection(Section):
     """Largest learning rate, after warm-up."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay (sgd: L2 penalty)."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor by which the learning rate falls from each layer to the one below it, for fine-tuning: the head has `lr`,
+    the last block `layer_decay` times that, embed the least. Groups and scales are those of timm's `--layer-decay`."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """Decay rates of the averages of the gradient and of its square (adamw, lamb, muon's AdamW)."""
     eps: float = Field(1e-8, gt=0)
@@ -94,6 +97,9 @@ class TrainSection(Section):
     """Probability mass that the target spreads over all classes."""
     clip_grad_norm: float = Field(1.0, ge=0)
     """Largest global norm of the gradients; 0 turns clipping off."""
+    freeze: str | None = None
+    """Layers that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head, numbers of blocks,
+    names such as stage1, or * for all blocks. `"embed, *"` trains only the head. All are trained if unset."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of a moving average of the parameters, which is what is evaluated and saved as weights; no average if
     unset."""
@@ -109,3 +115,9 @@ class TrainSection(Section):
     """Steps between evaluations; every epoch if unset."""
     log_every: int = Field(10, ge=1, le=MAX_COUNT)
     """Steps between lines of metrics."""
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _one_block(cls, value: Any) -> Any:
+        # --set train.freeze=3 gives a number.
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -1,0 +1,88 @@
+"""`vitpar features`: write what the classifier reads, for images or a data set, to a Parquet file."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import progress_bar, refuse_unwritable, report_bad, warn
+from vitpar_cli.predict import AtOnce
+from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, saved_model
+from vitpar_cli.world import run_in_world
+
+if TYPE_CHECKING:
+    import torch
+
+
+def features(
+    checkpoint: CheckpointDir,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.")],
+    images: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[IMAGE...]", help="Image files; a folder stands for all images in it and its subfolders."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        o.setting("data.path", "--data", to=str, metavar="DIR", help="Packed data, instead of image files."),
+    ] = None,
+    split: Annotated[str, typer.Option("--data-split", help="Split of --data: val or train.")] = "val",
+    batch_size: AtOnce = None,
+    precision: o.Precision = None,
+    device: o.DeviceName = None,
+    model: o.OwnModel = None,
+    as_json: o.AsJson = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Write the features of images to a Parquet file, on one device.
+
+    The features of an image are what the classifier reads: the pooled tokens after the last norm and, if the model has
+    one, the representation layer. The columns are key, label (null for image files) and embedding (float32). Images are
+    prepared as `vitpar eval` does. An image that cannot be read is reported and left out, and the exit code is 1.
+
+    Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
+    """
+    given = o.checked_settings(features, locals())
+    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+    from vitpar.errors import DataError
+
+    if bool(images) == (data is not None):
+        raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
+    refuse_unwritable(out)
+    files = ImageFiles(expand_images(images)) if images else None
+    given |= o.NO_DATA if files else {}
+    saved = saved_model(checkpoint, given, assignments, doing="an extraction of features")
+    from vitpar.data import ShardSet
+    from vitpar.training.feature_file import FeatureFile
+    from vitpar.training.inference import classifiers, feature_width, outputs, skipping
+    from vitpar.training.input import open_split
+
+    given_images = files or open_split(saved.recipe, split)
+    assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
+    source = NotedImages(given_images)
+    width, layers = feature_width(saved.config), [f"head.{name}" for name in classifiers(saved.config)]
+    planned = saved.in_batches_of(min(len(source), batch_size or AT_ONCE)).planned(device)
+
+    def work(device: "torch.device") -> int:
+        from vitpar.training.input import Input
+
+        about = {"model": saved.config.name, "weights": str(saved.folder), "input_of": layers}
+        written = 0
+        with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
+            model, warning = planned.built(device)
+            reader = Input(skipping(planned.recipe), model)
+            for batch in outputs(model, reader, source, features=True, progress=progress):
+                labels = [None if files else int(source.labels[sample]) for sample in batch.samples]
+                file.add([source.name(sample) for sample in batch.samples], labels, batch.features)
+                written += len(labels)
+        warn(warning)
+        if as_json:
+            typer.echo(json.dumps({"file": str(out), "images": written, "features": width, "input_of": layers}))
+        else:
+            typer.echo(f"{out}: {written:,} images, {width:,} features each (input of {' and '.join(layers)})")
+        return report_bad(source.problems)
+
+    run_in_world(planned.chosen, planned.kind, work)

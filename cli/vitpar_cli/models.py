@@ -1,0 +1,146 @@
+"""`vitpar models`: list the models, or show what one consists of."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import data_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vitpar.models import ModelConfig
+    from vitpar.models.catalog import ModelEntry
+
+FORWARD = "GFLOPs are of one image's forward: matrix products, a multiply-add counts as two."
+"""Explanation of the FLOPs."""
+
+
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A model, or a family of models, or a model of your own as FILE.py:NAME.",
+            callback=o.own_model,
+        ),
+    ] = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """List the published models of all families, or show the layers and options of one.
+
+    FLOPs are those of one image's forward: matrix products, where a multiply-add counts as two.
+
+    Example: vitpar models
+
+    Example: vitpar models vit_base_patch16_224
+    """
+    from vitpar.models import model_config
+    from vitpar.models.catalog import published
+    from vitpar.models.families import FAMILIES
+
+    if name is not None and not (name in FAMILIES and FAMILIES[name].published()):
+        _show_one(model_config(name), as_json)
+        return
+    found = published(name)
+    if as_json:
+        typer.echo(json.dumps({"models": [asdict(one) for one in found]}))
+        return
+    table, family = _table("model", "parameters", "GFLOPs", "tokens", "image"), ""
+    for one in found:
+        if family not in ("", one.family):
+            table.add_section()
+        family = one.family
+        tokens = _tokens(one).replace(" to ", "-")  # the longest names leave no room for more
+        table.add_row(one.name, _millions(one.parameters), _giga(one.forward_flops), tokens, f"{one.image_size}")
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{FORWARD}\nOther patch and image sizes of a family are names too: docs/models.md.")
+
+
+def _show_one(config: "ModelConfig", as_json: bool) -> None:
+    """Print the size of a model, its kinds of layers, and its options."""
+    from vitpar.models.catalog import common_tp, entry, kinds, options
+    from vitpar.training.recipe.sections import ModelSection
+
+    size, layers, tp = entry(config), kinds(config), common_tp(config)
+    keys = {
+        one.name: f"model.{one.name}" if one.name in ModelSection.model_fields else f"model.options.{one.name}"
+        for one in options(config)
+    }
+    if as_json:
+        settings = [{"key": keys[one.name], "value": one.value, "effect": one.effect} for one in options(config)]
+        layers_json = [asdict(one) for one in layers]
+        typer.echo(json.dumps({**asdict(size), "tp": tp, "layers": layers_json, "options": settings}))
+        return
+    console = Console(highlight=False)
+    facts = {
+        "model": f"{size.name}, family {size.family}",
+        "parameters": f"{size.parameters:,}",
+        "GFLOPs": _giga(size.forward_flops),
+        "images": f"{size.image_size} x {size.image_size} pixels, {config.channels} channels, "
+        f"{config.num_classes:,} classes",
+        "tokens": f"{_tokens(size)}, of {_span(*size.features)} features",
+        "tp": f"{_degrees(tp)} divide all layers" if tp else "no degree divides all layers",
+    }
+    for word, fact in facts.items():
+        console.print(f"{word:<12}{fact}", markup=False)
+    table = _table("kind", "layers", "parameters", "GFLOPs", "gives", "tp")
+    for kind in layers:
+        shape = f"{kind.tokens:,} x {kind.features:,}"
+        tp_words = "any" if kind.tp is None else _degrees(kind.tp) if kind.tp else "none"
+        table.add_row(kind.kind, kind.layers, _millions(kind.parameters), _giga(kind.forward_flops), shape, tp_words)
+    table.columns[-1].justify = "left"
+    console.print()
+    console.print(table)
+    console.print(f"Parameters and GFLOPs of one layer; tokens x features that it gives.\n{FORWARD}")
+    for option in options(config):
+        console.print(f"\n[bold]{keys[option.name]}[/bold]  {escape(_value(option.value))}")
+        if option.effect:
+            console.print(Padding(option.effect, (0, 0, 0, 4)), markup=False)
+
+
+def _table(*headings: str) -> "Table":
+    """Return a table whose first column may wrap, and whose numbers are aligned on the right."""
+    table = data_table(*headings)
+    for column in table.columns:
+        column.overflow = "fold"
+        column.justify = "left" if column.header in ("model", "kind", "layers") else "right"
+    return table
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e5 else f"{number:,}"
+
+
+def _giga(flops: int) -> str:
+    return f"{flops / 1e9:,.1f}" if flops >= 1e8 else f"{flops / 1e9:.2g}"
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _tokens(one: "ModelEntry") -> str:
+    return _span(*one.tokens)
+
+
+def _degrees(degrees: tuple[int, ...]) -> str:
+    """Return degrees for a narrow column: the first few, and the largest."""
+    words = [str(degree) for degree in degrees]
+    return ", ".join(words if len(words) <= 5 else [*words[:3], "…", words[-1]])
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML; "unset" for None."""
+    if value is None:
+        return "unset"
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        return f"{value:g}"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

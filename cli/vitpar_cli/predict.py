@@ -1,0 +1,118 @@
+"""`vitpar predict`: classify image files with saved weights."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
+from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, SavedModel, saved_model
+from vitpar_cli.world import run_in_world
+
+if TYPE_CHECKING:
+    import torch
+
+Images = Annotated[
+    list[Path],
+    typer.Argument(metavar="IMAGE...", help="Image files; a folder stands for all images in it and its subfolders."),
+]
+AtOnce = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help=f"Images that are computed at a time.  \\[default: {AT_ONCE}]")
+]
+
+
+def predict(
+    images: Images,
+    checkpoint: CheckpointDir,
+    top: Annotated[int, typer.Option("--top", min=1, help="Number of classes to print, the most probable first.")] = 5,
+    batch_size: AtOnce = None,
+    precision: o.Precision = None,
+    device: o.DeviceName = None,
+    model: o.OwnModel = None,
+    as_json: o.AsJson = False,
+    assignments: o.Assignments = None,
+) -> None:
+    """Print the most probable classes of images, on one device.
+
+    Images are cropped, resized and normalised as `vitpar eval` does. Classes have the names that the training data
+    had, or numbers. An image that cannot be read is reported, the others are predicted, and the exit code is 1.
+
+    Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
+    """
+    given = o.checked_settings(predict, locals())
+    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+
+    paths = expand_images(images)
+    source = NotedImages(ImageFiles(paths))
+    saved = saved_model(checkpoint, given | o.NO_DATA, assignments, doing="a prediction")
+    names = class_names(saved)
+    planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
+
+    def work(device: "torch.device") -> int:
+        from vitpar.training.inference import outputs, skipping
+        from vitpar.training.input import Input
+
+        model, warning = planned.built(device)
+        found: dict[int, list[dict[str, Any]]] = {}
+        with progress_bar("predicting") as progress:
+            for batch in outputs(model, Input(skipping(planned.recipe), model), source, progress=progress):
+                best = batch.logits.double().softmax(dim=1).topk(min(top, batch.logits.shape[1]), dim=1)
+                for sample, numbers, shares in zip(
+                    batch.samples, best.indices.tolist(), best.values.tolist(), strict=True
+                ):
+                    found[sample] = [
+                        {"class": number, "name": names[number] if names else None, "probability": share}
+                        for number, share in zip(numbers, shares, strict=True)
+                    ]
+        warn(warning)
+        if as_json:
+            rows = [
+                {"image": path, "classes": found[i]} if i in found else {"image": path, "error": source.problems[i]}
+                for i, path in enumerate(paths)
+            ]
+            typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
+        elif found:
+            _print_table((paths[i], classes) for i, classes in sorted(found.items()))
+        return report_bad(source.problems)
+
+    run_in_world(planned.chosen, planned.kind, work)
+
+
+def class_names(saved: SavedModel) -> tuple[str, ...] | None:
+    """Return the names of the classes, from the weights or else from the data that the recipe names; None for none.
+
+    Raises DataError for names that do not fit the model.
+    """
+    from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
+    from vitpar.training.recipe.file import read_data_section
+    from vitpar.weights.folder import RECIPE, read_class_names
+
+    classes, data = saved.config.num_classes, read_data_section(saved.folder / RECIPE).path
+    if (names := read_class_names(saved.folder, classes)) is not None:
+        return names
+    if data is None or not (Path(data) / MANIFEST).is_file():
+        return None
+    manifest = read_any_manifest(Path(data))
+    found = manifest.class_names or manifest.classes or []
+    return tuple(found) if len(found) == classes else None
+
+
+def _print_table(predicted: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
+    """Print a table with a row for each image and class. Names come from strangers, so nothing in them is markup."""
+    from vitpar.text import printable, shown
+
+    table = data_table("image", "class", "probability")
+    for column in table.columns[:2]:
+        column.overflow = "fold"
+    table.columns[2].justify, table.columns[2].no_wrap = "right", True
+    for path, classes in predicted:
+        for place, one in enumerate(classes):
+            name = str(one["class"]) if one["name"] is None else shown(one["name"])
+            share = f"{one['probability']:.1%}".replace("%", " %")
+            table.add_row(Text(printable(path)) if place == 0 else "", Text(printable(name)), share)
+    Console().print(table)

@@ -1,0 +1,141 @@
+"""Saved weights for commands that compute with them: where they are, their recipe, and the model on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitpar.errors import DataError
+from vitpar_cli import recipe_options as o
+from vitpar_cli.hub import local_weights
+from vitpar_cli.world import Device, choose_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitpar.models import ModelConfig
+    from vitpar.parallel import ParallelModel
+    from vitpar.training.recipe import Recipe
+    from vitpar.training.recipe.recipe import Chosen
+
+CheckpointDir = Annotated[
+    Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
+]
+AT_ONCE = 64
+"""Images that are computed at a time by default, where the recipe's batch size does not matter."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """Saved weights, with the recipe to compute with them."""
+
+    folder: Path
+    """Folder of the weights or the checkpoint."""
+    config: ModelConfig
+    """Configuration of the model."""
+    recipe: Recipe
+    """Recipe of the training, without its settings for parallelism and speed."""
+
+    def in_batches_of(self, images: int) -> SavedModel:
+        """Return the model for another batch size than that of its training."""
+        train = self.recipe.train.model_copy(update={"batch_size": images})
+        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
+
+    def planned(self, device: str | None) -> PlannedModel:
+        """Return the model with its plan, on `device` or the default one.
+
+        Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
+        """
+        from vitpar.training.input import transforms
+
+        kind = choose_device(device)
+        recipe, chosen = o.decide(self.recipe, self.config, kind)
+        transforms(recipe, self.config.image_size)  # refuses invalid settings before ranks start
+        return PlannedModel(self.folder, self.config, recipe, kind, chosen)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Saved weights with a plan to compute with them."""
+
+    folder: Path
+    """Folder of the weights or the checkpoint."""
+    config: ModelConfig
+    """Configuration of the model."""
+    recipe: Recipe
+    """Recipe, adapted to the device."""
+    kind: Device
+    """Kind of the device."""
+    chosen: Chosen
+    """Plan."""
+
+    def built(self, device: torch.device) -> tuple[ParallelModel, str | None]:
+        """Return the model with its weights on this rank, and a warning on its speed. Collective."""
+        from vitpar.parallel import Execution, parallelize
+        from vitpar.parallel.attention import choose_attention
+        from vitpar.parallel.compiling import choose_compiling
+        from vitpar.weights.folder import load_weights
+
+        train, plan = self.recipe.train, self.chosen.plan
+        compiled = choose_compiling(train.compile, plan, train.precision, device).blocks
+        execution = Execution(train.batch_size, train.precision, compile=compiled)
+        model = parallelize(self.config, plan, execution, device)
+        attention = choose_attention(train.attention, self.config, plan, train.batch_size, model.precision, device)
+        load_weights(model, self.folder)
+        return model, attention.warning
+
+
+def saved_model(
+    checkpoint: Path,
+    given: Mapping[str, object],
+    assignments: list[str] | None,
+    *,
+    doing: str,
+    mesh: str = "dp1",
+) -> SavedModel:
+    """Return the saved weights in `checkpoint` with their recipe.
+
+    checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
+        not ended, its newest checkpoint.
+    given: settings by dotted key.
+    doing: kind of command, a key of ``COMMANDS``.
+
+    Raises DataError, CheckpointError and RecipeError.
+    """
+    checkpoint = local_weights(checkpoint)
+    if not checkpoint.is_dir():  # before torch is imported, which takes seconds
+        raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
+    o.refuse_idle(assignments, doing)
+    folder = _weights_of(checkpoint)
+    from vitpar.training.recipe import read_recipe
+    from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
+    from vitpar.weights.folder import RECIPE, read_config
+
+    config = read_config(folder)
+    recipe = o.without_commands(read_recipe(folder / RECIPE, given, assignments or ()), assignments)
+    # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
+    plain = {"attention": "auto", "compile": False}
+    ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
+    update = {
+        "parallel": ParallelSection(mesh=mesh),
+        "communication": CommunicationSection(),
+        "train": recipe.train.model_copy(update=ours),
+    }
+    return SavedModel(folder, config, recipe.model_copy(update=update))
+
+
+def _weights_of(path: Path) -> Path:
+    """Return the folder to read weights from: `path` or, if that is a run, its weights or its newest checkpoint."""
+    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
+    from vitpar.weights.folder import CONFIG
+
+    if (path / CONFIG).exists() or is_checkpoint(path):
+        return path
+    if (path / "weights").is_dir():
+        return path / "weights"
+    there = checkpoints_of(path)
+    return there.path(there.steps()[-1]) if there.steps() else path

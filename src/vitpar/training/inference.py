@@ -1,0 +1,125 @@
+"""Outputs of a model for single images: logits, and the features that the classifier reads.
+
+They are computed on one device. Images are prepared as evaluation prepares them (``Input.eval_batches``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitpar.data.image_files import NotedImages
+from vitpar.errors import ModelError
+from vitpar.models import IGNORED
+from vitpar.models.config import ModelConfig
+from vitpar.parallel import ParallelModel
+from vitpar.training.input import Input
+from vitpar.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs for some images of a set."""
+
+    samples: list[int]
+    """Number of each image in the set; images that cannot be read are left out."""
+    logits: Tensor
+    """Outputs of the classifier, float32 [samples, classes] on the CPU."""
+    features: Tensor
+    """Inputs of the classifier, float32 [samples, features] on the CPU; [samples, 0] unless they were wanted."""
+
+
+def skipping(recipe: Recipe) -> Recipe:
+    """Return a recipe that leaves out images that cannot be read."""
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"bad_sample": "skip"})})
+
+
+def classifiers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the modules of a model's head that compute the classes.
+
+    Raises ModelError for a model that does not say which they are.
+    """
+    names = tuple(part.name for part in config.layers["head"].parts if part.role == "classifier" and part.product)
+    if not names:
+        raise ModelError(
+            f"the head of {config.name} names no classifier, so its features are unknown: give its last linear layer "
+            'the role "classifier" in TENSOR_PARALLEL'
+        )
+    return names
+
+
+def feature_width(config: ModelConfig) -> int:
+    """Return the number of features that the classifier reads. Raises ModelError as `classifiers` does."""
+    first = classifiers(config)[0]
+    part = next(part for part in config.layers["head"].parts if part.name == first)
+    assert part.product is not None, "a classifier is a linear layer"
+    return part.product[0]
+
+
+@contextmanager
+def _classifier_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
+    """Record what the classifiers of `model` read, and yield a function that returns and forgets it.
+
+    A model with several classifiers, such as a distilled DeiT, has the mean of their inputs as features, as in timm's
+    `forward_head(pre_logits=True)`.
+    """
+    names = classifiers(model.config)
+    (stage,) = model.stages.values()
+    head = stage.layers()["head"]
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda module, arguments: seen[name].append(arguments[0].float())
+
+    handles = [head.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
+
+    def taken() -> Tensor:
+        found = torch.stack([torch.cat(pieces) for pieces in seen.values()]).mean(dim=0)
+        for pieces in seen.values():
+            pieces.clear()
+        return found
+
+    try:
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _no_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
+    yield lambda: torch.empty(model.batch_size, 0)
+
+
+def outputs(
+    model: ParallelModel,
+    source: Input,
+    images: NotedImages,
+    *,
+    features: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Outputs]:
+    """Yield the outputs for the images of a set, batch by batch, in order.
+
+    model: on one rank.
+    features: whether to return the features too.
+    progress: callback (images done, images in total).
+
+    Raises ModelError for features of a model that does not say which module is its classifier, and DataError as the
+    loader does.
+    """
+    assert model.plan.world_size == 1, "outputs are computed on one device"
+    recording = _classifier_inputs(model) if features else _no_inputs(model)
+    with recording as taken, closing(iter(source.eval_batches(images))) as batches:
+        for number, batch in enumerate(batches):
+            logits = model.predict(source.images(batch), model.batch_size)
+            assert logits is not None
+            rows = (batch.labels != IGNORED).nonzero().flatten()
+            samples = (number * model.batch_size + rows).tolist()
+            yield Outputs(samples, logits.float().cpu()[rows], taken().cpu()[rows])
+            progress(min(len(images), (number + 1) * model.batch_size), len(images))

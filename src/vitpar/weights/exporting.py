@@ -1,0 +1,141 @@
+"""Export of weights for timm and transformers: their names, and the configuration files next to the tensors."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from vitpar.checkpoint.index import CONFIG, RECIPE
+from vitpar.errors import DataError
+from vitpar.io import read_text
+from vitpar.limits import MAX_TOML_BYTES
+from vitpar.models.foreign import Exported, ExportedTensor
+from vitpar.models.swin.exporting import exported as swin
+from vitpar.models.vit.exporting import exported as vit
+from vitpar.models.vit.to_transformers import labels as transformers_labels
+from vitpar.weights.folder import Weights, parameter_shapes, read_class_names, write_weights
+from vitpar.weights.hints import IMAGENET
+
+Format = Literal["timm", "transformers"]
+FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin}
+"""Functions from a configuration and a format to the exported model, by family."""
+CLASSIFIER = "classifier.safetensors"
+"""File of a classifier that the library's model does not have."""
+_PILLOW = {"bilinear": 2, "bicubic": 3}
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """Result of an export."""
+
+    files: list[Path]
+    """Files of tensors that were written."""
+    notes: list[str]
+    """Sentences for the user."""
+
+
+def export_weights(
+    weights: Weights,
+    folder: Path,
+    format: Format,
+    *,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportedWeights:
+    """Write weights to the new `folder` as `format` names them, with the configuration that the library reads.
+
+    timm: ``timm.create_model("local-dir:FOLDER", pretrained=True)``. transformers: ``from_pretrained("FOLDER")``.
+
+    shard_bytes: maximum bytes of tensors in a file; timm's are always in one.
+    progress: callback (tensors done, tensors in total).
+
+    Raises DataError for a model or parts that the library does not have. Raises CheckpointError for a folder that is
+    not empty and if writing fails.
+    """
+    family = FAMILIES.get(weights.config.FAMILY)
+    if family is None:
+        raise DataError(
+            f"{weights.config.name} is a model of your own, which {format} does not have: use --format vitpar"
+        )
+    made: Exported = family(weights.config, format)
+    shapes = parameter_shapes(weights.config, most=weights.config.num_blocks)
+    sizes = {
+        name: 4 * sum(torch.Size(shapes[ours]).numel() for ours in tensor.names)
+        for name, tensor in made.tensors.items()
+    }
+    images = _images(weights)
+    apart = {name: _made(tensor, weights) for name, tensor in made.classifier.items()}
+    classifier = {CLASSIFIER: save(apart)} if apart else {}
+    files = write_weights(
+        folder,
+        sizes,
+        lambda name: _made(made.tensors[name], weights),
+        others={**_texts(made, weights, format, images), **classifier},
+        shard_bytes=shard_bytes if format == "transformers" else sum(sizes.values()) + 1,
+        plain=True,
+        progress=progress,
+    )
+    return ExportedWeights(files, list(made.notes))
+
+
+def _made(tensor: ExportedTensor, weights: Weights) -> Tensor:
+    return tensor.make(*map(weights.read, tensor.names)).float().contiguous()
+
+
+def _images(weights: Weights) -> dict[str, Any]:
+    """Return how images are prepared: mean, std, interpolation and crop_pct of the recipe in the folder."""
+    try:
+        recipe = tomllib.loads(read_text(weights.folder / RECIPE, MAX_TOML_BYTES))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{RECIPE} in '{weights.folder}' cannot be read: {error}") from None
+    said = recipe.get("data")
+    usual = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875}
+    return usual | {name: value for name, value in (said if isinstance(said, dict) else {}).items() if name in usual}
+
+
+def _texts(made: Exported, weights: Weights, format: Format, images: Mapping[str, Any]) -> dict[str, str]:
+    """Return the content of the JSON files, by file name."""
+    config = weights.config
+    size, crop, names = config.image_size, images["crop_pct"], read_class_names(weights.folder, config.num_classes)
+    if format == "timm":
+        labels = {} if names is None else {"label_names": names}
+        pretrained = {
+            "num_classes": config.num_classes,
+            "input_size": [config.channels, size, size],
+            "fixed_input_size": True,
+            "interpolation": images["interpolation"],
+            "crop_pct": crop,
+            "crop_mode": "center",
+            "mean": images["mean"],
+            "std": images["std"],
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        }
+        return {CONFIG: json.dumps({**made.config, **labels, "pretrained_cfg": pretrained}, indent=1)}
+    processor = {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": round(size / crop)},
+        "resample": _PILLOW[images["interpolation"]],
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": images["mean"],
+        "image_std": images["std"],
+    }
+    labelled = {} if names is None or "id2label" not in made.config else transformers_labels(names)
+    return {
+        CONFIG: json.dumps({**made.config, **labelled, "dtype": "float32"}, indent=1),
+        "preprocessor_config.json": json.dumps(processor, indent=1),
+    }

@@ -1,0 +1,216 @@
+"""Weights from the Hugging Face hub, named `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
+
+huggingface_hub downloads them into its cache and reads its own environment variables, such as HF_ENDPOINT,
+HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN. Only safetensors files and the JSON files next to them are downloaded, never
+pickles. They are then imported as weights of other libraries are (``vitpar.weights.importing``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitpar.errors import DataError, ModelError
+from vitpar.limits import MAX_HUB_BYTES, MAX_HUB_FILES, MAX_JSON_BYTES
+from vitpar.text import shown, size
+
+PREFIX = "hf:"
+"""Beginning of the names of weights on the hub."""
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+"""Files of weights: the index of several files, or the only file."""
+TEXTS = ("config.json", "preprocessor_config.json", INDEX)
+"""Text files that are downloaded."""
+_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./+-]{1,200}))?", re.ASCII)
+_FILE = re.compile(r"[A-Za-z0-9][\w.-]{0,250}\.safetensors", re.ASCII)
+"""Plain names: huggingface_hub takes them as patterns, and they become file names."""
+_LISTED = 3  # files that a message names
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Name of weights on the hub."""
+
+    repo: str
+    """Owner and name."""
+    revision: str | None
+    """Branch, tag or commit; None for the main branch."""
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.repo}{f'@{self.revision}' if self.revision else ''}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """Return the name in `text`; None for a path, which does not begin with `hf:`.
+
+    Raises DataError for a name that is incomplete or has other characters.
+    """
+    if not text.startswith(PREFIX):
+        return None
+    found = _NAME.fullmatch(text)
+    if found is None or ".." in text or "--" in found[1]:
+        raise DataError(
+            f"'{shown(text)}' is not a name on the Hugging Face hub: write hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
+        )
+    return HubName(found[1], found[2])
+
+
+def fetch(name: HubName, *, offline: bool = False) -> Path:
+    """Download weights into huggingface_hub's cache, and return their folder, whose name is the commit.
+
+    offline: use only what is in the cache. That also happens if the hub cannot be reached.
+
+    Raises DataError.
+    """
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError:
+        raise DataError(f"{name} needs huggingface_hub: pip install 'vitpar[hub]'") from None
+    if offline:
+        return _cached(hub, name, "it was not asked")
+    try:
+        info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+    except GatedRepoError:
+        raise DataError(
+            f"{name} is gated: accept its conditions on its page, and log in with `hf auth login` or set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise DataError(
+            f"there is no {PREFIX}{name.repo} on the hub, or you may not read it: correct the name, or log in with "
+            "`hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise DataError(
+            f"{PREFIX}{name.repo} has no revision '{name.revision}': name a branch, tag or commit"
+        ) from None
+    except Exception as error:  # errors of the network, whose classes differ between versions of huggingface_hub
+        return _cached(hub, name, _reason(error))
+    sizes = {one.rfilename: one.size for one in info.siblings or ()}
+    wanted = _wanted(name, sizes)
+    folder = _downloaded(hub, name, wanted, sizes)
+    if INDEX in wanted:
+        folder = _downloaded(hub, name, _shards(name, folder, sizes), sizes)
+    if folder.name != info.sha:
+        raise DataError(f"{name} changed while it was downloaded: try again")
+    return folder
+
+
+def imported(
+    name: HubName,
+    parent: Path,
+    *,
+    offline: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Path, list[str]]:
+    """Return the folder in `parent` with the imported weights, and sentences for the user if they were imported now.
+
+    offline: as in `fetch`.
+    progress: callback (tensors done, tensors in total).
+
+    Raises DataError, also for weights that need decisions which only `vitpar checkpoint import` offers.
+    """
+    source = fetch(name, offline=offline)
+    folder = parent / f"{name.repo.replace('/', '--')}@{source.name[:12]}"
+    from vitpar.weights.importing import import_weights
+
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with (parent / ".lock").open("a") as lock:
+            with suppress(OSError):  # a mount without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another command may be importing the same weights
+            if folder.is_dir():
+                return folder, []
+            done = import_weights(source, folder, progress=progress)
+    except OSError as error:
+        raise DataError(f"'{parent}' cannot be written: {error.strerror}") from None
+    except (DataError, ModelError) as error:
+        options = f" (options of `vitpar checkpoint import {name} --out DIR`)" if " --" in str(error) else ""
+        raise DataError(f"{error}{options}") from None
+    return folder, [f"{name} was imported into {folder}", *done.notes]
+
+
+def _wanted(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
+    """Return the files to download first: texts, and the weights unless they are in several files.
+
+    sizes: bytes of each file of the repository.
+
+    Raises DataError for a repository without usable safetensors.
+    """
+    texts = [file for file in TEXTS if file in sizes]
+    if INDEX in sizes:
+        return texts
+    if WEIGHTS in sizes:
+        return [*texts, WEIGHTS]
+    others = sorted(file for file in sizes if file.endswith((".safetensors", ".bin", ".pth", ".pt")))
+    has = f"it has {_listed(others)}" if others else "it has no weights"
+    raise DataError(
+        f"{name} has neither {WEIGHTS} nor {INDEX} ({has}): use another revision, or download a file that you trust "
+        "and give it to `vitpar checkpoint import`"
+    )
+
+
+def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> list[str]:
+    """Return the files that the index in `folder` lists. Raises DataError for those that the repository lacks."""
+    from vitpar.weights.shards import read_weight_map
+
+    files = sorted(set(read_weight_map(folder, INDEX).values()))
+    if wrong := [file for file in files if file not in sizes or not _FILE.fullmatch(file)]:
+        raise DataError(f"{name} lacks {_listed(wrong)}, which its index lists: use another revision")
+    return files
+
+
+def _downloaded(hub: Any, name: HubName, files: list[str], sizes: Mapping[str, int | None]) -> Path:
+    """Download `files` of the repository and return their folder.
+
+    Raises DataError, also for files that are too large or too many.
+    """
+    if len(files) > MAX_HUB_FILES:
+        raise DataError(f"{name} has {len(files):,} files of weights, above {MAX_HUB_FILES:,}: do not use it")
+    for file in files:
+        if file.endswith(".json") and (sizes[file] or 0) > MAX_JSON_BYTES:
+            raise DataError(f"{file} of {name} has {sizes[file]:,} bytes, above {MAX_JSON_BYTES:,}: do not use it")
+    if (total := sum(sizes[file] or 0 for file in files)) > MAX_HUB_BYTES:
+        raise DataError(f"{name} has {size(total)} of weights, above {size(MAX_HUB_BYTES)}: do not use it")
+    try:
+        return Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=files))
+    except Exception as error:  # of the network, the disk, or the cache
+        raise DataError(f"{name} cannot be downloaded: {_reason(error)}") from None
+
+
+def _cached(hub: Any, name: HubName, reason: str) -> Path:
+    """Return the folder of weights that were downloaded before.
+
+    reason: why the hub was not asked.
+
+    Raises DataError.
+    """
+    words = (
+        f"{name} was not downloaded before and the hub cannot be reached ({reason}): connect, or copy the model here"
+    )
+    try:
+        found = hub.snapshot_download(
+            name.repo, revision=name.revision, local_files_only=True, allow_patterns=["config.json"]
+        )
+    except Exception:  # of several classes, by version
+        raise DataError(words) from None
+    folder = Path(found)
+    if not any((folder / file).exists() for file in (INDEX, WEIGHTS)):
+        raise DataError(words)
+    return folder
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error of huggingface_hub."""
+    lines = str(error).strip().splitlines()
+    return shown(lines[0] if lines else type(error).__name__)
+
+
+def _listed(files: Iterable[str]) -> str:
+    names = list(files)
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    return ", ".join(map(shown, names[:_LISTED])) + more

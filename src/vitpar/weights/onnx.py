@@ -1,0 +1,114 @@
+"""Export of a model as ONNX, by ``torch.onnx`` over ``torch.export``: images to logits, for any number of images."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from vitpar.checkpoint.atomic import begin, flush, partial, publish
+from vitpar.checkpoint.index import CONFIG
+from vitpar.errors import CheckpointError, DataError
+from vitpar.models.families import config_to_json
+from vitpar.models.initial import copy_whole_
+from vitpar.models.layers import LayeredModel
+from vitpar.weights.folder import Weights, parameter_shapes, refuse_used
+from vitpar.weights.shards import refuse_other_shapes
+
+FILE = "model.onnx"
+"""File name of the model."""
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""Packages of the extra ``onnx``."""
+TOLERANCE = 1e-3
+"""Largest difference of logits between ONNX Runtime and torch, relative to the largest logit."""
+_IMAGES = 2
+
+
+def whole_model(weights: Weights) -> nn.Module:
+    """Return the model of `weights` in evaluation mode, on the CPU, in float32."""
+    model = LayeredModel(weights.config)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    refuse_other_shapes(weights.folder, shapes, parameter_shapes(weights.config, len(shapes)), exactly=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            copy_whole_(parameter, weights.read(name))
+    for layer in model.layers().values():
+        layer.reset_buffers()
+    return model.eval().requires_grad_(False)
+
+
+def export_onnx(weights: Weights, folder: Path) -> float:
+    """Write the model to the new `folder` as ``model.onnx``, with config.json, and check it with ONNX Runtime.
+
+    The input ``images`` is float32 [batch, channels, size, size], normalised as in training; the output ``logits`` is
+    float32 [batch, classes].
+
+    Returns the largest difference of logits between ONNX Runtime and torch, relative to the largest logit.
+
+    Raises DataError if packages of the extra ``onnx`` are missing, or the exported model computes something else.
+    Raises CheckpointError for a folder that is not empty and if writing fails.
+    """
+    _refuse_missing()
+    refuse_used(folder)
+    c, half = weights.config, partial(folder)
+    model = whole_model(weights)
+    shape = (_IMAGES, c.channels, c.image_size, c.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    try:
+        begin(folder)
+        _export(model, images, half / FILE)
+        (half / CONFIG).write_text(json.dumps(config_to_json(c), indent=1))
+        error = _difference(half / FILE, model, images)
+        if not error <= TOLERANCE:
+            raise DataError(
+                f"the exported model gives other logits, which differ by {error:.1e} of the largest, above "
+                f"{TOLERANCE:g}: report it with the versions of torch and onnxscript"
+            )
+        publish(folder)
+    except OSError as problem:
+        raise CheckpointError(f"'{folder}' cannot be written: {problem.strerror or problem}") from None
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return error
+
+
+def _refuse_missing() -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise DataError(f"ONNX needs {', '.join(missing)}: pip install 'vitpar[onnx]'")
+
+
+def _export(model: nn.Module, images: Tensor, path: Path) -> None:
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+        torch.onnx.export(
+            model,
+            (images,),
+            str(path),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            dynamo=True,
+            external_data=sum(p.nbytes for p in model.parameters()) >= 2**30,  # protobuf's limit is 2 GiB
+            verbose=False,
+        )
+    flush(path)
+
+
+def _difference(path: Path, model: nn.Module, images: Tensor) -> float:
+    """Return the largest difference of logits for one image more than the model was exported with."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    more = torch.cat([images, images[:1].flip(-1)])
+    found = torch.from_numpy(session.run(["logits"], {"images": more.numpy()})[0])
+    expected = model(more)
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()

@@ -1,0 +1,138 @@
+"""`vitpar features`: a Parquet file of what the classifier reads."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import torch
+
+from helpers.command_line import Command, refusal
+from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
+from helpers.imported import model_of
+from helpers.paths import ROOT
+from helpers.small_data import VAL, damage, pack_small
+from vitpar.data import EvalTransform, Normalize, ShardSet
+from vitpar.data.images import decode
+from vitpar.training.feature_file import FeatureFile
+from vitpar.weights.importing import import_weights
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data, one of whose images is damaged, and weights."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    shutil.copytree(folder / "source" / "val" / "class0", folder / "images")
+    damage(folder / "data", "val", 3)
+    import_weights(saved(folder / "there", timm_state(), TIMM_CONFIG), folder / "weights")
+    return folder
+
+
+def by_hand(place: Path, images: list[bytes]) -> list[list[float]]:
+    """Return the class tokens after the norm, from the plain model."""
+    model = model_of(place / "weights")
+    prepare, normalize = EvalTransform(8, 0.875), Normalize((0.5,) * 3, (0.5,) * 3)
+    tokens = normalize(torch.stack([prepare(decode(data)) for data in images]))
+    with torch.no_grad():
+        for layer in list(model.layers().values())[:-1]:
+            tokens = layer(tokens)
+        return model.head.norm(tokens[:, 0]).tolist()
+
+
+def test_features_of_a_data_set_are_read_back(place: Path, vitpar: Command) -> None:
+    words = ("--data", "data", "--checkpoint", "weights", "--out", "f.parquet", "--batch-size", "4")
+    done = vitpar("features", *words)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == f"f.parquet: {VAL - 1} images, {WIDTH} features each (input of head.fc)\n"
+    shards = ShardSet.open(place / "data", "val")
+    assert done.stderr.startswith(f"error: sample '{shards.name(3)}' of 'data': its checksum")
+    good = [i for i in range(VAL) if i != 3]
+    table = parquet.read_table(place / "f.parquet")
+    assert str(table.schema.field("embedding").type) == f"fixed_size_list<element: float>[{WIDTH}]"
+    assert table["key"].to_pylist() == [shards.name(i) for i in good]
+    assert table["label"].to_pylist() == [shards.label(i) for i in good]
+    expected = by_hand(place, [shards.read(i) for i in good])
+    for found, wanted in zip(table["embedding"].to_pylist(), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    about = json.loads(table.schema.metadata[b"vitpar"])
+    assert about["input_of"] == ["head.fc"] and about["weights"] == "weights"
+
+
+def test_image_files_have_no_labels(place: Path, vitpar: Command) -> None:
+    done = vitpar("features", "images", "--checkpoint", "weights", "--out", "i.parquet", "--json")
+    assert done.returncode == 0, done.stderr
+    paths = sorted(str(path.relative_to(place)) for path in (place / "images").iterdir())
+    assert json.loads(done.stdout)["images"] == len(paths)
+    table = parquet.read_table(place / "i.parquet")
+    assert table["key"].to_pylist() == paths and table["label"].to_pylist() == [None] * len(paths)
+    expected = by_hand(place, [(place / path).read_bytes() for path in paths])
+    assert table["embedding"].to_pylist()[-1] == pytest.approx(expected[-1], abs=1e-5)
+
+
+def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitpar.training.feature_file.GROUP_BYTES", 3 * 4 * 2)
+    numbers = torch.arange(20.0).view(10, 2)
+    with FeatureFile(tmp_path / "f.parquet", 2, {}) as file:
+        for row in range(0, 10, 2):
+            file.add([f"{row}", "\udcff"], [row, None], numbers[row : row + 2])
+            assert not (tmp_path / "f.parquet").exists()
+    read = parquet.ParquetFile(tmp_path / "f.parquet")
+    assert [read.metadata.row_group(i).num_rows for i in range(read.num_row_groups)] == [4, 4, 2]
+    assert read.read()["embedding"].to_pylist() == numbers.tolist()
+    assert read.read()["key"].to_pylist()[1] == "\\udcff"
+    with pytest.raises(RuntimeError), FeatureFile(tmp_path / "other.parquet", 2, {}):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["f.parquet"]
+
+
+SMALL = ["--checkpoint", "weights", "--out", "x.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (SMALL, "reads either image files or a data set: name images, or --data DIR"),
+        (["images", "--data", "data", *SMALL], "reads either image files or a data set"),
+        (["images", *SMALL[:3], "gone/x.parquet"], "cannot write gone/x.parquet"),
+        (["--data", "data", "--data-split", "test", *SMALL], "test"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused(
+    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(["features", *words], monkeypatch, capsys)
+    assert not (place / "x.parquet").exists()
+
+
+def test_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar.errors import DataError
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'vitpar\[parquet\]'"):
+        FeatureFile(tmp_path / "f.parquet", 2, {})
+
+
+def test_own_model_needs_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitpar.errors import ModelError
+    from vitpar.models import families
+    from vitpar.models.own import OwnModel, load
+    from vitpar.training.inference import classifiers, feature_width
+
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    without: Any = text.replace(', "fc": "classifier"', "")
+    assert without != text
+    for name, source in (("named", text), ("nameless", without)):
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setitem(families.FAMILIES, f"{name}.py:Mixer", OwnModel)  # removed after the test
+        config = families.model_config(load(str(tmp_path / f"{name}.py:Mixer")))
+        if name == "named":
+            assert classifiers(config) == ("fc",) and feature_width(config) == 64
+        else:
+            with pytest.raises(ModelError, match=r"names no classifier.*the role \"classifier\" in TENSOR_PARALLEL"):
+                classifiers(config)

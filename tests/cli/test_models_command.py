@@ -1,0 +1,104 @@
+"""`vitpar models`: sizes of the published models, and what one consists of."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.command_line import clean_environment, refusal
+from helpers.paths import ROOT
+from vitpar import model_config, parse, validate
+from vitpar.errors import StrategyError
+from vitpar.models.catalog import common_tp, entry, kinds, options
+from vitpar.models.families import FAMILIES, SHIPPED
+from vitpar.models.layers import LayeredModel
+
+PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import main; sys.exit(main())"
+"""Program that runs the command line with an unimportable torch."""
+
+
+def printed(*words: str) -> str:
+    """Return the output of `vitpar models <words>` without torch, for a terminal of 80 columns."""
+    command = [sys.executable, "-c", PROGRAM, "models", *words]
+    environment = clean_environment() | {"COLUMNS": "80"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_list_has_every_published_name_within_80_columns() -> None:
+    text = printed()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in SHIPPED] == list(SHIPPED)
+    # Parameters as timm counts them, and twice the multiply-adds that the papers give.
+    assert "vit_base_patch16_224                      86.6 M       35.1         197     224" in text
+    assert "swin_tiny_patch4_window7_224              28.3 M        9.0    3,136-49     224" in text
+
+
+def test_one_model_fits_80_columns_and_says_what_its_options_are() -> None:
+    for name in ("vit_base_patch16_224", "swin_large_patch4_window12_384"):
+        text = printed(name)
+        assert max(map(len, text.splitlines())) <= 80
+    assert "stage3   blocks.5-21" in text and "model.window_size  12\n    Side of a window, in tokens." in text
+    found = json.loads(printed("swin", "--json"))["models"]
+    assert [one["name"] for one in found] == list(FAMILIES["swin"].published())
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_nano_patch4_32", "swin_nano_patch2_window4_32", "deit_tiny_distilled_patch16_224"]
+)
+def test_sizes_are_those_of_the_built_model(name: str) -> None:
+    config = model_config(name)
+    with torch.device("meta"):
+        model, images = LayeredModel(config).eval(), torch.empty(1, 3, config.image_size, config.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(images)
+    size = entry(config)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert size.forward_flops == counter.get_total_flops()
+    layers = {kind.kind: kind for kind in kinds(config)}
+    assert {
+        name: sum(p.numel() for p in model.layers()[layer.name].parameters()) for name, layer in config.kinds.items()
+    } == {name: kind.parameters for name, kind in layers.items()}
+
+
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "swin_tiny_patch4_window7_224", "vit_huge_patch14_224"])
+def test_degrees_are_those_that_plans_accept(name: str) -> None:
+    config = model_config(name)
+
+    def fits(degree: int) -> bool:
+        try:
+            validate(parse(f"tp{degree}"), config, 8)
+        except StrategyError:
+            return False
+        return True
+
+    assert common_tp(config) == tuple(degree for degree in range(2, 33) if fits(degree))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_option_says_what_it_does(name: str) -> None:
+    assert [one.name for one in options(model_config(name)) if not one.effect] == []
+
+
+def test_unknown_model_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(["models", "vit_bse_patch16_224"], monkeypatch, capsys)
+    assert "unknown model 'vit_bse_patch16_224' (did you mean 'vit_base_patch16_224'?)" in message
+
+
+def test_own_model_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from vitpar.models.own import OwnModel
+    from vitpar_cli.main import main
+
+    monkeypatch.setitem(FAMILIES, "own_model.py:Mixer", OwnModel)  # removed after the test
+    monkeypatch.setattr(sys, "argv", ["vitpar", "models", f"{ROOT}/examples/own_model.py:Mixer", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    found: Any = json.loads(capsys.readouterr().out)
+    assert found["family"] == "own_model.py:Mixer" and found["layers"][1]["layers"] == "blocks.0-7"
+    assert {"key": "model.options.width", "value": 64, "effect": ""} in found["options"]

@@ -1,0 +1,148 @@
+"""`vitpar predict`: the classes of image files, as evaluation computes them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from helpers.command_line import Command, refusal, run
+from helpers.small_data import CLASSES, VAL, pack_small
+from vitpar.data import EvalTransform, Normalize
+from vitpar.data.images import decode
+from vitpar.models.layers import LayeredModel
+from vitpar.weights.folder import open_weights
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+embed_dim = 24
+depth = 2
+num_heads = 2
+init = "moco"
+
+[data]
+path = "data"
+workers = 1
+crop_pct = 0.7
+interpolation = "bilinear"
+mean = [0.3, 0.4, 0.5]
+std = [0.2, 0.3, 0.4]
+
+[optimizer]
+lr = 0.1
+
+[train]
+steps = 3
+batch_size = 14
+ema_decay = 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with images, one of them damaged, and a run that was trained on its data."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    shutil.copytree(folder / "source" / "val", folder / "images")
+    Image.new("RGB", (30, 9), (200, 30, 60)).save(folder / "wide.jpg")
+    (folder / "images" / "class3" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
+    done = run(folder, ("train", "--recipe", "recipe.toml", "--run-dir", "run"))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def by_hand(path: Path, weights: Path) -> dict[str, float]:
+    """Return the probability of each class, by name, from the evaluation's transform and the plain model."""
+    opened = open_weights(weights)
+    model = LayeredModel(opened.config).eval()
+    model.load_state_dict({name: opened.read(name) for name in dict(model.named_parameters())}, strict=False)
+    prepare, normalize = EvalTransform(8, 0.7, "bilinear"), Normalize((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
+    with torch.no_grad():
+        shares = model(normalize(prepare(decode(path.read_bytes())))[None]).softmax(dim=1)[0]
+    return {f"class{number}": float(share) for number, share in enumerate(shares)}
+
+
+def predicted(done: Any) -> dict[str, Any]:
+    return {row["image"]: row for row in json.loads(done.stdout)["images"]}
+
+
+def test_probabilities_are_those_of_evaluation(place: Path, vitpar: Command) -> None:
+    done = vitpar("predict", "images", "wide.jpg", "--checkpoint", "run", "--top", "9", "--batch-size", "4", "--json")
+    assert done.returncode == 1, done.stderr
+    rows = predicted(done)
+    assert list(rows)[-1] == "wide.jpg" and len(rows) == VAL + 2
+    bad = rows.pop("images/class3/bad.png")["error"]
+    assert done.stderr == f"error: {bad}\n" and bad.startswith("'images/class3/bad.png': ")
+    for path, row in rows.items():
+        shares = [one["probability"] for one in row["classes"]]
+        assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
+        assert [one["name"] for one in row["classes"]] == [f"class{one['class']}" for one in row["classes"]]
+        expected = by_hand(place / path, place / "run" / "weights")
+        assert {one["name"]: one["probability"] for one in row["classes"]} == pytest.approx(expected, rel=1e-4)
+    assert max(one["classes"][0]["probability"] for one in rows.values()) > 1.2 / CLASSES
+
+
+def test_a_checkpoint_predicts_with_its_averages_and_names(place: Path, vitpar: Command) -> None:
+    """Without names in the weights, those of the data are used; without either, numbers."""
+    checkpoint = place / "run" / "checkpoints" / "step_3"
+    assert json.loads((checkpoint / "classes.json").read_text()) == [f"class{number}" for number in range(CLASSES)]
+    for name in ("unnamed", "numbers"):
+        shutil.copytree(place / "run" / "weights", place / name)
+        (place / name / "classes.json").unlink()
+    recipe = place / "numbers" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('path = "data"', 'path = "gone"'))
+    first, second, third = (
+        predicted(vitpar("predict", "wide.jpg", "--checkpoint", folder, "--json"))["wide.jpg"]["classes"]
+        for folder in (str(checkpoint), "unnamed", "numbers")
+    )
+    assert len(first) == 5 and [one["name"] for one in first] == [f"class{one['class']}" for one in first]
+    for one in (*first, *second, *third):
+        one["probability"] = pytest.approx(one["probability"], rel=1e-5)
+    assert first == second
+    assert third == [one | {"name": None} for one in first]
+
+
+def test_table_fits_80_columns(place: Path, vitpar: Command) -> None:
+    names = [f"{'a long name, ' * 9}[bold]{number}\x1b" for number in range(CLASSES)]
+    shutil.copytree(place / "run" / "weights", place / "long")
+    (place / "long" / "classes.json").write_text(json.dumps(names))
+    shutil.copy(place / "wide.jpg", place / f"{'w' * 90}.jpg")
+    done = vitpar("predict", f"{'w' * 90}.jpg", "--checkpoint", "long", "--top", "2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].split() == ["image", "class", "probability"]
+    assert "[bold]" in done.stdout.replace("\n", "") and "\x1b" not in done.stdout
+    assert sum(line.rstrip().endswith(" %") for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone.jpg", "--checkpoint", "run"], "there is no image 'gone.jpg': name image files, or folders of them"),
+        (["empty", "--checkpoint", "run"], "'empty' holds no images (.jpg, .jpeg, "),
+        (["wide.jpg", "--checkpoint", "gone"], "'gone' holds no weights"),
+        (
+            ["wide.jpg", "--checkpoint", "run", "--set", "train.seed=1"],
+            "--set train.seed changes nothing in a prediction",
+        ),
+        (["wide.jpg", "--checkpoint", "few"], "'few/classes.json' has 1 names but the model has 7 classes: remove it"),
+        (["wide.jpg", "--checkpoint", "odd"], "'odd/classes.json' is not a list of names: remove it to use numbers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused(
+    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "empty").mkdir(exist_ok=True)
+    for name, text in (("few", '["one"]'), ("odd", '{"0": "one"}')):
+        shutil.copytree(place / "run" / "weights", place / name, dirs_exist_ok=True)
+        (place / name / "classes.json").write_text(text)
+    assert message in refusal(["predict", *words], monkeypatch, capsys)

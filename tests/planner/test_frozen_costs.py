@@ -1,0 +1,147 @@
+"""Prices, bounds and searches for trainings with frozen layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vitpar import Execution, model_config, parallelize, parse, validate
+from vitpar.errors import StrategyError
+from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.planner.automatic import search
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.measure.device import LiveBytes
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.bounds import uniform_bounds
+from vitpar.planner.search.expand import SearchEffort
+from vitpar.planner.search.space import Space
+from vitpar.planner.sources import estimated_costs
+from vitpar.strategy import Plan
+from vitpar.strategy.selectors import layers_of
+
+BATCH = 16
+CONFIG = model_config(
+    "vit_custom", patch_size=8, image_size=64, embed_dim=192, depth=6, num_heads=4, num_classes=10, channels=3
+)
+SWIN = model_config("swin_nano_patch2_window4_32", num_classes=10)
+FREEZES = ("embed, *", "embed, 0-2", "2-3", "head", "embed, 0, 5")
+
+
+def costs_of(config: ModelConfig, freeze: str | None, ranks: int = 4, precision: str = "fp32") -> LayerCosts:
+    frozen = layers_of(freeze, config.layer_names, config.groups, config.name) if freeze else frozenset()
+    return estimated_costs(config, "8xH100", precision, ranks=ranks, frozen=frozen)
+
+
+def priced(mesh: str, freeze: str | None, config: ModelConfig = CONFIG, **fields: object) -> Price:
+    plan = validate(replace(parse(mesh), **fields), config, BATCH)
+    return price(plan, costs_of(config, freeze), BATCH)
+
+
+def elements(config: ModelConfig, freeze: str) -> tuple[int, int]:
+    """Return the parameter elements of (all layers, trained layers)."""
+    frozen = layers_of(freeze, config.layer_names, config.groups, config.name)
+    return config.parameters, sum(layer.numel for name, layer in config.layers.items() if name not in frozen)
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_only_trained_parameters_have_gradients_and_optimizer_state(freeze: str) -> None:
+    every, trained = elements(CONFIG, freeze)
+    (memory,) = priced("dp1", freeze).memory
+    assert memory.parameters == 4 * every
+    assert memory.optimizer == 8 * trained
+    assert memory.gradients <= 4 * trained * (1 + 1e-9)
+    offloaded = priced("dp1+offload", freeze).memory[0]
+    assert offloaded.host == 4 * every + 12 * trained
+
+
+@pytest.mark.parametrize("mesh", ["dp4", "fsdp4", "tp2xfsdp2", "pp2xdp2", "pp2xtp2", "dp4+zero1", "dp4+ckpt"])
+@pytest.mark.parametrize("config", [CONFIG, SWIN], ids=["vit", "swin"])
+def test_more_frozen_layers_cost_less(config: ModelConfig, mesh: str) -> None:
+    """A backward that ends higher saves memory and time."""
+    freezes = (None, "1", "0-1", "embed, 0-1", "embed, *")
+    found = [priced(mesh, freeze, config, microbatches=2) for freeze in freezes]
+    seconds, needs = [one.seconds for one in found], [max(m.total - m.reserved for m in one.memory) for one in found]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < 0.6 * seconds[0]
+    assert needs == sorted(needs, reverse=True) and needs[-1] < 0.7 * needs[0]
+
+
+def test_flops_of_a_step_count_the_backward_that_runs() -> None:
+    """A frozen block computes two of three products, and one below the lowest trained layer only its forward."""
+    block = CONFIG.layers["blocks.0"]
+    products = sum(part.flops for part in block.parts)
+    assert block.attention is not None
+    lower = with_frozen(CONFIG, frozenset(["embed", "blocks.0"])).layers["blocks.0"]
+    middle = with_frozen(CONFIG, frozenset(["blocks.1"])).layers["blocks.1"]
+    assert lower.flops == products + block.attention.flops
+    assert middle.flops == 2 * products + 3 * block.attention.flops
+    partly = with_frozen(CONFIG, frozenset(["blocks.1"]))
+    assert CONFIG.flops - partly.flops == products
+    assert partly.layer_flops == CONFIG.layer_flops  # stages stay as they are
+
+
+@pytest.mark.parametrize("freeze", ["embed, *", "embed, 0-2", "2-3"])
+def test_activations_are_close_to_those_of_a_step(freeze: str, alone: None) -> None:
+    """Counted between forward and backward of a real model: what autograd keeps for trained and frozen blocks."""
+    frozen = layers_of(freeze, CONFIG.layer_names, CONFIG.groups, CONFIG.name)
+    model = parallelize(CONFIG, validate(parse("dp1"), CONFIG, BATCH), Execution(BATCH, frozen=frozen), "cpu")
+    (stage,) = model.stages.values()
+    images = torch.randn(BATCH, 3, 64, 64)
+    with LiveBytes() as live:
+        loss = model.loss(stage(images), torch.zeros(BATCH, dtype=torch.int64))
+        kept, most = live.now, live.most
+    del loss
+    memory = priced("dp1", freeze).memory[0]
+    predicted = memory.activations + memory.workspace
+    assert kept <= 1.15 * predicted, (kept, predicted)
+    assert 0.6 * most <= predicted <= 1.6 * most, (most, predicted)
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+@pytest.mark.parametrize("flag", ["zero1", "zero2", "ckpt"])
+def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, freeze: str) -> None:
+    """A bound that exceeds a price could hide the best plan."""
+    costs = costs_of(CONFIG, freeze)
+    schedules = ("1f1b",) if flag != "zero1" else ("gpipe", "zbvzerobubble", "interleaved1f1b")
+    space = Space(costs.config, 4, (BATCH,), flags=(flag,), schedules=schedules)
+    found, compared = Search(space, costs), 0
+    for kind in found._kinds():
+        choices, machine = found._uniform_options(kind), found.machine(kind, float("inf"))
+        seconds, needs = uniform_bounds(kind, choices, found._sections, machine)
+        for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
+            plan = replace(kind.pipeline, layers=(("*", option.strategy),), microbatches=kind.microbatches)
+            right = price(plan, costs, BATCH)
+            compared += 1
+            assert at_least <= right.seconds * (1 + 1e-9), str(plan)
+            assert bytes_at_least <= right.memory_bytes * (1 + 1e-9), str(plan)
+    assert compared > 20
+
+
+@pytest.mark.parametrize("freeze", FREEZES[:3])
+@pytest.mark.parametrize("roles", [("dp", "fsdp", "tp"), ("pp", "dp", "fsdp")])
+def test_search_is_not_slower_than_any_uniform_plan(roles: tuple[str, ...], freeze: str) -> None:
+    costs = costs_of(CONFIG, freeze)
+    space = Space(costs.config, 4, (BATCH,), roles=roles, flags=("ckpt", "zero1"), schedules=("1f1b", "zbvzerobubble"))
+    plans: list[Plan] = []
+    for pipeline in space.pipelines():
+        for strategy in space.strategies(4 // pipeline.pipeline_degree):
+            for microbatches in space.microbatches(pipeline, BATCH) if space.allows(pipeline, strategy) else ():
+                plan = replace(pipeline, layers=(("*", strategy),), microbatches=microbatches)
+                try:
+                    plans.append(validate(plan, space.config, BATCH))
+                except StrategyError:
+                    continue
+    every = [price(plan, costs, BATCH) for plan in plans]
+    for budget in (float("inf"), sorted(one.memory_bytes for one in every)[len(every) // 4]):
+        best = max((one for one in every if one.memory_bytes <= budget), key=lambda one: one.images_per_second)
+        result = Search(space, costs, effort=SearchEffort(seconds=20)).best(budget)
+        assert result.plans[0].images_per_second >= best.images_per_second * (1 - 1e-3), str(best.plan)
+        assert result.bound >= best.images_per_second * (1 - 1e-9)
+
+
+def test_python_search_takes_frozen_layers() -> None:
+    """A probe of a frozen model fits where its training does not."""
+    arguments = {"cluster": "2xH100", "batch_size": 64, "seconds": 2.0}
+    whole = search("vit_base_patch16_224", **arguments).plans[0]
+    probe = search("vit_base_patch16_224", freeze="embed, *", **arguments).plans[0]
+    assert probe.images_per_second > 2 * whole.images_per_second

@@ -1,0 +1,76 @@
+"""Runs with frozen layers: their checkpoints are complete, move between plans, and can be unfrozen."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import STEPS, assembled, recipe_of, rows, train, trainer_of
+from vitpar.errors import CheckpointError
+from vitpar.training.recipe import Recipe
+from vitpar.weights.folder import open_weights
+
+FREEZE = {"train.freeze": "embed, 0-1", "optimizer.lr": 1e-3}
+FROZEN = ("embed.", "blocks.0.", "blocks.1.")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+def stopped(device: torch.device, recipe: Recipe, run_dir: Path) -> None:
+    """Train half of a run; runs on every rank."""
+    trainer = trainer_of(recipe, run_dir)
+    trainer.total_steps = STEPS
+    trainer.run()
+
+
+def test_run_with_frozen_layers_moves_to_another_plan(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """Checkpoints and weights have frozen parameters, equal to their averages and without optimizer state."""
+    first, second = (recipe_of(data, mesh, **FREEZE) for mesh in ("pp2xtp2", "fsdp3"))
+    ranks(4).run(train, first, tmp_path / "through")
+    ranks(4).run(stopped, first, tmp_path / "moved")
+    ranks(3).run(train, second, tmp_path / "moved", resume=tmp_path / "moved")
+    for one, other in zip(rows(tmp_path / "through"), rows(tmp_path / "moved"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    begin, end = (assembled(tmp_path / "moved" / "checkpoints" / f"step_{step}") for step in (STEPS, 2 * STEPS))
+    weights = open_weights(tmp_path / "moved" / "weights")
+    names = [name.removeprefix("model.") for name in end if name.startswith("model.")]
+    states = {name.split(".", 2)[2] for name in end if name.startswith("optimizer.")}
+    assert any(name.startswith(FROZEN) for name in names)
+    for name in names:
+        frozen = name.startswith(FROZEN)
+        assert (name in states) != frozen
+        assert torch.equal(begin[f"model.{name}"], end[f"model.{name}"]) == frozen, name
+        assert not frozen or torch.equal(end[f"ema.{name}"], end[f"model.{name}"])
+        torch.testing.assert_close(weights.read(name), end[f"ema.{name}"])
+
+
+def resumed(device: torch.device, recipe: Recipe, run_dir: Path, allowed: tuple[str, ...]) -> str:
+    """Resume a run with changed settings; return the refusal, or nothing; runs on every rank."""
+    try:
+        trainer_of(recipe, run_dir, resume=run_dir, allow_change=allowed).run()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_unfreezing_on_resume_must_be_allowed(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    """Parameters that were frozen then start without optimizer state; the others keep theirs."""
+    run = tmp_path / "run"
+    ranks(2).run(stopped, recipe_of(data, "dp2", **FREEZE), run)
+    thawed = recipe_of(data, "fsdp2", **{**FREEZE, "train.freeze": "embed"})
+    (refusal, _) = ranks(2).run(resumed, thawed, run, ())
+    assert "train.freeze was embed, 0-1 and is embed" in refusal and "--allow-change train.freeze" in refusal
+    assert ranks(2).run(resumed, thawed, run, ("train.freeze",)) == ["", ""]
+    end = assembled(run / "checkpoints" / f"step_{2 * STEPS}")
+    counts = {name.split(".", 2)[2]: int(end[name]) for name in end if name.startswith("optimizer.step.")}
+    assert counts["blocks.0.norm1.weight"] == STEPS and counts["head.fc.weight"] == 2 * STEPS
+    assert "embed.pos_embed" not in counts

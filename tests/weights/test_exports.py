@@ -1,0 +1,214 @@
+"""Modern Vision Transformers against timm and transformers: exported weights, logits, gradients, and back again."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from helpers.foreign_weights import saved
+from helpers.modern_vits import PARTS, images, modern_config, modern_model
+from helpers.oracles import timm, transformers
+from helpers.written_weights import weights_of
+from vitpar import model_config
+from vitpar.errors import DataError
+from vitpar.models import ViTConfig, config_to_json
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
+from vitpar.weights.exporting import CLASSIFIER, export_weights
+from vitpar.weights.folder import open_weights, parameter_shapes
+from vitpar.weights.importing import import_weights
+
+NOT_IN_TIMM = ("vit5", "vit_22b", "parallel")
+IN_TRANSFORMERS = (
+    *("dinov2", "dinov2_giant_reg4", "dinov3", "dinov3_qkvb", "dinov3_plus"),
+    *("siglip", "siglip2", "siglip_gap"),
+)
+LABELS = torch.tensor([0, 3, 4])
+
+
+def exported(parts: str, format: Any, tmp_path: Path, **changed: Any) -> tuple[ViTConfig, LayeredModel, list[str]]:
+    """Export the tiny model to ``tmp_path/there``. Return its configuration, the model, and the notes."""
+    config = modern_config(parts, **changed)
+    model = modern_model(config)
+    done = export_weights(weights_of(model, config, tmp_path / "here"), tmp_path / "there", format, shard_bytes=10**9)
+    return config, model.double(), done.notes
+
+
+def timm_model(folder: Path) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return timm.create_model(f"local-dir:{folder}", pretrained=True).eval().double()
+
+
+def share_tables(theirs: nn.Module, ours: LayeredModel, config: ViTConfig) -> None:
+    """Give timm's model our tables of rotary positions, after a comparison: it computes its own in float32."""
+    if config.rope == "none":
+        return
+    attention = next(iter(ours.blocks.values())).attn
+    table = torch.cat([attention.sines, attention.cosines], dim=-1)[config.prefix_tokens :]
+    rope = theirs.rope
+    name = "pos_embed" if config.rope == "axial" else "pos_embed_cached"
+    torch.testing.assert_close(getattr(rope, name), table, atol=2e-6, rtol=0)
+    setattr(rope, name, table)
+
+
+def compare(ours: LayeredModel, theirs: nn.Module, pixels: Tensor, *, read: Any = None) -> None:
+    """Compare logits, and run backward of both. read: function from their output to logits."""
+    logits, output = ours(pixels), theirs(pixels)
+    expected = read(output) if read else getattr(output, "logits", output)
+    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=1e-10)
+    for computed in (logits, expected):
+        F.cross_entropy(computed, LABELS).backward()
+
+
+def compare_gradients(ours: LayeredModel, gradients: dict[str, Tensor], config: Any, folder: Path) -> None:
+    """Compare gradients with those of the other library, which are imported as if they were weights."""
+    import_weights(saved(folder / "gradients", gradients, config), folder / "imported")
+    found = open_weights(folder / "imported")
+    for name, parameter in ours.named_parameters():
+        expected, gradient = found.read(name), parameter.grad.float()
+        error = (gradient - expected).abs().max().item()
+        assert error <= 1e-6 * max(1e-3, expected.abs().max().item()), name  # the saved ones are rounded to float32
+
+
+def compare_import(tmp_path: Path, config: ViTConfig) -> None:
+    """Import what was exported, and compare it with what it was made of, byte for byte."""
+    done = import_weights(tmp_path / "there", tmp_path / "back")
+    before, after = (open_weights(tmp_path / name) for name in ("here", "back"))
+    same = {name: getattr(done.config, name) for name in config_to_json(config) if name not in ("name", "init")}
+    expected = {name: getattr(config, name) for name in same}
+    expected["layer_scale"] = same["layer_scale"]  # the initial value of a parameter, which no file tells
+    assert same == expected
+    for name in parameter_shapes(config, most=config.num_blocks):
+        assert torch.equal(before.read(name), after.read(name)), name
+
+
+@pytest.mark.parametrize("parts", [parts for parts in PARTS if parts not in NOT_IN_TIMM])
+def test_timm_reads_what_is_exported_and_computes_the_same(parts: str, tmp_path: Path) -> None:
+    config, ours, notes = exported(parts, "timm", tmp_path)
+    assert not notes
+    theirs = timm_model(tmp_path / "there")
+    share_tables(theirs, ours, config)
+    compare(ours, theirs, images(config))
+    gradients = {name: p.grad.float() for name, p in theirs.named_parameters()}
+    compare_gradients(ours, gradients, json.loads((tmp_path / "there" / "config.json").read_text()), tmp_path)
+    compare_import(tmp_path, config)
+
+
+@pytest.mark.parametrize("parts", ["dinov3", "eva02_base", "siglip", "deit3"])
+def test_logits_in_float32_equal_timms(parts: str, tmp_path: Path) -> None:
+    config, ours, _ = exported(parts, "timm", tmp_path)
+    pixels = images(config).float()
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'there'}", pretrained=True).eval()
+    torch.testing.assert_close(ours.float()(pixels), theirs(pixels), atol=1e-5, rtol=1e-5)
+
+
+def test_timm_prepares_images_as_the_recipe_does(tmp_path: Path) -> None:
+    exported("deit3", "timm", tmp_path)
+    model = timm.create_model(f"local-dir:{tmp_path / 'there'}", pretrained=True)
+    found = timm.data.resolve_data_config(model=model)
+    assert found["input_size"] == (3, 8, 8) and found["interpolation"] == "bilinear" and found["crop_pct"] == 0.9
+    assert [*found["mean"], *found["std"]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+
+
+def transformers_model(folder: Path, capture: Any = None) -> nn.Module:
+    """Load the model whose class config.json names; every warning is an error."""
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval().double()
+
+
+def reader(folder: Path, pool: str) -> Any:
+    """Return the function from an output to logits, for models without a classifier; None for those with one."""
+    if not (folder / CLASSIFIER).exists():
+        return None
+    from safetensors.torch import load_file
+
+    head = {name: tensor.double() for name, tensor in load_file(folder / CLASSIFIER).items()}
+    return lambda output: F.linear(output.pooler_output, head["classifier.weight"], head["classifier.bias"])
+
+
+@pytest.mark.parametrize("parts", IN_TRANSFORMERS)
+def test_transformers_reads_what_is_exported_and_computes_the_same(parts: str, tmp_path: Path) -> None:
+    changed = {"num_reg_tokens": 4, "mlp_hidden_dim": 128} if parts == "dinov2_giant_reg4" else {}
+    config, ours, _ = exported(parts, "transformers", tmp_path, **changed)
+    theirs = transformers_model(tmp_path / "there")
+    if config.rope == "dinov3":
+        share_dinov3(theirs, ours, config)
+    torch.testing.assert_close(
+        ours(images(config)),
+        (reader(tmp_path / "there", config.pool) or (lambda output: output.logits))(theirs(images(config))),
+        atol=1e-10,
+        rtol=1e-10,
+    )
+
+
+def share_dinov3(theirs: nn.Module, ours: LayeredModel, config: ViTConfig) -> None:
+    """Give transformers' model our tables of rotary positions, after a comparison."""
+    attention = next(iter(ours.blocks.values())).attn
+    tables = tuple(table[config.prefix_tokens :].double() for table in (attention.cosines, attention.sines))
+    for found, table in zip(theirs.rope_embeddings(images(config)), tables, strict=True):
+        torch.testing.assert_close(found, table, atol=2e-6, rtol=0)
+    theirs.rope_embeddings.forward = lambda pixels: tables
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit", {}),
+        ("vit", {"qkv_bias": "none", "activation": "gelu_tanh"}),
+        ("deit", {"distillation": True}),
+    ],
+)
+def test_vit_and_deit_go_to_transformers_and_back(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    config, ours, notes = exported("dinov2", "transformers", tmp_path, layer_scale=None, **options)
+    assert not notes
+    theirs = transformers_model(tmp_path / "there")
+    compare(ours, theirs, images(config))
+    gradients = {key: p.grad.float() for key, p in theirs.named_parameters()}
+    compare_gradients(ours, gradients, json.loads((tmp_path / "there" / "config.json").read_text()), tmp_path)
+    compare_import(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("parts", "format", "message"),
+    [
+        ("vit5", "timm", "has rotated registers, RMSNorm with rotary positions, which no model of timm has"),
+        ("parallel", "timm", "has parallel blocks"),
+        ("eva02_base", "transformers", "norms inside attention or MLP"),
+        ("rms", "transformers", "has RMSNorm, norms of queries and keys"),
+    ],
+)
+def test_parts_that_a_library_lacks_are_refused(parts: str, format: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        exported(parts, format, tmp_path)
+    assert not (tmp_path / "there").exists()
+
+
+def test_swin_goes_to_timm_and_back(tmp_path: Path) -> None:
+    sizes = {
+        "image_size": 24,
+        "patch_size": 2,
+        "window_size": 3,
+        "embed_dim": 24,
+        "depths": (1, 2),
+        "num_heads": (2, 4),
+    }
+    config = model_config("swin_custom", **sizes, num_classes=5, init="perturbed", mlp_ratio=2.5)
+    ours = LayeredModel(config)
+    initialise(ours, 0, config)
+    export_weights(weights_of(ours, config, tmp_path / "here"), tmp_path / "there", "timm", shard_bytes=10**9)
+    theirs = timm_model(tmp_path / "there")
+    pixels = torch.randn(3, 3, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    compare(ours.double(), theirs, pixels)
+    import_weights(tmp_path / "there", tmp_path / "back")
+    before, after = (open_weights(tmp_path / name) for name in ("here", "back"))
+    assert all(torch.equal(before.read(name), after.read(name)) for name, _ in ours.named_parameters())
+    with pytest.raises(DataError, match="can be exported to timm, but not to transformers"):
+        export_weights(before, tmp_path / "no", "transformers", shard_bytes=10**9)

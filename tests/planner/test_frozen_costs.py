@@ -7,7 +7,8 @@ import torch
 
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.errors import StrategyError
-from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
 from vitpar.planner.automatic import search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price

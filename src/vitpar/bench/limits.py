@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import with_frozen
+from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.float8 import E4M3
 from vitpar.planner.measure.clock import ClockedRanks

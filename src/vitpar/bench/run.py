@@ -23,7 +23,8 @@ from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
-from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
 from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name

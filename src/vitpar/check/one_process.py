@@ -10,7 +10,6 @@ LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.169
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -104,8 +103,7 @@ class OneProcess:
             trace.numbers[FROZEN] = 0.0
         if not samples.pixels:
             return trace
-        of_model = self._config.stacked, self._config.num_blocks
-        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, *of_model)
+        begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
@@ -193,13 +191,12 @@ def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:
 class Updates:
     """Reference implementation of a recipe's optimizer.
 
-    stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``). Muon orthogonalizes each
-        map separately.
-    depth: number of blocks.
+    config: says which maps a weight holds, each of which Muon orthogonalizes separately, and how many layers are above
+        a parameter, by which its learning rate decays.
     """
 
-    def __init__(self, settings: OptimizerSection, stacked: Mapping[str, tuple[int, ...]], depth: int) -> None:
-        self._settings, self._stacked, self._depth = settings, stacked, depth
+    def __init__(self, settings: OptimizerSection, config: ModelConfig) -> None:
+        self._settings, self._stacked, self._layers_above = settings, config.stacked, config.layers_above
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._times = 0
 
@@ -227,13 +224,6 @@ class Updates:
                 step = self._adam(memory, g) + decay * x
                 adapts = s.name == "lamb" and matrix and x.norm() > 0 and step.norm() > 0
                 x -= rate * (x.norm() / step.norm() if adapts else 1.0) * step
-
-    def _layers_above(self, name: str) -> int:
-        """Return the number of layers above a parameter; the norm before the classifier is the last block's."""
-        layer, index, *_ = name.split(".")
-        if layer == "blocks":
-            return self._depth - int(index)
-        return self._depth + 1 if layer == "embed" else int(index == "norm")
 
     def _momentum(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
         mu = self._settings.momentum

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vitpar.errors import PlannerError
-from vitpar.models.config import ModelConfig, with_frozen
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
 from vitpar.models.description import backwards
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
-from vitpar.planner.profile.estimate import frozen_share, passing_elements
+from vitpar.planner.profile.activations import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules

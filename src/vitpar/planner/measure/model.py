@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vitpar.launch.resources import cpu_cores, keep_freed_memory
-from vitpar.models.config import Excerpt, ModelConfig
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import Excerpt
 from vitpar.models.families import config_to_json
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention

@@ -15,10 +15,18 @@ from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import LayerDescription, Part
+from vitpar.models.description import LayerDescription
 from vitpar.models.families import config_to_json
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import layer_elements
+from vitpar.planner.profile.activations import (
+    given_elements,
+    kept_elements,
+    normed_elements,
+    of_role,
+    taken_elements,
+    transient_elements,
+)
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     OPTIMIZER_BYTES,
@@ -258,23 +266,23 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
     products = tuple(_products(layer, strategy))
     if layer.name == "embed":
         pixels = sum(product.taken for product in products if product.taken)
-        normed = sum(_elements(part) for part in layer.parts if part.role == "norm") / parts
+        normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
         saved = given / parts + normed + (0 if policy == "full" else pixels)
         return _Counts(products, 0.0, 4 * given / parts + 3 * normed, saved, given / parts)
     if layer.name == "head":
         taken = (layer.takes or layer.gives).elements / parts
-        normed = sum(_elements(part) for part in layer.parts if part.role == "norm") / parts
+        normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
         return _Counts(products, 0.0, 3 * taken, 2 * normed, taken)
-    kept = sum(_kept(layer, strategy, "none")) if layer.saved is None else layer.saved / t
-    space = _space(layer, strategy)
+    kept = sum(kept_elements(layer, strategy, "none")) if layer.saved is None else layer.saved / t
+    space = transient_elements(layer, strategy)
     if policy != "none":
         # Backward recomputes what was not kept: it is alive while the layer computes, as workspace.
-        less = sum(_kept(layer, strategy, policy))
+        less = sum(kept_elements(layer, strategy, policy))
         space = max(space, kept + space - less + (given / parts if policy == "selective" else 0))
         kept = less
-    rows, merges = _of_role(layer, "row"), _of_role(layer, "merge")
-    touched = sum(4 * _given(part) / parts + 2 * _taken(part) / t for part in rows)
-    touched += sum(3 * _taken(part) / parts for part in merges)
+    rows, merges = of_role(layer, "row"), of_role(layer, "merge")
+    touched = sum(4 * given_elements(part) / parts + 2 * taken_elements(part) / t for part in rows)
+    touched += sum(3 * taken_elements(part) / parts for part in merges)
     attention = layer.other_flops / t
     if found := layer.attention:
         # Few tokens use a smaller tile: the next power of two, at least 16.
@@ -286,25 +294,6 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
     return _Counts(products, attention, touched, kept, space)
 
 
-def _of_role(layer: LayerDescription, *roles: str) -> list[Part]:
-    return [part for part in layer.parts if part.role in roles]
-
-
-def _taken(part: Part) -> int:
-    """Return the elements that a linear layer takes of one row."""
-    return part.tokens * part.product[0] if part.product else 0
-
-
-def _given(part: Part) -> int:
-    """Return the elements that a linear layer gives for one row."""
-    return part.tokens * part.product[1] if part.product else 0
-
-
-def _elements(part: Part) -> int:
-    """Return the elements of one row that a norm computes."""
-    return part.tokens * part.shapes["weight"][0]
-
-
 def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]:
     """Yield the products of a layer on one rank."""
     t, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
@@ -314,7 +303,7 @@ def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]
     for part in layer.parts:
         if part.product is None:
             continue
-        taken, given = _taken(part), _given(part)
+        taken, given = taken_elements(part), given_elements(part)
         match part.role:
             case "column":
                 yield _Product(part.flops / t, taken / inner, given / outer)
@@ -326,80 +315,3 @@ def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]
                 yield _Product(part.flops / t, taken / t, given / parts)
             case _:
                 yield _Product(part.flops / parts, taken / parts, given / parts)
-
-
-def _kept(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:
-    """Yield the elements of a row that a block keeps for backward: its output included, its input not."""
-    t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
-    inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
-    columns, rows, merges = (_of_role(layer, role) for role in ("column", "row", "merge"))
-    yield layer.gives.elements / inside  # the output
-    if policy == "full":
-        return
-    residual = sum(map(_given, [*merges, *rows][:-1]))  # between the branches
-    if policy == "none":
-        normed = sum(map(_elements, _of_role(layer, "norm")))
-        yield (normed + residual) / inside
-        # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
-        inner = sum(map(_elements, _of_role(layer, "inner_norm")))
-        gates = sum(part.tokens * part.width for part in _of_role(layer, "gate"))
-        yield (sum(map(_given, columns)) + sum(map(_taken, rows)) + inner + gates) / t
-        if mode not in ("1d", "sp"):
-            yield normed / t  # normalised inputs, which split norms multiply by their scales
-        return
-    # selective: results of products, attention and communication
-    shape = layer.attention
-    attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
-    yield (sum(map(_given, columns)) + attended) / t  # queries, keys, values, attention, hidden features
-    summed = sum(map(_given, [*merges, *rows]))
-    taken = sum(map(_taken, columns))
-    if mode == "1d":
-        yield summed * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
-    elif mode == "sp":
-        yield summed + summed / t + taken  # the same before and after its reduce-scatter, and the gathered inputs
-    elif mode == "3d":
-        # Gathered inputs, and products before their sum.
-        every = taken + sum(map(_taken, rows)) + sum(map(_given, columns)) + summed
-        yield every / q**2 + summed / t
-    else:
-        yield summed / t + (taken + sum(map(_taken, rows))) / q
-
-
-def _space(layer: LayerDescription, strategy: Strategy) -> float:
-    """Return the peak of transient elements of a row on top of what a block keeps for backward."""
-    d, t, q = layer.gives.elements, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    h = max(map(_taken, _of_role(layer, "row")), default=d)
-    if strategy.tensor_mode == "3d":
-        return 2 * h / q**2 + h / t + 2 * d / t
-    if strategy.tensor_mode != "1d":
-        return 3 * h / q + h / t
-    return max(2 * d, h / t) if strategy.sequence_parallel else h / t
-
-
-def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
-    """Return the share of what a layer keeps for backward that it keeps if its parameters are frozen.
-
-    The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
-    attention does. With checkpointing, and in models of the user, everything counts.
-    """
-    if strategy.checkpoint or layer.saved is not None or layer.name in LAUNCHES:
-        return 1.0
-    t, rows = strategy.degree("tp"), _of_role(layer, "row")
-    inside = 1 if mode_of(strategy) == "1d" else t
-    normed = sum(_elements(part) for part in _of_role(layer, "norm"))
-    needless = normed / inside + sum(map(_taken, rows[1:] if layer.attention else rows)) / t
-    return 1 - needless / sum(_kept(layer, strategy, "none"))
-
-
-def passing_elements(layer: LayerDescription, strategy: Strategy) -> float:
-    """Return the peak of transient elements of a row in a forward that keeps nothing for backward: output included."""
-    t, taken = strategy.degree("tp"), (layer.takes or layer.gives).elements
-    inside = 1 if mode_of(strategy) == "1d" else t
-    normed = max(map(_elements, _of_role(layer, "norm")), default=0)
-    columns, rows = _of_role(layer, "column"), _of_role(layer, "row")
-    if not rows:
-        pixels = sum(map(_taken, _of_role(layer, "embedding")))
-        return (layer.gives.elements + taken + normed + pixels) / inside
-    # Between the two products of an MLP: what goes into the activation function and what comes out of it.
-    hidden = max(map(_given, columns), default=0) + max(map(_taken, rows), default=0)
-    return (layer.gives.elements + normed) / inside + hidden / t

@@ -1,0 +1,117 @@
+"""Configurations that are made of another one: some of its blocks, or the same model with frozen layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from vitpar.models.config import Loss, ModelConfig, Rule, Rules, block_index
+from vitpar.models.description import LayerDescription, backwards
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Derived(ModelConfig):
+    """Base: all that is not redefined is that of the other model."""
+
+    whole: ModelConfig
+    """The other model."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.whole.name
+
+    @property
+    def image_size(self) -> int:  # type: ignore[override]
+        return self.whole.image_size
+
+    @property
+    def channels(self) -> int:  # type: ignore[override]
+        return self.whole.channels
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        return self.whole.num_classes
+
+    @property
+    def stochastic(self) -> bool:
+        return self.whole.stochastic
+
+    def build_layer(self, name: str) -> nn.Module:
+        return self.whole.build_layer(name)
+
+    def initial_rules(self) -> Rules:
+        # Rules read fields of the family's configuration, which this one does not have.
+        def of_whole(rule: Rule) -> Rule:
+            return lambda v, shape, _: rule(v, shape, self.whole)
+
+        return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
+
+    def build_loss(self) -> Loss:
+        return self.whole.build_loss()
+
+
+@dataclass(frozen=True)
+class Excerpt(_Derived):
+    """A model of some of another's blocks, in order, with its embed and head: to measure its kinds of layers.
+
+    Neighbours need not fit each other, so that only its single layers can run.
+    """
+
+    FAMILY: ClassVar[str] = "excerpt"
+
+    blocks: tuple[str, ...]
+    """Names of the blocks in the other model."""
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        layers = self.whole.layers
+        blocks = (
+            dataclasses.replace(layers[name], name=f"blocks.{index}", group=None)
+            for index, name in enumerate(self.blocks)
+        )
+        return layers["embed"], *blocks, layers["head"]
+
+    def build_layer(self, name: str) -> nn.Module:
+        return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)
+
+
+@dataclass(frozen=True)
+class PartlyFrozen(_Derived):
+    """A model with frozen layers, whose descriptions say what their backward computes: to plan a training.
+
+    A kind of layers becomes one kind for each amount of backward.
+    """
+
+    FAMILY: ClassVar[str] = "partly frozen"
+
+    frozen: frozenset[str]
+    """Names of the layers that are not trained."""
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        computed = backwards(self.whole.layer_names, self.frozen)
+        # The input of embed has no gradient in any training.
+        usual = {name for name, found in computed.items() if found == "all" or (name, found) == ("embed", "weights")}
+        return tuple(
+            layer
+            if name in usual
+            else dataclasses.replace(layer, kind=f"{layer.kind}, backward {computed[name]}", backward=computed[name])
+            for name, layer in self.whole.layers.items()
+        )
+
+    @property
+    def layer_flops(self) -> dict[str, int]:
+        # Pipelines balance stages by those of the complete model.
+        return self.whole.layer_flops
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(layer.flops for layer in self.layers.values())
+
+
+def with_frozen(config: ModelConfig, frozen: frozenset[str]) -> ModelConfig:
+    """Return `config` for planning a training in which the layers called `frozen` are not trained."""
+    return PartlyFrozen(config, frozen) if frozen else config

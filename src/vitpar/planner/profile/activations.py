@@ -1,0 +1,109 @@
+"""Elements of activations that a layer computes, keeps for backward and needs besides, by arithmetic, for one row.
+
+A row is an image that a tensor-parallel group works on; elements are those of one of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vitpar.models.description import LayerDescription, Part
+from vitpar.strategy import Strategy
+from vitpar.strategy.splits import mode_of
+
+
+def of_role(layer: LayerDescription, *roles: str) -> list[Part]:
+    """Return the parts of a layer that have one of `roles`, in order."""
+    return [part for part in layer.parts if part.role in roles]
+
+
+def taken_elements(part: Part) -> int:
+    """Return the elements that a linear layer takes of one row."""
+    return part.tokens * part.product[0] if part.product else 0
+
+
+def given_elements(part: Part) -> int:
+    """Return the elements that a linear layer gives for one row."""
+    return part.tokens * part.product[1] if part.product else 0
+
+
+def normed_elements(part: Part) -> int:
+    """Return the elements of one row that a norm computes."""
+    return part.tokens * part.shapes["weight"][0]
+
+
+def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:
+    """Yield the elements of a row that a block keeps for backward: its output included, its input not."""
+    t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
+    inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
+    columns, rows, merges = (of_role(layer, role) for role in ("column", "row", "merge"))
+    yield layer.gives.elements / inside  # the output
+    if policy == "full":
+        return
+    residual = sum(map(given_elements, [*merges, *rows][:-1]))  # between the branches
+    if policy == "none":
+        normed = sum(map(normed_elements, of_role(layer, "norm")))
+        yield (normed + residual) / inside
+        # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
+        inner = sum(map(normed_elements, of_role(layer, "inner_norm")))
+        gates = sum(part.tokens * part.width for part in of_role(layer, "gate"))
+        yield (sum(map(given_elements, columns)) + sum(map(taken_elements, rows)) + inner + gates) / t
+        if mode not in ("1d", "sp"):
+            yield normed / t  # normalised inputs, which split norms multiply by their scales
+        return
+    # selective: results of products, attention and communication
+    shape = layer.attention
+    attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
+    yield (sum(map(given_elements, columns)) + attended) / t  # queries, keys, values, attention, hidden features
+    summed = sum(map(given_elements, [*merges, *rows]))
+    taken = sum(map(taken_elements, columns))
+    if mode == "1d":
+        yield summed * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
+    elif mode == "sp":
+        yield summed + summed / t + taken  # the same before and after its reduce-scatter, and the gathered inputs
+    elif mode == "3d":
+        # Gathered inputs, and products before their sum.
+        every = taken + sum(map(taken_elements, rows)) + sum(map(given_elements, columns)) + summed
+        yield every / q**2 + summed / t
+    else:
+        yield summed / t + (taken + sum(map(taken_elements, rows))) / q
+
+
+def transient_elements(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the peak of transient elements of a row on top of what a block keeps for backward."""
+    d, t, q = layer.gives.elements, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
+    h = max(map(taken_elements, of_role(layer, "row")), default=d)
+    if strategy.tensor_mode == "3d":
+        return 2 * h / q**2 + h / t + 2 * d / t
+    if strategy.tensor_mode != "1d":
+        return 3 * h / q + h / t
+    return max(2 * d, h / t) if strategy.sequence_parallel else h / t
+
+
+def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the share of what a layer keeps for backward that it keeps if its parameters are frozen.
+
+    The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
+    attention does. With checkpointing, and in models of the user, everything counts.
+    """
+    if strategy.checkpoint or layer.saved is not None or layer.name in ("embed", "head"):
+        return 1.0
+    t, rows = strategy.degree("tp"), of_role(layer, "row")
+    inside = 1 if mode_of(strategy) == "1d" else t
+    normed = sum(normed_elements(part) for part in of_role(layer, "norm"))
+    needless = normed / inside + sum(map(taken_elements, rows[1:] if layer.attention else rows)) / t
+    return 1 - needless / sum(kept_elements(layer, strategy, "none"))
+
+
+def passing_elements(layer: LayerDescription, strategy: Strategy) -> float:
+    """Return the peak of transient elements of a row in a forward that keeps nothing for backward: output included."""
+    t, taken = strategy.degree("tp"), (layer.takes or layer.gives).elements
+    inside = 1 if mode_of(strategy) == "1d" else t
+    normed = max(map(normed_elements, of_role(layer, "norm")), default=0)
+    columns, rows = of_role(layer, "column"), of_role(layer, "row")
+    if not rows:
+        pixels = sum(map(taken_elements, of_role(layer, "embedding")))
+        return (layer.gives.elements + taken + normed + pixels) / inside
+    # Between the two products of an MLP: what goes into the activation function and what comes out of it.
+    hidden = max(map(given_elements, columns), default=0) + max(map(taken_elements, rows), default=0)
+    return (layer.gives.elements + normed) / inside + hidden / t

@@ -225,7 +225,10 @@ def export_command(
     format: Annotated[
         ExportFormat, typer.Option("--format", help="Names and files of this library.")
     ] = ExportFormat.vitpar,
-    shard_size: ShardSize = "5GB",
+    shard_size: Annotated[
+        str | None,
+        typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB.  \\[default: 5GB]"),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--no-averages", help="Export the parameters instead of their running averages.")
     ] = False,
@@ -237,12 +240,16 @@ def export_command(
 
     Example: vitpar checkpoint export runs/mine --format timm --out weights/mine
     """
+    from vitpar.errors import CheckpointError
     from vitpar.sizes import parse_size
     from vitpar.weights.exporting import Format, export_weights
     from vitpar.weights.folder import export, weights_of
 
     checkpoint = _opened(path)
-    averages, shard_bytes, notes = False if plain else None, int(parse_size(shard_size, "--shard-size")), list[str]()
+    if shard_size is not None and format in (ExportFormat.timm, ExportFormat.onnx):
+        raise CheckpointError(f"--shard-size has no effect with --format {format.value}: leave it out")
+    averages, shard_bytes = False if plain else None, int(parse_size(shard_size or "5GB", "--shard-size"))
+    notes: list[str] = []
     with progress_bar("writing") as moved:
         if format is ExportFormat.vitpar:
             files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)

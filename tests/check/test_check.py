@@ -197,3 +197,17 @@ def test_frozen_layers_are_checked(mesh: str, precision: str, ranks: Callable[[i
     assert "blocks.1.attn.qkv.weight" in wrong.worst.name and not wrong.passed
     wrong = ranks(4).run(run, mesh, "a frozen parameter moves", **settings)[0]
     assert wrong.worst.name == "changed elements of frozen parameters" and not wrong.passed
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_layer_decay_is_checked_for_both_places_of_the_last_norm(
+    fc_norm: bool, ranks: Callable[[int], RankPool]
+) -> None:
+    """timm counts a norm after the mean among the layers of the classifier, and one before among the blocks."""
+    result = ranks(1).run(run_pooled, fc_norm)[0]
+    assert result.passed, result.worst
+
+
+def run_pooled(device: torch.device, fc_norm: bool) -> CheckResult:
+    config = model_config("vit_nano_patch4_16", **SIZES, pool="avg", fc_norm=fc_norm)
+    return check(config, validate(parse("dp1"), config, 4), 4, device, optimizer__layer_decay=0.5)

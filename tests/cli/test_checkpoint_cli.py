@@ -138,6 +138,10 @@ def test_export_writes_readable_weights(options: list[str], prefix: str, size: s
         (["verify", "gone/checkpoints/step_3"], "there is no folder 'gone/checkpoints/step_3'"),
         (["export", "alone", "--out", "meshed"], "'meshed' exists and is not empty"),
         (["export", "alone", "--out", "new", "--shard-size", "many"], "--shard-size many is not a size"),
+        (
+            ["export", "alone", "--out", "new", "--format", "timm", "--shard-size", "1GB"],
+            "no effect with --format timm",
+        ),
         (["export", "alone", "--out", "alone/log.txt/new"], "cannot be written"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from helpers.written_weights import weights_of
 from vitpar import model_config
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig, config_to_json
+from vitpar.models.foreign import Exported
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.weights import exporting
 from vitpar.weights.exporting import CLASSIFIER, export_weights
 from vitpar.weights.folder import open_weights, parameter_shapes
 from vitpar.weights.importing import import_weights
@@ -82,7 +85,7 @@ def compare_import(tmp_path: Path, config: ViTConfig) -> None:
     before, after = (open_weights(tmp_path / name) for name in ("here", "back"))
     same = {name: getattr(done.config, name) for name in config_to_json(config) if name not in ("name", "init")}
     expected = {name: getattr(config, name) for name in same}
-    expected["layer_scale"] = same["layer_scale"]  # the initial value of a parameter, which no file tells
+    expected["layer_scale"] = same["layer_scale"]  # an initial value, which no file contains
     assert same == expected
     for name in parameter_shapes(config, most=config.num_blocks):
         assert torch.equal(before.read(name), after.read(name)), name
@@ -189,6 +192,48 @@ def test_parts_that_a_library_lacks_are_refused(parts: str, format: str, message
     with pytest.raises(DataError, match=message):
         exported(parts, format, tmp_path)
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(
+    ("parts", "format", "changed", "message"),
+    [
+        ("siglip_gap", "transformers", {"layer_scale": 0.1}, "has a scale of residual branches"),
+        ("dinov3", "transformers", {"pool": "map"}, "has attention pooling with rotary positions"),
+        ("dinov3", "transformers", {"pool": "avg", "num_reg_tokens": 0}, "has no class token"),
+        ("dinov2", "transformers", {"distillation": True}, "has a distillation token with other parts than DeiT's"),
+        ("dinov3", "timm", {"distillation": True}, "has a distillation token with other parts than DeiT's"),
+    ],
+)
+def test_combinations_that_a_library_lacks_are_refused(
+    parts: str, format: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        exported(parts, format, tmp_path, **changed)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_parameter_that_an_export_forgets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = exporting.FAMILIES["vit"]
+
+    def forgetful(config: ViTConfig, format: Any) -> Exported:
+        made = whole(config, format)
+        return replace(made, tensors={k: t for k, t in made.tensors.items() if t.names != ("blocks.1.norm1.bias",)})
+
+    monkeypatch.setitem(exporting.FAMILIES, "vit", forgetful)
+    with pytest.raises(DataError, match=r"it cannot hold blocks\.1\.norm1\.bias, so use --format vitpar"):
+        exported("siglip", "timm", tmp_path)
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize(("parts", "format"), [("dinov3", "transformers"), ("gap", "timm")])
+def test_other_values_of_parts_are_exported(parts: str, format: str, tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"num_reg_tokens": 0} if parts == "dinov3" else {"position": "sincos2d"}
+    config, ours, _ = exported(parts, format, tmp_path, **changed)
+    theirs = timm_model(tmp_path / "there") if format == "timm" else transformers_model(tmp_path / "there")
+    if config.rope == "dinov3":
+        share_dinov3(theirs, ours, config)
+    read = reader(tmp_path / "there", config.pool) or (lambda output: output)
+    torch.testing.assert_close(ours(images(config)), read(theirs(images(config))), atol=2e-6, rtol=1e-6)
 
 
 def test_swin_goes_to_timm_and_back(tmp_path: Path) -> None:

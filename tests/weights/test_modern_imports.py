@@ -129,6 +129,14 @@ def test_rotary_positions_that_nothing_tells_are_asked_for(tmp_path: Path) -> No
         import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
 
 
+@pytest.mark.parametrize(("argument", "word"), [("act_layer", "silu"), ("rope_type", "mixed"), ("global_pool", "max")])
+def test_words_of_timm_that_vitpar_lacks_are_refused(argument: str, word: str, tmp_path: Path) -> None:
+    weights = {name: p.detach() for name, p in eva(**ROTATED).named_parameters()}
+    said = {"architecture": "eva02_tiny_patch14_224", "model_args": {"num_heads": 4, argument: word}}
+    with pytest.raises(DataError, match=f"config.json has {argument} '{word}', but only .* can be imported"):
+        import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
+
+
 def vit5_logits(state: dict[str, Tensor], pixels: Tensor, heads: int, depth: int, eps: float) -> Tensor:
     """Compute ViT-5 (arXiv 2602.08071) from its formulas, with registers at the end of the sequence as its authors."""
     patch = state["patch_embed.proj.weight"].shape[-1]

@@ -17,12 +17,14 @@ from vitpar.checkpoint.index import CONFIG, RECIPE
 from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.limits import MAX_TOML_BYTES
+from vitpar.models.config import ModelConfig
 from vitpar.models.foreign import Exported, ExportedTensor
 from vitpar.models.swin.exporting import exported as swin
 from vitpar.models.vit.exporting import exported as vit
 from vitpar.models.vit.to_transformers import labels as transformers_labels
 from vitpar.weights.folder import Weights, parameter_shapes, read_class_names, write_weights
 from vitpar.weights.hints import IMAGENET
+from vitpar.weights.shards import listed
 
 Format = Literal["timm", "transformers"]
 FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin}
@@ -67,6 +69,7 @@ def export_weights(
         )
     made: Exported = family(weights.config, format)
     shapes = parameter_shapes(weights.config, most=weights.config.num_blocks)
+    _refuse_other_parameters(weights.config, made, shapes, format)
     sizes = {
         name: 4 * sum(torch.Size(shapes[ours]).numel() for ours in tensor.names)
         for name, tensor in made.tensors.items()
@@ -84,6 +87,21 @@ def export_weights(
         progress=progress,
     )
     return ExportedWeights(files, list(made.notes))
+
+
+def _refuse_other_parameters(
+    config: ModelConfig, made: Exported, shapes: Mapping[str, tuple[int, ...]], format: Format
+) -> None:
+    """Raise DataError if the export would leave out a parameter, or needs one that the model lacks.
+
+    The refusals of each format list single parts; this check covers their combinations.
+    """
+    used = {name for tensor in (*made.tensors.values(), *made.classifier.values()) for name in tensor.names}
+    if other := sorted(used ^ shapes.keys()):
+        raise DataError(
+            f"no model of {format} has the parts of {config.name} together: it cannot hold {listed(other)}, so use "
+            "--format vitpar"
+        )
 
 
 def _made(tensor: ExportedTensor, weights: Weights) -> Tensor:

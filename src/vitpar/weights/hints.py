@@ -24,8 +24,15 @@ _EPS = {
     **{"dinov2": 1e-6, "dinov2_with_registers": 1e-6, "dinov3_vit": 1e-5, "siglip": 1e-6, "siglip_vision_model": 1e-6},
 }
 """Epsilon of LayerNorms in transformers' models whose config.json does not give one, by type of model."""
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "swiglu"}
-"""Activations by transformers' names; silu is that of gates."""
+_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_GATES = {"gelu": "geglu", "silu": "swiglu"}
+"""Activations by transformers' names: of plain MLPs, and of the gates of gated ones."""
+_OF_TIMM = {
+    "act_layer": ("gelu", "gelu_tanh"),
+    "rope_type": ("cat", "dinov3"),
+    "global_pool": ("token", "avg", "map"),
+}
+"""Words that an argument of timm's models may have here; no tensor shows them."""
 _RESAMPLING = {2: "bilinear", 3: "bicubic"}  # keys are Pillow's numbers
 
 
@@ -94,10 +101,10 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
     tower = config.get("vision_config")
     config = {**config, **(tower if isinstance(tower, dict) else {})}
     activation = config.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    known = _GATES if config.get("use_gated_mlp") else _ACTIVATIONS
+    if not isinstance(activation, str) or activation not in known:
         raise DataError(
-            f"config.json has hidden_act {literal(activation)}, but vitpar's models support only "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"config.json has hidden_act {literal(activation)}, but vitpar's models support only {', '.join(known)}"
         )
     eps = _measure(said := config.get("layer_norm_eps", _EPS[kind]))
     if eps is None:
@@ -111,7 +118,7 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         data["interpolation"] = resampling
     data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit" or "dino" in kind) else 1.0
     heads, size = _number(config.get("num_attention_heads")), _number(config.get("image_size"))  # a list in Swin's
-    fields: dict[str, Any] = {"activation": _ACTIVATIONS[activation]}
+    fields: dict[str, Any] = {"activation": known[activation]}
     if kind == "dinov3_vit":
         fields |= {"rope": "dinov3", "rope_temperature": _measure(config.get("rope_theta", 100.0)) or 100.0}
     return Hints(
@@ -139,7 +146,10 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     arguments = arguments if isinstance(arguments, dict) else {}
     known = fields_of(str(config["architecture"])) or {}
     fields = ({"rope": "none"} if known else {}) | _fields(known) | _rope_of_timm(arguments, known)
-    if (activation := arguments.get("act_layer")) in ("gelu", "gelu_tanh"):
+    for argument, words in _OF_TIMM.items():
+        if (word := arguments.get(argument)) is not None and word not in words:
+            raise DataError(f"config.json has {argument} {literal(word)}, but only {', '.join(words)} can be imported")
+    if (activation := arguments.get("act_layer")) is not None:
         fields["activation"] = activation
     heads = _number(arguments.get("num_heads"))
     if heads is None and known and _number(config.get("num_features")) in (None, known["embed_dim"]):

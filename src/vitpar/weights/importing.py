@@ -73,10 +73,10 @@ def import_weights(
     """
     refuse_used(folder)
     source = open_source(path, trust)
-    (family, found), beside = recognised(path, source.shapes), hints(source.configs)
-    there = family.infer_config(path, found, beside, model)
+    (family, found), hinted = recognised(path, source.shapes), hints(source.configs)
+    there = family.infer_config(path, found, hinted, model)
     made, notes = family.parts(found, there), [*source.notes, *found.notes]
-    if beside.data is None:
+    if hinted.data is None:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
@@ -87,8 +87,8 @@ def import_weights(
     refuse_other_shapes(path, {name: part.shape for name, part in made.items()}, needed, exactly=True)
 
     config = replace(there, num_classes=classes or there.num_classes, image_size=image_size or there.image_size)
-    anew = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
-    if anew:
+    reset = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
+    if reset:
         was = "the file has none" if headless else f"the file has {there.num_classes:,}"
         notes.append(f"the classifier of {classes:,} classes is newly initialised ({was})")
     if config.image_size != there.image_size:
@@ -96,7 +96,7 @@ def import_weights(
     shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
 
     def read(name: str) -> Tensor:
-        if name in anew:
+        if name in reset:
             return initial_value(name, torch.Size(shapes[name]), 0, config)
         part = made[name]
         whole = part.make(*map(source.read, part.names)).float()
@@ -108,10 +108,10 @@ def import_weights(
 
     texts = {
         CONFIG: json.dumps(config_to_json(config), indent=1),
-        RECIPE: _recipe(path, folder, config, dict(beside.data or IMAGENET)),
+        RECIPE: _recipe(path, folder, config, dict(hinted.data or IMAGENET)),
     }
-    if beside.class_names and not anew and len(beside.class_names) == config.num_classes:
-        texts[CLASSES] = json.dumps(beside.class_names)
+    if hinted.class_names and not reset and len(hinted.class_names) == config.num_classes:
+        texts[CLASSES] = json.dumps(hinted.class_names)
     files = write_weights(
         folder,
         {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()},

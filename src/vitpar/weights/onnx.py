@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitpar.checkpoint.atomic import begin, flush, partial, publish
-from vitpar.checkpoint.index import CONFIG
+from vitpar.checkpoint.index import CONFIG, first_line
 from vitpar.errors import CheckpointError, DataError
 from vitpar.models.families import config_to_json
 from vitpar.models.initial import copy_whole_
@@ -72,6 +72,8 @@ def export_onnx(weights: Weights, folder: Path) -> float:
                 f"{TOLERANCE:g}: report it with the versions of torch and onnxscript"
             )
         publish(folder)
+    except torch.onnx.OnnxExporterError as problem:
+        raise DataError(f"torch cannot export {c.name}: {first_line(problem)}") from None
     except OSError as problem:
         raise CheckpointError(f"'{folder}' cannot be written: {problem.strerror or problem}") from None
     finally:

@@ -132,6 +132,15 @@ class ViTConfig(ModelConfig):
                 f"heads of {name} have {self.head_dim} features: rotary positions need a multiple of 4, so change "
                 "embed_dim or num_heads"
             )
+        if self.rope != "axial" and self.rope_grid is not None:
+            raise ModelError(f"rope_grid of {name} needs rope 'axial', not '{self.rope}': leave one of the two out")
+        if self.rope == "none" and self.rope_temperature != type(self).rope_temperature:
+            raise ModelError(f"rope_temperature of {name} needs rope: set it, or leave this out")
+        if self.prefix_positions is False and self.position != "learned":
+            raise ModelError(
+                f"prefix_positions of {name} needs position 'learned', not '{self.position}': set prefix_positions to "
+                "true"
+            )
         if self.rope_register_temperature is not None:
             if self.rope == "none":
                 raise ModelError(f"rope_register_temperature of {name} needs rope: set it, or leave this out")

@@ -133,7 +133,7 @@ def _invisible(
 ) -> dict[str, Any]:
     """Return the fields of `INVISIBLE`: as named, else from the files next to the tensors, else the defaults.
 
-    Raises DataError if the tensors are those of a model with rotary positions, of which nothing tells the kind.
+    Raises DataError for a model with rotary positions of unknown kind.
     """
     usual = {"norm_eps": TRANSFORMERS_EPS} if found.format == "transformers" else {}
     fields = {name: getattr(ViTConfig, name) for name in INVISIBLE} | usual
@@ -145,6 +145,10 @@ def _invisible(
         fields |= {name: known[name] for name in INVISIBLE if name in known}
     if named is not None:
         fields |= {name: getattr(named, name) for name in INVISIBLE if hints.norm_eps is None or name != "norm_eps"}
+    if fields["rope"] != "axial":
+        fields["rope_grid"] = None
+    if fields["rope"] == "none":  # an architecture that has them, without them
+        fields |= {name: getattr(ViTConfig, name) for name in ("rope_temperature", "rope_register_temperature")}
     rotated = "embed.pos_embed" not in found.shapes or "blocks.0.attn.q_bias" in found.shapes
     if found.format == "timm" and rotated and fields["rope"] == "none" and "rope" not in hints.fields and named is None:
         raise DataError(

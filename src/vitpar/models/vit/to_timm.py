@@ -30,7 +30,9 @@ def to_timm(c: ViTConfig) -> Exported:
             "rotated registers": c.rope_register_temperature is not None,
             "RMSNorm with rotary positions": eva and c.norm == "rms",
             f"the activation {c.activation} with rotary positions": eva and c.activation == "gelu_tanh",
-            "queries and values with biases but keys without, and attention of one query": eva and c.pool == "map",
+            "attention pooling with rotary positions or keys without biases": eva and c.pool == "map",
+            "a distillation token with other parts than DeiT's": c.distillation
+            and (eva or c.num_reg_tokens > 0 or not c.prefix_positions or c.position != "learned" or c.gates == 2),
             "a gated MLP with RMSNorm": c.gates == 2 and c.norm == "rms",
             "fixed positions with rotary ones": eva and c.position == "sincos2d",
         },

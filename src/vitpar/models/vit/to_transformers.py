@@ -34,6 +34,10 @@ def to_transformers(c: ViTConfig) -> Exported:
             "no positions": kind != "dinov3_vit" and c.position == "none",
             "registers": bool(c.num_reg_tokens) and kind not in ("dinov3_vit", "dinov2_with_registers"),
             "a mean over tokens": c.pool == "avg" and kind not in ("siglip", "dinov3_vit"),
+            "attention pooling with rotary positions": c.pool == "map" and kind == "dinov3_vit",
+            "a scale of residual branches": c.layer_scale is not None and not kind.startswith("dinov"),
+            "a distillation token with other parts than DeiT's": c.distillation and kind != "deit",
+            "no class token": kind == "dinov3_vit" and c.pool == "avg" and not c.num_reg_tokens,
             "queries without biases": c.qkv_bias != "all" and kind not in ("dinov3_vit", "vit"),
             "keys without biases": c.qkv_bias == "qv" and kind == "vit",
             "no scale of residual branches": c.layer_scale is None and kind.startswith("dinov"),
@@ -126,6 +130,8 @@ def _dino(c: ViTConfig, kind: str) -> Exported:
     tensors = patches(f"embeddings.patch_embeddings{'' if third else '.projection'}", c.channels, c.patch_size)
     if c.pool == "cls":
         tensors["embeddings.cls_token"], registers = alone("embed.cls_token"), alone("embed.reg_token")
+        if not c.num_reg_tokens:
+            registers = ExportedTensor((), lambda: torch.zeros(1, 0, c.embed_dim))
     else:  # transformers' model has a class token in any case: the first register
         tensors["embeddings.cls_token"] = ExportedTensor(("embed.reg_token",), lambda tokens: tokens[:, :1])
         registers = ExportedTensor(("embed.reg_token",), lambda tokens: tokens[:, 1:])

@@ -149,9 +149,13 @@ def _tell_torchrun(report: Report) -> None:
     path = os.environ.get(TORCHRUN_FILE)
     if path is None:
         return
+    if threading.current_thread() is threading.main_thread():
+        # torchrun sends SIGTERM to all ranks when the first exits: print, and exit with this rank's own code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = report.traceback + report.headline if report.kind == "crash" else f"error: {report.headline}"
-    # torchrun takes the earliest error for the cause, in whole seconds: let a rank that only lost a peer come later.
-    when = int(report.time) + report.peer_lost
+    # torchrun takes the earliest error for the cause, in whole seconds: a rank that only lost a peer, and one that
+    # torchrun ended before it could report, must come later.
+    when = int(report.time) - (not report.peer_lost)
     data = {"message": report.headline, "extraInfo": {"py_callstack": text, "timestamp": str(when)}}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": data}))

@@ -36,8 +36,9 @@ from vitpar.planner.cost.price import memory_bytes, price
 from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Overlap
-from vitpar.planner.search.best import Result, Search
+from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import reasons
+from vitpar.planner.search.result import Result
 from vitpar.planner.search.space import FLAGS, Space
 from vitpar.strategy import Plan, validate
 

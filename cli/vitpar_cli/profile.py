@@ -23,7 +23,8 @@ from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve
 if TYPE_CHECKING:
     import torch
 
-    from vitpar.planner.profile.profiles import Hardware, ModelProfile, Timing
+    from vitpar.planner.profile.curves import Timing
+    from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
 CADENCE = 10.0
 """Minimum seconds between two plain lines of progress."""

@@ -16,7 +16,8 @@ from vitpar.errors import PlannerError
 from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 from vitpar.planner.measure.sending import group_of
 from vitpar.planner.profile.cluster import group_shapes
-from vitpar.planner.profile.profiles import OPERATIONS, Curve, Hardware, Timing, fit
+from vitpar.planner.profile.curves import Curve, Timing, fit
+from vitpar.planner.profile.profiles import OPERATIONS, Hardware
 from vitpar_cli.profile import hardware
 
 LITTLE = MeasureEffort(0.002, ("float32",), (16, 32), (2**10, 2**14), (2**12,))

@@ -12,18 +12,17 @@ from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.cost.streams import Streams
+from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import tensors
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     Bytes,
-    Curve,
     Hardware,
     LayerProfile,
     Link,
     Matmul,
     ModelProfile,
     Overlap,
-    Timing,
     WeightProfile,
 )
 from vitpar.strategy import parse, validate

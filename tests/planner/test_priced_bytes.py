@@ -16,8 +16,9 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.profile.profiles import Curve, Hardware, ModelProfile, Timing
+from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.strategy import Strategy
 from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer

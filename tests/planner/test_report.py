@@ -14,8 +14,9 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.profile.profiles import Curve, LayerProfile
+from vitpar.planner.profile.profiles import LayerProfile
 from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings, Provenance, duration, figures, findings, noise_words, trace
 from vitpar.planner.report.maps import layer_map, rank_grid

@@ -13,8 +13,9 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
+from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.profile.profiles import Curve, LayerProfile, Overlap
+from vitpar.planner.profile.profiles import LayerProfile, Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.bounds import uniform_bounds
 from vitpar.planner.search.expand import SearchEffort

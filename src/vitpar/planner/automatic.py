@@ -22,7 +22,8 @@ from vitpar.text import count, shown, size
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.search.best import Progress, Result, Search
+    from vitpar.planner.search.best import Progress, Search
+    from vitpar.planner.search.result import Result
 
 
 def search(

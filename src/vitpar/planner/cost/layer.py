@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
@@ -12,113 +9,12 @@ from vitpar.models.description import backwards
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
+from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.profile.activations import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
-from vitpar.strategy.execution import REDUCE_DTYPES, LayerExecution, Rules
+from vitpar.strategy.execution import REDUCE_DTYPES, Rules
 from vitpar.strategy.traffic import Traffic, layer_traffic
-
-
-@dataclass(frozen=True)
-class Work:
-    """Time and memory of one layer for one micro-batch on one rank."""
-
-    forward: float
-    """Seconds of computing in forward."""
-    backward: float
-    """Seconds of computing in backward, recomputed activations included."""
-    weight_grad_time: float
-    """Seconds of `backward` spent on gradients of weights, which a zero-bubble schedule may run later."""
-    skew: tuple[float, float]
-    """Seconds by which the slowest rank exceeds the average rank, in (forward, backward)."""
-    forward_sent: float
-    """Seconds of tensor-parallel communication in forward; the rank waits for it."""
-    backward_sent: float
-    """Seconds of tensor-parallel communication in backward; the rank waits for it."""
-    saved: float
-    """Bytes kept from forward to backward."""
-    workspace: float
-    """Peak of transient bytes on top of `saved`, communication buffers included."""
-
-
-@dataclass(frozen=True)
-class LayerParameters:
-    """One layer's parameters on one rank: their sizes, and the cost of gathering them and reducing their gradients."""
-
-    elements: int
-    """Elements that the rank stores."""
-    trained: bool
-    """Whether they have gradients and optimizer state."""
-    local_bytes: float
-    """Bytes of the parameters that the rank stores."""
-    compute_numel: int
-    """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
-    gathered: float
-    """Bytes of gathered or 16-bit copies to compute with; 0 if the rank computes with the stored parameters."""
-    unreduced_grad_bytes: float
-    """Bytes of gradients before ``fully_shard`` reduces them; 0 for a layer that it does not wrap."""
-    offloaded: bool
-    """Whether parameters and optimizer state are in host memory."""
-    gather: float
-    """Seconds to gather the parameters once."""
-    reduce: float
-    """Seconds to reduce the gradients once over the data-parallel ranks."""
-    gathering: float
-    """Transient bytes of the collective that gathers."""
-    reducing: float
-    """Transient bytes of the collectives that reduce."""
-    sums: Mapping[str, int]
-    """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
-
-    @property
-    def trained_elements(self) -> int:
-        """Return the elements that the optimizer updates."""
-        return self.elements * self.trained
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Return the bytes of reduced gradients."""
-        return self.local_bytes * self.trained
-
-
-@dataclass(frozen=True)
-class PlacedStrategy:
-    """The facts about a pipeline that decide the ranks and the execution of a layer.
-
-    The first two fields are what ``vitpar.planner.cost.links.placed`` returns.
-    """
-
-    inner: int = -1
-    """Number of strategy axes inside the pipeline axis in rank order; -1 if pp is outermost."""
-    pp: int = 1
-    """Pipeline degree."""
-    splits: bool = False
-    """Whether the schedule splits backward into gradients of inputs and of weights."""
-
-
-@dataclass(frozen=True, eq=False)
-class PipelinePosition:
-    """A strategy under one `PlacedStrategy`: everything that does not depend on the micro-batch size."""
-
-    strategy: Strategy
-    """Strategy of the layer."""
-    tensor: str
-    """Name of the tensor-parallel part in a profile, as `tensor_name` returns it."""
-    groups: Groups
-    """Groups of ranks that a rank communicates with."""
-    executions: Mapping[LayerKind, LayerExecution]
-    """When parameters are gathered and gradients reduced, by kind of layer."""
-    data: int
-    """Number of parts that dp and fsdp split the batch into."""
-    computes: int
-    """Cache key: equal for all positions with the same `Work` for equal rows per data-parallel rank."""
-    keeps: int
-    """Cache key: equal for all positions with the same `LayerParameters`."""
-
-    @property
-    def wrapped(self) -> bool:
-        """Return whether ``fully_shard`` wraps the layers; the rule is the same for every kind of layer."""
-        return next(iter(self.executions.values())).wrapped
 
 
 class LayerCosts:

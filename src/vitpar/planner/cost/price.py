@@ -13,11 +13,12 @@ from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import stage_layers, travel_layout
-from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import RankGroup, all_ranks, neighbours, pipeline_group, placed
 from vitpar.planner.cost.memory import Held, Memory
 from vitpar.planner.cost.pipeline import ActionOrder, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
+from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.profiles import LayerKind

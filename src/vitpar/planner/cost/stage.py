@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vitpar.models.description import Shape
-from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
+from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Strategy, token_layout

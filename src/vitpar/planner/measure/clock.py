@@ -25,7 +25,7 @@ from torch import nn
 
 from vitpar.launch.resources import cpu_cores
 from vitpar.launch.world_group import all_reduce_, barrier
-from vitpar.planner.profile.profiles import Timing
+from vitpar.planner.profile.curves import Timing
 
 SHORTEST = 1e-3  # seconds of a reading at least: shorter work is repeated within it
 FEWEST, MOST = 5, 25  # readings of a point; work that is repeated within a reading needs only three

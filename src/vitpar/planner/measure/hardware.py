@@ -36,7 +36,8 @@ from vitpar.planner.measure.device import Peak, date_and_versions, device_name, 
 from vitpar.planner.measure.sending import message, overlap, own_group, pipeline_action, scratch
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
-from vitpar.planner.profile.profiles import Curve, Hardware, Host, Link, Matmul, Timing
+from vitpar.planner.profile.curves import Curve, Timing
+from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe
 

@@ -27,15 +27,14 @@ from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure.clock import Clock, Progress
 from vitpar.planner.measure.device import date_and_versions, device_name, live_bytes
+from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import tensors
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     Bytes,
-    Curve,
     LayerKind,
     LayerProfile,
     ModelProfile,
-    Timing,
     WeightProfile,
     always_wrapped,
 )

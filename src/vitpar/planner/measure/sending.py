@@ -21,7 +21,8 @@ from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.planner.measure.clock import Clock
 from vitpar.planner.measure.device import Peak
 from vitpar.planner.profile.cluster import Shape, operations
-from vitpar.planner.profile.profiles import Operation, Overlap, Timing
+from vitpar.planner.profile.curves import Timing
+from vitpar.planner.profile.profiles import Operation, Overlap
 from vitpar.strategy import parse
 
 LONG = 0.05  # seconds of the work whose slow-down is measured, while the other kind runs longer

@@ -17,19 +17,17 @@ from pydantic import Field, ValidationError
 from vitpar.errors import PlannerError
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MIN_SUSTAINED
+from vitpar.planner.profile.curves import Curve, Timing, exact
 from vitpar.planner.profile.profiles import (
     OPERATIONS,
     OPTIMIZER_BYTES,
     STEPS,
-    Curve,
     Hardware,
     Host,
     Link,
     Matmul,
     Operation,
     Overlap,
-    Timing,
-    exact,
 )
 from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate
 from vitpar.records import first_wrong

@@ -27,18 +27,17 @@ from vitpar.planner.profile.activations import (
     taken_elements,
     transient_elements,
 )
+from vitpar.planner.profile.curves import Curve, exact
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     OPTIMIZER_BYTES,
     Bytes,
-    Curve,
     Hardware,
     LayerProfile,
     Matmul,
     ModelProfile,
     WeightProfile,
     always_wrapped,
-    exact,
 )
 from vitpar.strategy import Strategy, parse
 from vitpar.strategy.layout import row_parts

@@ -24,10 +24,10 @@ from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
 from vitpar.planner.cost.elements import layer_elements
+from vitpar.planner.profile.curves import Curve, exact, fit
 from vitpar.planner.profile.profiles import (
     STEPS,
     Bytes,
-    Curve,
     Hardware,
     LayerKind,
     LayerProfile,
@@ -36,8 +36,6 @@ from vitpar.planner.profile.profiles import (
     Operation,
     Overlap,
     WeightProfile,
-    exact,
-    fit,
 )
 from vitpar.planner.search.sections import BlockSection, sections_of
 from vitpar.strategy import parse, validate

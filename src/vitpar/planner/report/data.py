@@ -11,8 +11,9 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.planner.report.timeline import rows_of, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
-from vitpar.planner.search.best import Result, Search
+from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import Reason, reasons
+from vitpar.planner.search.result import Result
 from vitpar.planner.search.scaling import Point, efficiency
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json

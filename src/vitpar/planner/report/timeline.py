@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.price import Price
+from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import build_stage
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.profiles import Curve, LayerProfile, Operation
+from vitpar.planner.profile.curves import Curve
+from vitpar.planner.profile.profiles import LayerProfile, Operation
 from vitpar.strategy import batch_arithmetic
 
 SENT: dict[str, tuple[Operation, ...]] = {

@@ -12,22 +12,24 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any, Self
 
 import numpy as np
 
-from vitpar.planner.cost.layer import LayerCosts, PlacedStrategy
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
+from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
 from vitpar.planner.search.expand import BestPlans, Expansion, SearchEffort
 from vitpar.planner.search.layered import LayeredExpansion
 from vitpar.planner.search.options import Array, Choices, Option, Options
 from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
+from vitpar.planner.search.restrictions import FEWER, part_of, smaller_budgets
+from vitpar.planner.search.result import Result
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
 from vitpar.planner.search.tables import Moves, received_shares
@@ -40,52 +42,8 @@ ROUNDING = 1e-9
 """Relative tolerance of the memory budget in bounds."""
 WORTH_MORE = 0.01
 """`Result.gap` above which an inexact search runs the additional searches of `Search._again`."""
-FEWER: tuple[dict[str, tuple[str, ...]], ...] = (
-    {"flags": ()},
-    {"flags": ("ckpt",)},
-    {"roles": ("pp", "dp")},
-    {"roles": ("pp", "dp", "fsdp")},
-    {"schedules": ("1f1b",)},
-)
-"""Restrictions of the space for additional searches: with fewer strategies, the same effort covers more of the plans.
-"""
 Progress = Callable[[int, int, Price | None], None]
 """Progress callback: (steps done, total steps, best price so far or None)."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Outcome of a search."""
-
-    plans: tuple[Price, ...]
-    """Prices, best first: the simplest plan within the tolerance of the fastest, then the others by images per second.
-    Empty if no plan fits into memory."""
-    bound: float
-    """Images per second that no plan of the space exceeds, with any mix of strategies."""
-    exact: bool
-    """Whether every plan of the space was priced or ruled out by a bound."""
-    kinds: int
-    """Number of kinds: combinations of pipeline, batch size and number of micro-batches."""
-    priced: int
-    """Number of plans priced by this `Search` so far."""
-    strategies: int
-    """Number of layer strategies considered, counted per pipeline degree."""
-    seconds: float
-    """Duration of the search in seconds."""
-
-    @property
-    def gap(self) -> float:
-        """Largest possible relative speedup over the best plan: `bound` / its images per second - 1."""
-        if not (self.plans and self.bound):
-            return 0.0
-        return max(0.0, self.bound / self.plans[0].images_per_second - 1)
-
-    def with_alternatives(self, prices: Iterable[Price]) -> Self:
-        """Return a copy with `prices` added to the plans after the best; duplicates are dropped."""
-        best, *others = self.plans
-        known = {(price.plan, price.batch_size) for price in self.plans}
-        others += [price for price in prices if (price.plan, price.batch_size) not in known]
-        return replace(self, plans=(best, *sorted(others, key=lambda price: -price.images_per_second)))
 
 
 class Search:
@@ -135,10 +93,10 @@ class Search:
                 break
             # The shallow copy shares the cache of prices, through which its plans reach `_known` below.
             part = copy(self)
-            part.space = _part(self.space, fewer)
+            part.space = part_of(self.space, fewer)
             part._options = Options(part.space, self.costs, self._moments)
             part._best(budget, effort, until)
-        for smaller in _smaller(budget):
+        for smaller in smaller_budgets(budget):
             if time.perf_counter() > until:
                 break
             self._best(smaller, self._short, until)
@@ -433,22 +391,3 @@ class Search:
     @property
     def _sections(self) -> Sections:
         return self.space.sections
-
-
-def _smaller(budget: float) -> list[float]:
-    """Return budgets from about an eighth of `budget` up to just below it, in bytes.
-
-    They are powers of 2 ** 0.5, so that searches with slightly different budgets use the same ones.
-    """
-    if not 1 < budget < math.inf:
-        return []
-    last = math.ceil(2 * math.log2(budget)) - 1
-    return [2 ** (step / 2) for step in range(last - 5, last + 1)]
-
-
-def _part(space: Space, fewer: Mapping[str, tuple[str, ...]]) -> Space:
-    """Return a copy of `space` whose fields named in `fewer` keep only the values listed there."""
-    kept: dict[str, Any] = {
-        name: tuple(one for one in getattr(space, name) if one in some) for name, some in fewer.items()
-    }
-    return replace(space, **kept)

@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.planner.cost.layer import LayerCosts, LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.stage import Load, least_load
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.planner.search.space import Space

@@ -1,0 +1,44 @@
+"""Outcome of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from vitpar.planner.cost.price import Price
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a search."""
+
+    plans: tuple[Price, ...]
+    """Prices, best first: the simplest plan within the tolerance of the fastest, then the others by images per second.
+    Empty if no plan fits into memory."""
+    bound: float
+    """Images per second that no plan of the space exceeds, with any mix of strategies."""
+    exact: bool
+    """Whether every plan of the space was priced or ruled out by a bound."""
+    kinds: int
+    """Number of kinds: combinations of pipeline, batch size and number of micro-batches."""
+    priced: int
+    """Number of plans priced by this `Search` so far."""
+    strategies: int
+    """Number of layer strategies considered, counted per pipeline degree."""
+    seconds: float
+    """Duration of the search in seconds."""
+
+    @property
+    def gap(self) -> float:
+        """Largest possible relative speedup over the best plan: `bound` / its images per second - 1."""
+        if not (self.plans and self.bound):
+            return 0.0
+        return max(0.0, self.bound / self.plans[0].images_per_second - 1)
+
+    def with_alternatives(self, prices: Iterable[Price]) -> Self:
+        """Return a copy with `prices` added to the plans after the best; duplicates are dropped."""
+        best, *others = self.plans
+        known = {(price.plan, price.batch_size) for price in self.plans}
+        others += [price for price in prices if (price.plan, price.batch_size) not in known]
+        return replace(self, plans=(best, *sorted(others, key=lambda price: -price.images_per_second)))

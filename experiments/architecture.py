@@ -86,7 +86,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("cli/vitpar_cli/profile.py", "model", "takes the command `vitpar profile model`"),
             ("planner/measure/model.py", "LayerBench", "runs one layer of a rank, with nobody else"),
             ("planner/measure/clock.py", "Clock", "takes its time beside a fixed piece of work"),
-            ("planner/profile/profiles.py", "ModelProfile", "keeps it as a `Curve` over images (`curves.py`), and as JSON"),
+            ("planner/profile/profiles.py", "ModelProfile", "keeps it as a `Curve` (`curves.py`), and as JSON"),
             ("planner/cost/layer.py", "LayerCosts", "gives a layer's seconds and bytes under a strategy"),
             ("planner/cost/stage.py", "StageCost", "adds layers up to a stage, and what is sent beside them"),
             ("planner/cost/price.py", "price", "replays the stages of a step, and walks through its memory"),

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from vitpar.models import model_config
+from vitpar.pages import svg
+from vitpar.pages.maps import layer_map, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Curve, LayerProfile
-from vitpar.planner.report import svg
 from vitpar.planner.report.data import Findings, Provenance, duration, figures, findings, noise_words, trace
-from vitpar.planner.report.maps import layer_map, rank_grid
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty

@@ -18,6 +18,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
+        self.styles: list[str] = []
+        self.scripts: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == [], f"not closed: {self.open}"
@@ -40,9 +42,9 @@ class Page(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        """Note a text that readers see."""
-        if not {"style", "script"} & set(self.open):
-            self.words.append(data)
+        """Note a text."""
+        inside = self.open[-1] if self.open else ""
+        {"style": self.styles, "script": self.scripts}.get(inside, self.words).append(data)
 
     @property
     def text(self) -> str:
@@ -53,8 +55,12 @@ class Page(HTMLParser):
         """Return the attributes of all elements called `tag`."""
         return [attrs for name, attrs in self.elements if name == tag]
 
-
-def outside(html: str) -> list[str]:
-    """Return the URLs that a page would load or lead to, without embedded images."""
-    found = re.findall(r"""(?:src|href|action|url)\s*[=(]\s*["']?([^"')\s>]+)""", html)
-    return [url for url in found if not url.startswith("data:image/")] + re.findall(r"https?://[^\s\"'<]+", html)
+    @property
+    def outside(self) -> list[str]:
+        """URLs that the page would load or lead to, without embedded images."""
+        names = ("src", "href", "xlink:href", "action", "formaction", "data", "poster", "srcset", "background")
+        found = [value or "" for _, attrs in self.elements for name, value in attrs.items() if name in names]
+        styles = [*self.styles, *(attrs.get("style") or "" for _, attrs in self.elements)]
+        found += [text for style in styles for text in re.findall(r"url\(.*?\)|@import.*", style)]
+        found += re.findall(r"https?://\S+|//\S+\.\S+", " ".join(self.scripts))
+        return [url for url in found if not url.startswith("data:image/")]

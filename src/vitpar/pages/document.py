@@ -31,7 +31,7 @@ svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; 
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.n, th.n { text-align: right; padding-right: .9rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .facts td { min-width: 0; overflow-wrap: anywhere; }
 .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
 .ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
@@ -100,16 +100,19 @@ def document(title: str, parts: Sequence[str], style: str = "", version: str = "
     return f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
 
 
-def switch(name: str, words: str, choices: Mapping[str, str]) -> str:
-    """Return a group of buttons of which one is pressed, at first the first one.
+def switch(name: str, words: str, choices: Mapping[str, str], chosen: str | None = None) -> str:
+    """Return a group of buttons of which one is pressed.
 
     name: the button of choice `key` has the id `name-key`, for rules of style such as `:has(#name-key:checked)`.
     words: name of the group for readers.
     choices: text of each button by its key.
+    chosen: key of the button that is pressed at first; None for the first one.
     """
+    first = next(iter(choices)) if chosen is None else chosen
     buttons = "".join(
-        f'<label><input type="radio" name="{name}" id="{name}-{key}"{" checked" * (number == 0)}>{escape(text)}</label>'
-        for number, (key, text) in enumerate(choices.items())
+        f'<label><input type="radio" name="{name}" id="{name}-{key}"{" checked" * (key == first)}>'
+        f"{escape(text)}</label>"
+        for key, text in choices.items()
     )
     return f'<fieldset class="switch"><legend>{escape(words)}</legend>{buttons}</fieldset>'
 

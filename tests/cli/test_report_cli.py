@@ -88,7 +88,7 @@ def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:
             assert "complete" in Page(answer.read().decode()).text
         time.sleep(0.1)
         os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert process.returncode == 0 and err == ""

@@ -80,7 +80,10 @@ def test_lines_that_do_not_coincide_are_not_dashed(other: Line) -> None:
 def test_validation_has_dots_and_training_is_smoothed() -> None:
     html = chart(line(0, [3.0, 2.0, 2.5, 1.0]), line(0, [2.0, 1.5], dashed=True))
     drawings = len(re.findall(r'<g class="ax [^>]*><path', html))
-    assert drawings and html.count('class="raw c0"') == html.count('class="val c0"') == html.count('class="dots c0"') == drawings
+    assert (
+        drawings
+        and html.count('class="raw c0"') == html.count('class="val c0"') == html.count('class="dots c0"') == drawings
+    )
     assert html.count("sm-light") == html.count("sm-strong") == drawings
 
 
@@ -98,7 +101,7 @@ def test_marks_that_cannot_be_told_apart_are_left_out() -> None:
         RunMark(0, "saved", {"step": step, "samples": np.nan, "hours": step / 3600}, f"checkpoint after step {step}")
         for step in range(1, 1001)
     ]
-    marks += [RunMark(0, "restart", {axis: 500.0 for axis in AXES}, "resumed")] * 2
+    marks += [RunMark(0, "restart", dict.fromkeys(AXES, 500.0), "resumed")] * 2
     html = chart(line(0, [1.0] * 1000), marks=marks)
     (step, samples, _) = re.findall('<g class="ax [^>]*>((?:<path|<g).*?)(?=<g class="ax|</svg>)', html)
     assert 40 <= step.count("checkpoint after") <= 60 and step.count("resumed") == 1

@@ -45,7 +45,7 @@ def test_the_newest_run_is_first_and_other_folders_are_left_out(tmp_path: Path) 
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no folder '.*gone': name one"):
+    with pytest.raises(DataError, match=r"there is no folder '.*gone': name one"):
         runs_in(tmp_path / "gone")
 
 

@@ -105,4 +105,4 @@ def test_thumbnails_are_small() -> None:
     Image.fromarray(noise).save(file, "PNG")
     html = thumbnail(file.getvalue())
     assert html.startswith('<img src="data:image/jpeg;base64,') and len(html) < 12 * SIDE**2 / 8
-    assert 'class=tiny' in thumbnail(encoded()) and "image/png" in thumbnail(encoded())
+    assert "class=tiny" in thumbnail(encoded()) and "image/png" in thumbnail(encoded())

@@ -38,7 +38,7 @@ def label(page: Page, title: str) -> str:
 
 
 def test_a_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
-    page, html = page_of(write_run(tmp_path / "mine", usual_rows()), made_by="vitpar 1.2.3: vitpar report mine")
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows()), made_by="vitpar 1.2.3: vitpar report mine")
     assert page.outside == [] and not page.all("link") and not page.all("iframe")
     (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     assert policy and "default-src 'none'" in policy and "'unsafe-eval'" not in policy
@@ -94,7 +94,7 @@ def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
     assert "Differences between the recipes All settings are equal." in alike
 
 
-@pytest.mark.parametrize("hostile", ['<img src=x onerror="alert(1)">', "</script><script>alert(1)</script>", '"\'&'])
+@pytest.mark.parametrize("hostile", ['<img src=x onerror="alert(1)">', "</script><script>alert(1)</script>", "\"'&"])
 def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
     folder = hostile.replace("/", "\u2215")
     lines = [start_line("dp2", 60).replace("vit_custom", hostile), f"warning: {hostile}", f"error: {hostile}"]
@@ -104,7 +104,7 @@ def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
     recipe = f"[data]\npath = {json.dumps(hostile)}\n[optimizer]\nname = {json.dumps(hostile)}\n"
     (run / "recipe.toml").write_text(recipe)
     for runs in ((run,), (run, other)):
-        page, html = page_of(*runs, made_by=hostile, version=hostile)
+        page, _ = page_of(*runs, made_by=hostile, version=hostile)
         assert len(page.all("script")) == 1 and not page.all("img") and page.outside == []
         assert page.text.count(hostile) > 5
 
@@ -162,7 +162,21 @@ def test_many_long_runs_make_a_page_below_two_megabytes(tmp_path: Path) -> None:
         ([train_row(step, step_ms=None, samples=None) for step in (1, 2, 3)], "steps 3 of 60"),
         ([train_row(step) for step in (1, 2, 30, 31, 900)], "steps 900"),
     ],
-    ids=["none", "one", "cut off", "skipped", "no loss", "inf", "step alone", "infinite", "eval alone", "zeros", "huge", "untimed", "gaps"],
+    ids=[
+        "none",
+        "one",
+        "cut off",
+        "skipped",
+        "no loss",
+        "inf",
+        "step alone",
+        "infinite",
+        "eval alone",
+        "zeros",
+        "huge",
+        "untimed",
+        "gaps",
+    ],
 )
 def test_odd_runs_have_good_pages(rows: list[Any], expected: str, tmp_path: Path) -> None:
     page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))

@@ -1,5 +1,7 @@
 """Downsampling keeps spikes, breaks lines at gaps, and smooths without inventing values."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ def test_every_spike_stays() -> None:
     assert (np.diff(found.x) >= 0).all(), "in the order of x"
     edges = np.linspace(0, x[-1], 401)
     edges[-1] += 1  # the last column includes its end
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         inside, kept = y[(x >= low) & (x < high)], found.y[(found.x >= low) & (found.x < high)]
         assert (kept.min(), kept.max()) == (inside.min(), inside.max())
     assert found.starts.sum() == 1

@@ -41,7 +41,12 @@ LINES = (
     "2026-01-02 03:04:09 done  val loss 0.5000  top-1 50.00%  top-5 99.00%  weights run/weights\n",
 )
 ROW = {"epoch": 0.1, "lr": 0.001, "grad_norm": 1.5, "step_ms": 100.5, "data_ms": 2.5, "images_per_second": 1274.0}
-ENVIRONMENT = {"command": ["vitpar", "train"], "torch": "2.13.0", "devices": ["a GPU"], "attention": {"backend": "math"}}
+ENVIRONMENT = {
+    "command": ["vitpar", "train"],
+    "torch": "2.13.0",
+    "devices": ["a GPU"],
+    "attention": {"backend": "math"},
+}
 
 
 class RunFolders(FileTarget):

@@ -68,7 +68,6 @@ class VerticalAxis:
         return powers if len(powers) > 1 else round_ticks(10**self._low, 10**self._high)
 
 
-
 class HorizontalAxis:
     """Horizontal axis of a chart. `drawn` is its SVG.
 

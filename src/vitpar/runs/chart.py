@@ -117,7 +117,9 @@ def draw(chart: LineChart, columns: int = COLUMNS) -> str:
     dashes, difference = _turns(chart.lines)
     drawn: dict[str, list[str]] = {}
     for axis in AXES:
-        for body in _drawings(chart, axis, vertical, columns, dashes):  # lines over steps and samples are often the same
+        for body in _drawings(
+            chart, axis, vertical, columns, dashes
+        ):  # lines over steps and samples are often the same
             drawn.setdefault(body, []).append(f"ax-{axis}")
     groups = "".join(f'<g class="ax {" ".join(names)}">{body}</g>' for body, names in drawn.items())
     same = "" if difference is None else "The lines of the runs are equal."

@@ -250,9 +250,7 @@ def _style(runs: int) -> str:
     )
     axes = "".join(f":root:has(#x-{axis}:checked) .ax-{axis}{{display:inline}}" for axis in AXES)
     smooth = "".join(
-        f":root:has(#smooth-{name}:checked) .sm-{name}{{display:inline}}"
-        for name, share in SMOOTHING.items()
-        if share
+        f":root:has(#smooth-{name}:checked) .sm-{name}{{display:inline}}" for name, share in SMOOTHING.items() if share
     )
     return STYLE + colours + axes + smooth
 
@@ -265,7 +263,8 @@ body { max-width: 1120px; } .scroll svg { max-width: 900px; }
 .chart summary { opacity: .8; } .points small { white-space: nowrap; opacity: .8; }
 .controls { position: sticky; top: 0; z-index: 1; background: var(--page); padding: .3rem 0; display: flex;
   flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
-.controls .legend { margin: 0; align-items: center; flex-basis: 100%; } i[class^="c"] { background: var(--run); border: 0; }
+.controls .legend { margin: 0; align-items: center; flex-basis: 100%; }
+i[class^="c"] { background: var(--run); border: 0; }
 .k { display: inline-block; width: 1.6em; margin-right: .35em; vertical-align: middle; border-top: 2px solid; }
 .k.thin { border-top-width: 1px; opacity: .5; } .k.dash { border-top-style: dashed; }
 .ax, .sm { display: none; }

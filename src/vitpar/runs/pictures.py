@@ -59,12 +59,10 @@ def pipeline_timeline(plan: Plan) -> str:
     spans = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in events]
     spans.sort(key=lambda span: (span.start, span.row))
     idle = f"{idle_share(plan, batches) * 100:.1f} %"
-    cut = f" The first {MOST_SPANS:,} of {len(spans):,} spans are shown." * (
-        len(spans) > MOST_SPANS
-    )
+    cut = f" The first {MOST_SPANS:,} of {len(spans):,} spans are shown." * (len(spans) > MOST_SPANS)
     note = (
-        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle} of the time idle: equal stages, a backward twice "
-        f"as long as the forward (1 unit), free communication.{cut}"
+        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle} of the time idle: equal stages, a backward "
+        f"twice as long as the forward (1 unit), free communication.{cut}"
     )
     drawn = svg.timeline(spans[:MOST_SPANS], max(span.end for span in spans), unit="")
     return f'{drawn}<p class="note">{escape(note)}</p>'

@@ -75,7 +75,7 @@ class Predictions:
         return np.bincount(self.labels[wrong], minlength=size) + np.bincount(self.predicted[wrong], minlength=size)
 
     def most_confused(self, most: int) -> list[int]:
-        """Return all classes that have images if they are at most `most`, else those with the most errors, by number."""
+        """Return the classes that occur, by number; if they are more than `most`, those with the most errors."""
         found = np.unique(np.concatenate([self.labels, self.predicted]))
         if len(found) > most:
             found = np.sort(found[np.argsort(-self.errors[found], kind="stable")[:most]])

@@ -31,8 +31,8 @@ class Points:
 def envelope(x: Column, y: Column, low: float, high: float, columns: int, *, spikes: bool = True) -> Points:
     """Return at most two points of a line for each pixel column: its smallest and its largest value, in their order.
 
-    So every spike stays visible. If there are more points than that, x is the middle of the column. Pieces are separated
-    where values are missing or not finite, and by gaps in x.
+    So every spike stays visible. If there are more points than that, x is the middle of the column. Pieces are
+    separated where values are missing or not finite, and by gaps in x.
 
     low, high: ends of the horizontal axis.
     spikes: False for a line that was smoothed, which needs only one value of each column.

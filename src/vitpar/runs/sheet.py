@@ -31,8 +31,10 @@ SHEET_STYLE = """
 .sheet img { width: 96px; height: 96px; object-fit: contain; background: var(--faint); display: block; }
 .sheet img.tiny { image-rendering: pixelated; }
 .confusion { width: auto; font-size: 12px; } .confusion td { text-align: center; padding: .15rem .4rem;
-  border: 1px solid var(--faint); min-width: 1.4rem; } .confusion th { font-weight: normal; text-align: center; padding: .15rem .4rem; }
-.confusion th:first-child { position: sticky; left: 0; background: var(--page); max-width: 9rem; overflow-wrap: anywhere; }
+  border: 1px solid var(--faint); min-width: 1.4rem; } .confusion th { font-weight: normal; text-align: center;
+  padding: .15rem .4rem; }
+.confusion th:first-child { position: sticky; left: 0; background: var(--page); max-width: 9rem;
+  overflow-wrap: anywhere; }
 .confusion .right { outline: 1px solid currentColor; outline-offset: -2px; }
 """
 """Rules of style of these sections."""
@@ -115,7 +117,10 @@ def _confusion(found: Predictions) -> str:
         rows.append(f"<tr><th>{_name(found, number)}</th>{''.join(cells)}</tr>")
     total = len(images)
     cut = f" The {len(classes)} classes with the most errors of {total:,} are shown." if total > len(classes) else ""
-    note = f"Rows: classes of the images. Columns: predictions. The stronger the colour, the larger the share of the row.{cut}"
+    note = (
+        f"Rows: classes of the images. Columns: predictions. The stronger the colour, the larger "
+        f"the share of the row.{cut}"
+    )
     table_ = f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(rows)}</table>'
     return f'<p class="note">{note}</p><div class="scroll">{table_}</div>'
 

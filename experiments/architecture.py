@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands", ("vitpar_cli",)),
     ("front door", ("vitpar",)),
-    ("tools", ("bench",)),
+    ("tools", ("bench", "runs")),
     ("", ("check", "planner", "doctor")),
     ("training", ("training",)),
     ("", ("training.faults",)),
@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("training.recipe",)),
     ("", ("training.optim",)),
     ("model and state", ("weights",)),
-    ("", ("parallel", "data", "checkpoint")),
+    ("", ("parallel", "data", "checkpoint", "pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
     ("ground", ("io", "records", "sharded", "sizes")),

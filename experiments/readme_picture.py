@@ -11,8 +11,8 @@ import re
 from dataclasses import replace
 
 from vitpar.models import model_config
+from vitpar.pages import svg
 from vitpar.planner.cost.price import price
-from vitpar.planner.report import svg
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, place_of_rank, validate

@@ -28,6 +28,8 @@ from vitpar_cli import (
     plan,
     predict,
     profile,
+    report,
+    runs,
     scaling,
     search,
     settings,
@@ -59,6 +61,8 @@ app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
 app.command("models")(models.models)
 app.command("settings")(settings.settings)
+app.command("report")(report.report)
+app.command("runs")(runs.runs)
 app.command("doctor")(doctor.doctor)
 
 

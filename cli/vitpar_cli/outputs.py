@@ -35,7 +35,12 @@ def origin() -> Provenance:
     from vitpar import __version__
     from vitpar.planner.report.data import Provenance
 
-    return Provenance(__version__, shlex.join(["vitpar", *sys.argv[1:]]))
+    return Provenance(__version__, command_line())
+
+
+def command_line() -> str:
+    """Return the command line as it was typed."""
+    return shlex.join(["vitpar", *sys.argv[1:]])
 
 
 class ProgressLines:

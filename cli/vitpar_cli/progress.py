@@ -132,6 +132,7 @@ class ConsoleReporter(Reporter):
         self._print(f"weights    {summary['weights']}")
         if "loss" in summary:
             self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
+        self._print(f"report     {shlex.join(['vitpar', 'report', self._header.folder])}")
 
     def close(self) -> None:
         """Stop the live line."""

@@ -46,7 +46,7 @@ MAX_TOML_DOTS = _most(8, "consecutive dots in a TOML key")
 MAX_PLAN_BYTES = _most(4 * MIB, "plan (JSON), of vitpar or Galvatron", "bytes")
 MAX_PROFILE_BYTES = _most(8 * MIB, "hardware or model profile (JSON)", "bytes")
 MAX_JSON_BYTES = _most(64 * MIB, "other JSON file: configuration, manifest, weight map, class names", "bytes")
-MAX_TEXT_BYTES = _most(1024 * MIB, "text file: list of images, map of a zip file", "bytes")
+MAX_TEXT_BYTES = _most(1024 * MIB, "text file: list of images, map of a zip file, log or metrics of a run", "bytes")
 MAX_LINE_BYTES = _most(64 * KIB, "line of a text file", "bytes")
 
 # Numbers in profiles of machines and models, and in clusters.

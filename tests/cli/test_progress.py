@@ -169,6 +169,7 @@ def test_evaluations_notes_and_result_are_always_printed(plain: Shown) -> None:
         "result     val loss 0.4100  top-1 91.2 %  top-5 99.7 %",
         "weights    runs/one/weights",
         "evaluate   vitpar eval --checkpoint runs/one/weights --data 'data shards/digits'",
+        "report     vitpar report runs/one",
     ]
 
 

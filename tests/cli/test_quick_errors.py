@@ -26,6 +26,8 @@ PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import 
         (["checkpoint", "info", "gone"], "there is no folder 'gone'"),
         (["data", "info", "gone"], "no data set at 'gone'"),
         (["data", "verify", "gone"], "no data set at 'gone'"),
+        (["report", "gone"], "there is no run 'gone'"),
+        (["runs", "gone"], "there is no folder 'gone'"),
         (["settings", "train.sed"], "unknown setting 'train.sed'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -11,11 +11,10 @@ from helpers.ranks import RankPool
 from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Execution, parallelize
-from vitpar.parallel.pipeline import stage_layers
 from vitpar.planner.cost.elements import chunk_length, layer_parameters
 from vitpar.planner.describe import PlanSummary, summarize
 from vitpar.sharded import to_local
-from vitpar.strategy import Plan, parse, place_of_rank, stages_of_rank, validate
+from vitpar.strategy import Plan, parse, place_of_rank, stage_layers, stages_of_rank, validate
 
 TINY = model_config("vit_tiny_patch16_224")  # width 192, 12 blocks, 3 heads, hidden 768, 197 tokens, 1000 classes
 EMBED = (768 * 192 + 192) + 192 + 197 * 192

@@ -12,6 +12,7 @@ TARGETS = {
     "words": "fuzzing.targets.strategy:Words",
     "plan": "fuzzing.targets.strategy:PlanFile",
     "profile": "fuzzing.targets.profile:ProfileFiles",
+    "run": "fuzzing.targets.run:RunFolders",
     "tfrecord": "fuzzing.targets.sources:TFRecords",
     "parquet": "fuzzing.targets.sources:Parquet",
     "zip": "fuzzing.targets.sources:ZipsAndLists",

@@ -28,12 +28,11 @@ from vitpar.parallel.pipeline import (
     pipeline_stage,
     receive_tokens,
     send_tokens,
-    stage_layers,
     travel_layouts,
 )
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.tensor import PartialGradient, TensorSums
-from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout
+from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
 from vitpar.strategy.layout import copies

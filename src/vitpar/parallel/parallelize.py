@@ -30,11 +30,11 @@ from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import compute_in_float8, float8_fault
 from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, tensor_mesh
 from vitpar.parallel.model import ParallelModel
-from vitpar.parallel.pipeline import StageModule, stage_layers, travel_layouts
+from vitpar.parallel.pipeline import StageModule, travel_layouts
 from vitpar.parallel.precision import Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
-from vitpar.strategy import Plan, Strategy, image_layout, stages_of_rank, token_layout
+from vitpar.strategy import Plan, Strategy, image_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 

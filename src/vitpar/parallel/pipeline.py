@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.strategy import ActivationPart, Plan, Strategy, rank_of_stage, split_blocks, token_layout
+from vitpar.strategy import ActivationPart, Plan, Strategy, rank_of_stage, stage_layers, token_layout
 from vitpar.strategy.layout import Layout
 
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
@@ -34,18 +34,6 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
     "zbvzerobubble": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-
-
-def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the layer names of each stage: blocks as the plan splits them, embed in the first, head in the last."""
-    costs = [float(flops) for flops in config.layer_flops.values()]
-    stages = [
-        [f"blocks.{i}" for i in blocks]
-        for blocks in split_blocks(config.num_blocks, plan.num_stages, plan.split, costs)
-    ]
-    stages[0].insert(0, "embed")
-    stages[-1].append("head")
-    return tuple(tuple(names) for names in stages)
 
 
 def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.parallel.pipeline import stage_layers, travel_layouts
+from vitpar.parallel.pipeline import travel_layouts
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.pipeline import idle_share
-from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, stages_of_rank, token_layout
+from vitpar.strategy import (
+    BatchArithmetic,
+    Plan,
+    Strategy,
+    batch_arithmetic,
+    stage_layers,
+    stages_of_rank,
+    token_layout,
+)
 from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
 

@@ -17,6 +17,7 @@ from vitpar.strategy.stages import (
     rank_of_place,
     rank_of_stage,
     split_blocks,
+    stage_layers,
     stages_of_rank,
 )
 from vitpar.strategy.validate import Model, validate
@@ -47,6 +48,7 @@ __all__ = [
     "rank_of_place",
     "rank_of_stage",
     "split_blocks",
+    "stage_layers",
     "stages_of_rank",
     "token_layout",
     "validate",

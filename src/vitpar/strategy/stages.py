@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from vitpar.errors import StrategyError
 from vitpar.strategy.layer import ROLES, Role
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.text import count, nearest, shown
+
+if TYPE_CHECKING:
+    from vitpar.models.config import ModelConfig
 
 
 def split_blocks(
@@ -177,3 +181,15 @@ def _inner_size(plan: Plan) -> int:
     if not plan.is_uniform or plan.pp == 1:
         return plan.stage_size
     return math.prod(axis.size for axis in plan.strategy.axes[plan.pp_index :])
+
+
+def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Return the layer names of each stage: blocks as the plan splits them, embed in the first, head in the last."""
+    costs = [float(flops) for flops in config.layer_flops.values()]
+    stages = [
+        [f"blocks.{i}" for i in blocks]
+        for blocks in split_blocks(config.num_blocks, plan.num_stages, plan.split, costs)
+    ]
+    stages[0].insert(0, "embed")
+    stages[-1].append("head")
+    return tuple(tuple(names) for names in stages)

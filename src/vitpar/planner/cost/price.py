@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.parallel.pipeline import stage_layers, travel_layout
+from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import RankGroup, all_ranks, neighbours, pipeline_group, placed
 from vitpar.planner.cost.memory import Held, Memory
@@ -22,7 +22,15 @@ from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.profiles import LayerKind
-from vitpar.strategy import BatchArithmetic, Plan, Strategy, batch_arithmetic, image_layout, stages_of_rank
+from vitpar.strategy import (
+    BatchArithmetic,
+    Plan,
+    Strategy,
+    batch_arithmetic,
+    image_layout,
+    stage_layers,
+    stages_of_rank,
+)
 from vitpar.strategy.layout import Layout
 
 Travel = tuple[Layout | None, ...]

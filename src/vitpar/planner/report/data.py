@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from vitpar.pages.spans import rows_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.planner.report.timeline import rows_of, timeline
+from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import Reason, reasons

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 
+from vitpar.pages import svg
+from vitpar.pages.document import document, facts, table
+from vitpar.pages.maps import layer_map, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.report import svg
 from vitpar.planner.report.data import (
     COLUMNS,
     SCALING_COLUMNS,
@@ -24,7 +26,6 @@ from vitpar.planner.report.data import (
     schedule_words,
     speed_words,
 )
-from vitpar.planner.report.maps import layer_map, rank_grid
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.search.expand import form
 from vitpar.planner.search.scaling import Point
@@ -38,30 +39,6 @@ SHOWN = 5
 """Number of plans whose timelines and breakdowns are shown."""
 MOST_EVENTS = 4000
 """Maximum number of spans in a timeline; browsers are slow with more."""
-STYLE = """
-:root { color-scheme: light dark; --faint: #8883; --accent: light-dark(#14507f, #8cc8f5); }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.35rem; line-height: 1.3; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
-.scroll { overflow-x: auto; } svg { width: 100%; min-width: 600px; display: block; }
-svg text { font-size: 12px; fill: currentColor; } svg .small { font-size: 11px; opacity: .8; }
-svg text.number { font-size: 10px; } svg text.number[fill="#fff"] { fill: #fff; }
-svg text.number[fill="#000"] { fill: #000; }
-svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
-svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot, svg .mark { fill: var(--accent); }
-svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .3rem 0 1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
-td.n, th.n { text-align: right; white-space: nowrap; }
-.facts td { min-width: 0; } .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
-.ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
-.ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
-td:has(code) { min-width: 13rem; }
-pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
-details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
-"""
 
 
 def page(found: Findings, moments: float) -> str:
@@ -106,18 +83,11 @@ def page(found: Findings, moments: float) -> str:
     return document(f"vitpar search: {title}", parts)
 
 
-def document(title: str, parts: Sequence[str]) -> str:
-    """Return a complete HTML page with the given title and parts of its body."""
-    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f'<meta charset="utf-8">{view}<title>{escape(title)}</title><style>{STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
 def _facts(found: Findings) -> str:
     """Return the table of facts about the best plan."""
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
     figures = [*(found.notes or ("measured",)), *([doubt.source] if doubt else [])]
-    return _about(
+    return facts(
         {
             "speed": escape(speed_words(best, costs)),
             "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, of {size(found.budget)} allowed"),
@@ -128,19 +98,13 @@ def _facts(found: Findings) -> str:
 
 
 def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]:
-    """Return rows of `_about`: hardware, precision and the command."""
+    """Return rows of `facts`: hardware, precision and the command."""
     compiled = ", compiled" if costs.model.compiled else ""
     return {
         "hardware": escape(f"{ranks} ranks of {costs.hardware.device_name} ({costs.hardware.name})"),
         "precision": escape(f"{costs.model.precision}{compiled}"),
         "made by": f"vitpar {escape(origin.version)}: <code>{escape(origin.command)}</code>",
     }
-
-
-def _about(rows: Mapping[str, str]) -> str:
-    """Return a table with a row for each name and its HTML."""
-    cells = "".join(f"<tr><td>{name}</td><td>{words}</td></tr>" for name, words in rows.items())
-    return f'<table class="facts">{cells}</table>'
 
 
 def _frontier(found: Findings) -> str:
@@ -162,18 +126,6 @@ def _table(found: Findings) -> str:
         for p in found.result.plans
     ]
     return table(["plan", *COLUMNS], rows, numbers=slice(1, None))
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
-    """Return a table of HTML cells. numbers: columns that are right-aligned."""
-    right = range(len(headings))[numbers]
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        opened = (f'{tag} class="n"' if index in right else tag for index in range(len(cells)))
-        return f"<tr>{''.join(f'<{t}>{cell}</{tag}>' for t, cell in zip(opened, cells, strict=True))}</tr>"
-
-    body = "".join(row("td", cells) for cells in rows)
-    return f'<div class="scroll"><table>{row("th", headings)}{body}</table></div>'
 
 
 def _plan(price: Price, found: Findings, opened: bool) -> str:
@@ -230,7 +182,7 @@ def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerC
     notes = "; ".join((SIMULATED, *provenance(costs.hardware, costs.model)))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _about({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
+        facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
         "<h2>Images/s per device by number of devices</h2>",
         svg.lines(series, ticks, "images/s", "Images/s per device by number of devices"),
     ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+from vitpar.pages.spans import ACTIONS, Span
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.price import Price
@@ -15,30 +14,10 @@ from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.strategy import batch_arithmetic
 
-ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-"""Names of pipeline actions by `Event.kind`."""
 COMPUTES, SENDS = "computes", "sends"
-"""Rows of a timeline without a pipeline."""
+"""Rows of a timeline without a pipeline; with one, rows are places of the pp axis."""
 LOCAL = ("uneven", "other", "optimizer")
 """Parts of a step's time that are neither layers nor communication."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """An action of a rank in a timeline."""
-
-    row: str
-    """Row of the timeline: a place of the pp axis, or `COMPUTES` or `SENDS` without a pipeline."""
-    what: str
-    """Part of the step, as in `Price.time`, or name of a pipeline action."""
-    start: float
-    """Start in seconds from the beginning of the step."""
-    end: float
-    """End in seconds from the beginning of the step."""
-    microbatch: int | None = None
-    """Index of the micro-batch; None for what belongs to no micro-batch."""
-    stage: int = 0
-    """Index of the pipeline stage."""
 
 
 def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
@@ -83,13 +62,6 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
                 begun, end = mine[first], mine[after - 1]
                 found.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
     return tuple(sorted(found, key=lambda span: (span.start, span.row)))
-
-
-def rows_of(spans: Sequence[Span]) -> list[str]:
-    """Return the rows of a timeline from the top; places of the pp axis in the order of their index."""
-    return sorted(
-        {span.row for span in spans}, key=lambda row: (int(row.removeprefix("pp ")) if "pp" in row else 0, row)
-    )
 
 
 class _Recorder(Streams):

@@ -7,8 +7,7 @@ from html import escape
 from itertools import groupby
 
 from vitpar.models.config import ModelConfig
-from vitpar.parallel.pipeline import stage_layers
-from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
+from vitpar.strategy import Plan, Strategy, place_of_rank, stage_layers, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks
 

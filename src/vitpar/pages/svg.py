@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from vitpar.planner.report.timeline import ACTIONS, Span, rows_of
+from vitpar.pages.spans import ACTIONS, Span, rows_of
 
 COLOURS = {
     "forward": "#0072b2",
@@ -126,17 +126,21 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], unit: Words, limit: fl
     return _svg(height, drawn, "; ".join(said)) + legend(names)
 
 
-def timeline(spans: Sequence[Span], seconds: float) -> str:
-    """Draw the actions of every row of `spans` over a step, above a time axis."""
+def timeline(spans: Sequence[Span], seconds: float, unit: str | None = None) -> str:
+    """Draw the actions of every row of `spans` over a step, above a time axis.
+
+    unit: unit of `seconds` and of the spans, empty for none; None for seconds.
+    """
     rows, each = rows_of(spans), 30
     scale, bottom = (WIDTH - LEFT - RIGHT) / seconds, 30 * len(rows) + 4
-    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    factor = 1.0 if unit is not None or seconds >= 1 else 1e3 if seconds >= 1e-3 else 1e6
+    unit = {1.0: " s", 1e3: " ms", 1e6: " µs"}[factor] if unit is None else unit
     drawn = []
     for value in _ticks(seconds * factor):
         x = LEFT + value / factor * scale
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom}" class="grid"/>')
         drawn.append(
-            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" class="small">{value:,.10g} {unit}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" class="small">{value:,.10g}{unit}</text>'
         )
     for row, name in enumerate(rows):
         y, whole = row * each + 4, WIDTH - LEFT - RIGHT
@@ -145,7 +149,7 @@ def timeline(spans: Sequence[Span], seconds: float) -> str:
         for span in (span for span in spans if span.row == name):
             x, width = LEFT + span.start * scale, max(0.4, (span.end - span.start) * scale)
             number = "" if span.microbatch is None else f" of micro-batch {span.microbatch}, stage {span.stage}"
-            title = f"{span.what}{number}: {span.start * factor:,.2f} to {span.end * factor:,.2f} {unit}"
+            title = f"{span.what}{number}: {span.start * factor:,.2f} to {span.end * factor:,.2f}{unit}"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{each - 6}" '
                 f'fill="{COLOURS[span.what]}" class="event"><title>{escape(title)}</title></rect>'
@@ -157,8 +161,8 @@ def timeline(spans: Sequence[Span], seconds: float) -> str:
                     f"{span.microbatch}</text>"
                 )
     done = {what: sum(s.end - s.start for s in spans if s.what == what) for what in COLOURS}
-    said = ", ".join(f"{what} {total * factor:,.1f} {unit}" for what, total in done.items() if total)
-    words = f"Timeline of {seconds * factor:,.1f} {unit} with the rows {', '.join(rows)}; in sum over them {said}"
+    said = ", ".join(f"{what} {total * factor:,.1f}{unit}" for what, total in done.items() if total)
+    words = f"Timeline of {seconds * factor:,.1f}{unit} with the rows {', '.join(rows)}; in sum over them {said}"
     return _svg(bottom + 20, drawn, words) + legend([what for what, total in done.items() if total])
 
 

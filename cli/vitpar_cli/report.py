@@ -1,0 +1,161 @@
+"""`vitpar report`: write or serve a page with charts of runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitpar.errors import DataError
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import command_line, progress_bar, refuse_unwritable, report_bad, warn, write
+from vitpar_cli.world import run_in_world
+
+if TYPE_CHECKING:
+    import torch
+
+PORT = 8123
+"""Port of a live report by default."""
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/mine.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Page to write.  \\[default: report.html]")
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            "--images",
+            min=1,
+            metavar="N",
+            help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
+            "most confident mistakes. All validation images are predicted with the run's weights, on one device.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        o.setting(
+            "data.path", "--data", to=str, metavar="DIR", help="Data of --images.  \\[default: what it was trained on]"
+        ),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Serve the page on 127.0.0.1 instead, and reload it while the runs continue."),
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"),
+    ] = None,
+    device: o.DeviceName = None,
+    model: o.OwnModel = None,
+) -> None:
+    """Write a self-contained HTML page about one or several runs: results, charts, plans, settings, versions.
+
+    The charts show every metric over steps, samples or hours, with checkpoints and restarts. Several runs are overlaid.
+    The page loads nothing from the network.
+
+    Example: vitpar report runs/mine
+
+    Example: vitpar report runs/dp2 runs/tp2 --out compared.html
+
+    Example: vitpar report runs/mine --images 48
+
+    Example: vitpar report runs/mine --live
+    """
+    given = o.checked_settings(report, locals())
+    from vitpar import __version__
+    from vitpar.runs.folder import RunRecord, refuse_other_folders
+    from vitpar.runs.page import MOST_RUNS
+    from vitpar.runs.page import report as page_of
+
+    for path in runs:
+        refuse_other_folders(path)
+    if len(runs) > MOST_RUNS:
+        raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
+    _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model}, port)
+    made_by = f"vitpar {__version__}: {command_line()}"
+    if live:
+        from vitpar.runs.live import serve
+
+        with serve(runs, PORT if port is None else port, made_by) as server:
+            typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
+            server.run()
+        return
+    out = out or Path("report.html")
+    refuse_unwritable(out)
+    records = [RunRecord(path) for path in runs]
+
+    def write_page(extra: str = "") -> None:
+        page = page_of(records, made_by=made_by, extra=extra)
+        write(out, page)
+        typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
+
+    if images is None:
+        write_page()
+        return
+    if len(runs) > 1:
+        raise DataError(f"--images shows the predictions of one run but {len(runs)} are named: name one")
+    _with_images(runs[0], images, given, device, write_page)
+
+
+def _refuse_idle(
+    out: Path | None, images: int | None, live: bool, of_images: dict[str, object], port: int | None
+) -> None:
+    """Refuse options that do nothing together with the others.
+
+    of_images: options of --images, by name.
+    """
+    from vitpar.runs.sheet import MOST_IMAGES
+
+    if live and out is not None:
+        raise DataError("--out does nothing with --live, which serves the page instead of writing it: leave one out")
+    if live and images is not None:
+        raise DataError("--images does nothing with --live, which computes no predictions: leave one out")
+    if port is not None and not live:
+        raise DataError("--port does nothing without --live: add --live, or leave it out")
+    if images is not None and images > MOST_IMAGES:
+        raise DataError(f"--images is {images:,}: use at most {MOST_IMAGES}, since the page contains them")
+    if images is None and (idle := next((name for name, value in of_images.items() if value is not None), None)):
+        raise DataError(f"{idle} does nothing without --images: add --images N, or leave it out")
+
+
+def _with_images(
+    run: Path, number: int, given: dict[str, object], device: str | None, write_page: Callable[[str], None]
+) -> None:
+    """Predict the validation images of a run on one device, and write the page with them."""
+    from vitpar_cli.predict import class_names
+    from vitpar_cli.saved_model import AT_ONCE, saved_model
+
+    saved = saved_model(run, given, None, doing="an evaluation")
+    from vitpar.data import ShardSet
+    from vitpar.data.image_files import NotedImages
+    from vitpar.training.input import open_split
+
+    validation = open_split(saved.recipe, "val")
+    if not isinstance(validation, ShardSet):
+        raise DataError("--images reads single validation images, which a stream cannot: name packed data with --data")
+    if validation.num_classes != saved.config.num_classes:
+        raise DataError(
+            f"'{validation.place}' has {validation.num_classes} classes but the run has {saved.config.num_classes}: "
+            "name the data it was trained on with --data"
+        )
+    names = class_names(saved) or validation.class_names or tuple(map(str, range(validation.num_classes)))
+    source = NotedImages(validation)
+    planned = saved.in_batches_of(min(len(source), AT_ONCE)).planned(device)
+
+    def work(device: "torch.device") -> int:
+        from vitpar.runs.predictions import predict
+        from vitpar.runs.sheet import sheet
+        from vitpar.training.inference import skipping
+        from vitpar.training.input import Input
+
+        model, warning = planned.built(device)
+        with progress_bar("predicting") as progress:
+            found = predict(model, Input(skipping(planned.recipe), model), source, names, progress)
+        warn(warning)
+        about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
+        write_page(sheet(found, validation.read, number, about))
+        return report_bad(source.problems)
+
+    run_in_world(planned.chosen, planned.kind, work)

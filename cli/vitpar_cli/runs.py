@@ -1,0 +1,85 @@
+"""`vitpar runs`: list the runs in a folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from vitpar.text import printable, shown
+from vitpar_cli.outputs import data_table
+from vitpar_cli.recipe_options import AsJson
+
+if TYPE_CHECKING:
+    from vitpar.runs.listing import RunSummary
+
+PLAN_WIDTH, LEAST_NAME = 13, 14
+"""Maximum columns of a plan, and minimum columns of a name; longer ones take several lines."""
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs, or one run.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder, the newest first: state, plan, steps, validation loss and accuracy, speed, age.
+
+    A run is running, complete, stopped (it was asked to stop and has saved a checkpoint) or failed. Speed is the mean
+    over its newest steps, age the time since it last wrote to its log.
+
+    Example: vitpar runs
+    """
+    from vitpar.runs.listing import runs_in
+
+    found = runs_in(folder)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "runs": [asdict(run) for run in found]}))
+        return
+    if not found:
+        typer.echo(f"no runs in {folder}")
+        return
+    console = Console(highlight=False)
+    table = data_table("run", "state", "plan", "steps", "loss", "top-1", "images/s", "age")
+    table.padding = (0, 1, 0, 0)
+    for column in table.columns:
+        column.no_wrap = True
+    name, plan = table.columns[0], table.columns[2]
+    name.no_wrap, name.overflow, name.min_width = False, "fold", LEAST_NAME
+    plan.no_wrap, plan.overflow, plan.max_width = False, "fold", PLAN_WIDTH
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for run in found:
+        table.add_row(*map(Text, _cells(run)))
+    console.print(table)
+    for run in found:
+        if run.note:
+            line = f"{printable(shown(run.name))}: {printable(shown(run.note))}"
+            console.print(Text(line, "dim"), soft_wrap=True)
+
+
+def _cells(run: "RunSummary") -> list[str]:
+    steps = f"{run.steps:,}" if run.total_steps in (None, run.steps) else f"{run.steps:,}/{_short(run.total_steps)}"
+    return [
+        printable(run.name),
+        run.state,
+        printable(shown(run.plan)),
+        steps,
+        "–" if run.loss is None else f"{run.loss:.4f}" if abs(run.loss) < 1e4 else f"{run.loss:.1e}",
+        "–" if run.top1 is None else f"{run.top1 * 100:.1f} %",
+        "–" if run.images_per_second is None else f"{run.images_per_second:,.0f}",
+        _age(run.age_seconds),
+    ]
+
+
+def _short(number: int) -> str:
+    return f"{number:,}" if number < 100_000 else f"{number / 1000:,.0f}k"
+
+
+def _age(seconds: float) -> str:
+    """Return an age in few characters: `12 s`, `5 min`, `3 h`, `40 d`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

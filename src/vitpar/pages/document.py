@@ -1,0 +1,135 @@
+"""Self-contained HTML page: style, switches, tables. It loads nothing from the network.
+
+Texts from files are escaped by whoever makes the HTML. A content security policy backs that up: the browser runs only
+the script of this module, and loads nothing but embedded images.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from html import escape
+
+STYLE = """
+:root { color-scheme: light dark; --faint: #8883; --page: light-dark(#fff, #121416);
+  --accent: light-dark(#14507f, #8cc8f5); }
+:root:has(#theme-light:checked) { color-scheme: light; } :root:has(#theme-dark:checked) { color-scheme: dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 1.5rem auto; padding: 0 1rem;
+  background: var(--page); }
+h1 { font-size: 1.35rem; line-height: 1.3; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; overflow-wrap: anywhere; }
+code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
+.scroll { overflow-x: auto; } svg { width: 100%; min-width: 600px; display: block; }
+svg text { font-size: 12px; fill: currentColor; } svg .small { font-size: 11px; opacity: .8; }
+svg text.number { font-size: 10px; } svg text.number[fill="#fff"] { fill: #fff; }
+svg text.number[fill="#000"] { fill: #000; }
+svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
+svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot, svg .mark { fill: var(--accent); }
+svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .3rem 0 1rem; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
+td.n, th.n { text-align: right; padding-right: .9rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.facts td { min-width: 0; overflow-wrap: anywhere; }
+.facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
+.ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
+.ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
+td:has(code) { min-width: 13rem; }
+pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
+details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
+.switch { display: inline-flex; align-items: center; gap: .1rem; font-size: 13px; border: 0; margin: 0; padding: 0; }
+.switch legend { float: left; padding: 0 .35rem 0 0; opacity: .8; }
+.switch label { padding: .1rem .5rem; border-radius: 4px; cursor: pointer; }
+.switch input { position: absolute; opacity: 0; width: 1px; height: 1px; }
+.switch label:has(:checked) { background: var(--faint); font-weight: 600; }
+.switch label:has(:focus-visible) { outline: 2px solid var(--accent); }
+.theme { float: right; margin: 0 0 .4rem 1rem; }
+@media print { .switch { display: none; } }
+"""
+"""Style of all pages."""
+SCRIPT = """
+for (const input of document.querySelectorAll('.switch input')) {
+  try {
+    const kept = sessionStorage.getItem(input.name);
+    if (kept) input.checked = kept === input.id;
+  } catch {}
+  input.addEventListener('change', () => {
+    try { sessionStorage.setItem(input.name, input.id); } catch {}
+  });
+}
+const version = document.documentElement.dataset.version;
+if (version) setInterval(async () => {
+  try {
+    const answer = await fetch('version');
+    if (answer.ok && await answer.text() !== version) location.reload();
+  } catch {}
+}, 3000);
+"""
+"""Script of all pages: it keeps the state of switches when a page is reloaded, and reloads a page with a version when
+the server has another one."""
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'",
+        "img-src data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+)
+"""Content security policy of all pages."""
+
+
+def document(title: str, parts: Sequence[str], style: str = "", version: str = "") -> str:
+    """Return a complete HTML page with the given title and parts of its body.
+
+    style: rules in addition to `STYLE`.
+    version: state of what a live page shows; empty for a page in a file.
+    """
+    head = (
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style>"
+    )
+    live = f' data-version="{escape(version)}"' if version else ""
+    theme = f'<div class="theme">{switch("theme", "theme", {"auto": "auto", "light": "light", "dark": "dark"})}</div>'
+    body = f"{theme}{''.join(parts)}<script>{SCRIPT}</script>"
+    return f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
+
+
+def switch(name: str, words: str, choices: Mapping[str, str], chosen: str | None = None) -> str:
+    """Return a group of buttons of which one is pressed.
+
+    name: the button of choice `key` has the id `name-key`, for rules of style such as `:has(#name-key:checked)`.
+    words: name of the group for readers.
+    choices: text of each button by its key.
+    chosen: key of the button that is pressed at first; None for the first one.
+    """
+    first = next(iter(choices)) if chosen is None else chosen
+    buttons = "".join(
+        f'<label><input type="radio" name="{name}" id="{name}-{key}"{" checked" * (key == first)}>'
+        f"{escape(text)}</label>"
+        for key, text in choices.items()
+    )
+    return f'<fieldset class="switch"><legend>{escape(words)}</legend>{buttons}</fieldset>'
+
+
+def facts(rows: Mapping[str, str]) -> str:
+    """Return a table with a row for each name and its HTML."""
+    cells = "".join(f"<tr><td>{escape(name)}</td><td>{words}</td></tr>" for name, words in rows.items())
+    return f'<table class="facts">{cells}</table>'
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
+    """Return a table of HTML cells. numbers: columns that are right-aligned."""
+    right = range(len(headings))[numbers]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        opened = (f'{tag} class="n"' if index in right else tag for index in range(len(cells)))
+        return f"<tr>{''.join(f'<{t}>{cell}</{tag}>' for t, cell in zip(opened, cells, strict=True))}</tr>"
+
+    body = "".join(row("td", cells) for cells in rows)
+    return f'<div class="scroll"><table>{row("th", headings)}{body}</table></div>'

@@ -1,0 +1,1 @@
+"""Run folders, read back: states, metrics, and reports with charts."""

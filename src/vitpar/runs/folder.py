@@ -1,0 +1,212 @@
+"""A run's folder, read back without torch: state, recipe, plan, environment, log and metrics.
+
+Files of a run may be damaged or come from a stranger. What cannot be read is left out, with a note.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vitpar.errors import DataError, StrategyError
+from vitpar.io import open_regular, read_json, read_toml
+from vitpar.runs.log import RunLog, read_log
+from vitpar.runs.metrics import Metrics, collect, read_metrics
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import read_plan
+from vitpar.text import shown
+
+LOG, METRICS = "log.txt", "metrics.jsonl"
+"""Files that every run has from its start."""
+RunState = Literal["running", "complete", "stopped", "failed"]
+"""State of a run: a process trains it; it reached its last step; it was asked to stop; it ended otherwise."""
+WARM_UP_ROWS = 1
+"""Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
+
+
+def refuse_other_folders(path: Path) -> None:
+    """Raise DataError unless `path` is the folder of a run."""
+    if not path.is_dir():
+        raise DataError(f"there is no run '{shown(path)}': name a folder such as runs/mine, see `vitpar runs`")
+    if not (path / LOG).is_file():
+        raise DataError(f"'{shown(path)}' is not the folder of a run ({LOG} is missing): see `vitpar runs`")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run, read from its folder when its parts are first used.
+
+    Reading raises DataError for a log or metrics that cannot be read.
+    """
+
+    path: Path
+    """Folder of the run."""
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name or str(self.path)
+
+    @cached_property
+    def log(self) -> RunLog:
+        """Events of the run."""
+        try:
+            return read_log(self.path / LOG)
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path / LOG}': {error.strerror}: name another run") from None
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Metrics of the run."""
+        try:
+            return read_metrics(self.path / METRICS)
+        except FileNotFoundError:
+            return collect(())
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path / METRICS}': {error.strerror}: name another run") from None
+
+    @cached_property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, hardware and command of env.json; empty if it cannot be read."""
+        found = _readable(self.path / "env.json", read_json)
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def recipe(self) -> Mapping[str, Any]:
+        """Settings of recipe.toml by dotted key; empty if it cannot be read."""
+        found = _readable(self.path / "recipe.toml", read_toml)
+        sections = found.items() if isinstance(found, dict) else ()
+        return {
+            f"{name}.{key}": value
+            for name, section in sections
+            if isinstance(section, dict)
+            for key, value in section.items()
+        }
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """Plan of plan.json; None if it cannot be read."""
+        try:
+            return read_plan(self.path / "plan.json")
+        except (StrategyError, OSError):
+            return None
+
+    @cached_property
+    def state(self) -> RunState:
+        """State of the run."""
+        if self.log.end == "done":
+            return "complete"
+        if self.log.end == "stopped":
+            return "stopped"
+        return "running" if self.log.end == "" and is_locked(self.path / LOG) else "failed"
+
+    @property
+    def plan_words(self) -> str:
+        """Plan as a strategy string; a question mark if nothing says it."""
+        if self.log.starts:
+            return self.log.starts[-1].plan
+        return "?" if self.plan is None else str(self.plan)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the complete run; None if the log does not say."""
+        return self.log.starts[-1].steps if self.log.starts else None
+
+    @property
+    def note(self) -> str:
+        """Sentence on the run's end: its error, or its last warning; empty if there is none."""
+        if self.log.end == "error":
+            return self.log.words
+        if self.state == "failed":
+            return "it ended without a message: was it killed?"
+        if self.log.end == "stopped":
+            return self.log.words
+        return self.log.warnings[-1] if self.log.warnings else ""
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the log was last written."""
+        with suppress(OSError):
+            return max(0.0, time.time() - (self.path / LOG).stat().st_mtime)
+        return 0.0
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Mean rate over all steps but the first; None if no step has one."""
+        rates = self.metrics.train["images_per_second"][WARM_UP_ROWS:]
+        rates = rates[np.isfinite(rates) & (rates > 0)]
+        return float(len(rates) / (1 / rates).sum()) if len(rates) else None
+
+    def last(self, name: str, kind: Literal["train", "eval"] = "eval") -> float | None:
+        """Return the last finite value of a column of the metrics; None if there is none."""
+        values = (self.metrics.train if kind == "train" else self.metrics.eval)[name]
+        fine = values[np.isfinite(values)]
+        return float(fine[-1]) if len(fine) else None
+
+    @property
+    def command(self) -> str:
+        """Command that started or resumed the run last; empty if it was started from Python."""
+        words = self.environment.get("command")
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+            return ""
+        return shlex.join(["vitpar", *words[1:]])
+
+    @property
+    def repeating_command(self) -> str:
+        """Command that repeats the run from its saved recipe and plan."""
+        words = ["vitpar", "train", "--recipe", str(self.path / "recipe.toml"), "--mesh", str(self.path / "plan.json")]
+        model = self.recipe.get("model.name")
+        words += ["--model", model] if isinstance(model, str) and ".py:" in model else []
+        return shlex.join(words)
+
+    def stamp(self) -> str:
+        """Return a text that changes when the run's log or metrics do."""
+        found = []
+        for name in (LOG, METRICS):
+            with suppress(OSError):
+                status = (self.path / name).stat()
+                found.append(f"{status.st_size}-{status.st_mtime_ns}")
+        return "-".join(found)
+
+
+def _readable(path: Path, read: Any) -> Any:
+    """Return the content of a file, or None if it cannot be read."""
+    try:
+        return read(path)
+    except (OSError, ValueError):
+        return None
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a run's log, which it does as long as it trains.
+
+    The lock is tried for an instant. Only runs whose log has no end are asked, so no run that starts is disturbed.
+    """
+    try:
+        with open_regular(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a mount without locks
+        return False
+    return False
+
+
+def recipe_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
+    """Return the settings in which the recipes of runs differ, by dotted key, with the value of each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    found = {key: [_setting(run.recipe.get(key)) for run in runs] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def _setting(value: Any) -> str:
+    return "not set" if value is None else shown(value)

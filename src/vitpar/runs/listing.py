@@ -1,0 +1,112 @@
+"""Summaries of the runs in a folder, made without parsing every row of their metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitpar.errors import DataError
+from vitpar.io import open_regular
+from vitpar.limits import MAX_LINE_BYTES
+from vitpar.runs.folder import LOG, METRICS, RunRecord, RunState
+from vitpar.text import shown
+
+RECENT = 200
+"""Number of the newest rows whose mean rate is shown."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run."""
+
+    name: str
+    """Name of its folder."""
+    state: RunState
+    """State."""
+    plan: str
+    """Plan, as a strategy string; a question mark if it is unknown."""
+    steps: int
+    """Steps done."""
+    total_steps: int | None
+    """Steps of the complete run; None if they are unknown."""
+    loss: float | None
+    """Loss of the last evaluation, or else of the last step; None if there is neither."""
+    top1: float | None
+    """Top-1 accuracy of the last evaluation; None without one."""
+    images_per_second: float | None
+    """Mean rate over the newest rows; None if they have none."""
+    age_seconds: float
+    """Seconds since the log was last written."""
+    note: str
+    """Sentence on the run's end, or its last warning; empty if there is none."""
+
+
+def runs_in(folder: Path) -> list[RunSummary]:
+    """Return the summaries of the runs in `folder`, the newest first; of `folder` itself if it is a run.
+
+    Raises DataError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
+    places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
+    found = [summary(RunRecord(path)) for path in places]
+    return sorted(found, key=lambda run: (run.age_seconds, run.name))
+
+
+def summary(run: RunRecord) -> RunSummary:
+    """Return the summary of a run. Metrics that cannot be read are left out."""
+    evaluation: dict[str, Any] = {}
+    newest: deque[bytes] = deque(maxlen=RECENT)
+    with suppress(OSError):
+        for line in _lines(run.path / METRICS):
+            if b'"eval"' in line:
+                evaluation = _row(line) or evaluation
+            else:
+                newest.append(line)
+    rows = [row for row in map(_row, newest) if row.get("kind") == "train"]
+    steps = [int(step) for row in rows if (step := _finite(row.get("step"))) is not None]
+    losses = [loss for row in rows if (loss := _finite(row.get("loss"))) is not None]
+    rates = [rate for row in rows if (rate := _finite(row.get("images_per_second"))) is not None and rate > 0]
+    loss = _finite(evaluation.get("loss"))
+    return RunSummary(
+        run.name,
+        run.state,
+        run.plan_words,
+        max(steps, default=0),
+        run.total_steps,
+        loss if loss is not None else losses[-1] if losses else None,
+        _finite(evaluation.get("top1")),
+        len(rates) / sum(1 / rate for rate in rates) if rates else None,
+        run.age_seconds,
+        run.note,
+    )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; longer ones than a row can be are cut."""
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return a row, empty if the line is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _finite(value: Any) -> float | None:
+    """Return a finite number, None for anything else."""
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return None

@@ -1,0 +1,111 @@
+"""Events of a run, read back from its log.txt.
+
+The lines are those of ``vitpar.training.events``, ``vitpar.training.trainer`` and ``vitpar.training.saving.saver``. A
+test trains, stops and resumes a run, and reads all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vitpar.io import open_regular
+from vitpar.limits import MAX_LINE_BYTES, MAX_TEXT_BYTES
+
+_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
+_START = re.compile(
+    r"start  (?P<model>.+?), (?P<parameters>[\d,]+) parameters, (?P<plan>.+) on (?P<device>\S+), "
+    r"(?P<train>[\d,]+) training images, (?P<val>[\d,]+) validation images, "
+    r"(?P<steps>[\d,]+) steps of batch size (?P<batch>[\d,]+)"
+)
+_RESUMED = re.compile(r"resuming from .+: (\d{1,18}) steps? done")
+_SAVED = re.compile(r"saving step ([\d,]{1,24}): ")
+_STOPPED = re.compile(r"stopped by (.+) after step ([\d,]{1,24}): ")
+_LONGEST = 4096
+"""Characters of a line that are looked at."""
+MOST_WARNINGS = 20
+"""Number of the newest warnings that are kept."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Start of a run, or of its continuation."""
+
+    after: int
+    """Steps that were done before it."""
+    model: str
+    """Name of the model."""
+    parameters: int
+    """Parameters of the global model."""
+    plan: str
+    """Plan, as a strategy string."""
+    device: str
+    """Device of rank 0."""
+    train_images: int
+    """Images of the training set."""
+    val_images: int
+    """Images of the validation set."""
+    steps: int
+    """Steps of the complete run."""
+    batch_size: int
+    """Images of a step."""
+
+
+@dataclass
+class RunLog:
+    """Events of a run."""
+
+    starts: list[RunStart] = field(default_factory=list)
+    """Starts, the oldest first."""
+    saves: list[int] = field(default_factory=list)
+    """Steps at which checkpoints were saved, without those that a resumed run repeated."""
+    end: str = ""
+    """Last word of the log after the last start: done, stopped, error; empty if there is none."""
+    words: str = ""
+    """Text of the line of `end`."""
+    warnings: list[str] = field(default_factory=list)
+    """The newest warnings since the last start."""
+
+
+def read_log(path: Path) -> RunLog:
+    """Return the events in the log file `path`.
+
+    Raises OSError.
+    """
+    found, resumed = RunLog(), 0
+    for text in _texts(path):
+        if said := _RESUMED.match(text):
+            resumed = int(said[1])
+            found.saves = [step for step in found.saves if step <= resumed]
+        elif said := _START.fullmatch(text):
+            model, plan, device = said["model"], said["plan"], said["device"]
+            counts = (_count(said[name]) for name in ("train", "val", "steps", "batch"))
+            found.starts.append(RunStart(resumed, model, _count(said["parameters"]), plan, device, *counts))
+            found.end, found.words, found.warnings, resumed = "", "", [], 0
+        elif said := _SAVED.match(text):
+            found.saves.append(_count(said[1]))
+        elif said := _STOPPED.match(text):
+            found.end, found.words = "stopped", f"stopped by {said[1]} after step {said[2]}"
+        elif text.startswith("done  "):
+            found.end, found.words = "done", ""
+        elif text.startswith("error: "):
+            found.end, found.words = "error", text.removeprefix("error: ")
+        elif text.startswith("warning: "):
+            found.warnings = [*found.warnings, text.removeprefix("warning: ")][-MOST_WARNINGS:]
+    return found
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the text of every line without its date, cut to `_LONGEST` characters."""
+    size = 0
+    with open_regular(path) as file:
+        while (line := file.readline(MAX_LINE_BYTES)) and size < MAX_TEXT_BYTES:
+            size += len(line)
+            if said := _LINE.match(line[:_LONGEST].decode("utf-8", "replace").rstrip("\n")):
+                yield said[1]
+
+
+def _count(text: str) -> int:
+    return int(text.replace(",", "")[:18] or 0)

@@ -1,0 +1,142 @@
+"""Metrics of a run, read back from its metrics.jsonl as columns of numbers.
+
+Rows may lack numbers, or have some that are not finite. Lines that are no rows are counted and left out: a killed run
+may leave its last line incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpar.io import open_regular
+from vitpar.limits import MAX_COUNT, MAX_LINE_BYTES, MAX_MEASURE, MAX_TEXT_BYTES
+
+Column = NDArray[np.float64]
+"""Numbers of one metric; NaN where a row has none."""
+TRAIN = (
+    *("step", "samples", "loss", "lr", "grad_norm", "loss_scale", "step_ms", "data_ms", "images_per_second"),
+    *("mfu", "memory_bytes", "skipped"),
+)
+"""Columns of rows about training steps."""
+EVAL = ("step", "loss", "top1", "top5")
+"""Columns of rows about evaluations."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Metrics of a run. The columns of one kind are equally long, and sorted by step."""
+
+    train: Mapping[str, Column]
+    """Columns `TRAIN` and `hours`: hours of training up to the row, without evaluations, saving and pauses."""
+    eval: Mapping[str, Column]
+    """Columns `EVAL`, `samples` and `hours`; the last two are those of the training row at that step."""
+    damaged: int
+    """Lines that could not be read."""
+
+    @property
+    def steps(self) -> int:
+        """Last step; 0 if there is none."""
+        return int(self.train["step"][-1]) if len(self.train["step"]) else 0
+
+    def at(self, axis: str, steps: Column) -> Column:
+        """Return the position on an axis, step, samples or hours, after each of `steps`; NaN where it is unknown."""
+        known = self.train[axis]
+        if axis == "step":
+            return steps
+        if not len(known) or not np.isfinite(known).any():
+            return np.full(len(steps), np.nan)
+        fine = np.isfinite(known)
+        # 0 steps are 0 samples and 0 hours.
+        first = self.train["step"][fine][0] == 1
+        x = np.concatenate([np.zeros(int(first)), self.train["step"][fine]])
+        return np.interp(steps, x, np.concatenate([np.zeros(int(first)), known[fine]]))
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Return the metrics in the file `path`.
+
+    Raises OSError, also for a file that is too large.
+    """
+    return collect(rows(path))
+
+
+def collect(found_rows: Iterable[dict[str, Any] | None]) -> Metrics:
+    """Return the metrics of rows. None stands for a line that is no row."""
+    columns = {"train": {name: array("d") for name in TRAIN}, "eval": {name: array("d") for name in EVAL}}
+    damaged = 0
+    for row in found_rows:
+        kind = row.get("kind") if row is not None else None
+        step = _number(row.get("step")) if row is not None else np.nan
+        if row is None or not 0 <= step <= MAX_COUNT:
+            damaged += 1
+        elif isinstance(kind, str) and kind in columns:
+            for name, column in columns[kind].items():
+                column.append(_number(row.get(name)))
+    train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
+    train["hours"] = _hours(train["step_ms"])
+    found = Metrics(train, evals, damaged)
+    for axis in ("samples", "hours"):
+        evals[axis] = found.at(axis, evals["step"])
+    return found
+
+
+def rows(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of the metrics file `path`, and None for each line that is no row.
+
+    Raises OSError, also for a file that is too large.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+            raise OSError(0, f"it has more than {MAX_TEXT_BYTES:,} bytes", str(path))
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                yield None
+            elif line.strip():
+                yield _row(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # a damaged line, or a hostile one
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> float:
+    """Return a number of a row, NaN for anything else. Numbers that no chart could show become infinite."""
+    if not isinstance(value, int | float):
+        return np.nan
+    try:
+        found = float(value)
+    except OverflowError:
+        return np.inf
+    return found if abs(found) <= MAX_MEASURE else found * np.inf
+
+
+def _sorted(columns: Mapping[str, array[float]]) -> dict[str, Column]:
+    """Return the columns sorted by step; of rows of the same step the last."""
+    found = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
+    order = np.argsort(found["step"], kind="stable")
+    steps = found["step"][order]
+    last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
+    return {name: column[order][last] for name, column in found.items()}
+
+
+def _hours(step_ms: Column) -> Column:
+    """Return the hours of training up to each row; all NaN if no row has a time."""
+    fine = np.isfinite(step_ms) & (step_ms >= 0)
+    if not fine.any():
+        return np.full(len(step_ms), np.nan)
+    return np.cumsum(np.where(fine, step_ms, 0.0)) / 3.6e6

@@ -1,0 +1,287 @@
+"""Report of one or several runs as a self-contained HTML page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from vitpar.pages.document import document, facts, switch, table
+from vitpar.runs.chart import AXES, COLOURS, MARKS, SMOOTHING, USUAL_SMOOTHING
+from vitpar.runs.charts import charts, percent
+from vitpar.runs.folder import RunRecord, recipe_differences
+from vitpar.runs.pictures import config_of, plan_pictures
+from vitpar.runs.sheet import SHEET_STYLE
+from vitpar.text import count, shown, size
+
+MOST_RUNS = len(COLOURS)
+"""Maximum number of runs in a report: one for each colour."""
+MOST_SHOWN = 12
+"""Maximum number of settings in which runs differ that are shown at once; the others are folded."""
+MOST_RESTARTS = 5
+"""Number of the newest restarts that the summary names."""
+MOST_COMMAND = 4000
+"""Characters of a command that are shown."""
+
+
+def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", version: str = "") -> str:
+    """Return the page.
+
+    made_by: version and command that made it.
+    extra: HTML of further sections.
+    version: as for ``vitpar.pages.document.document``.
+
+    Raises DataError for a run whose log or metrics cannot be read.
+    """
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    drawn = charts(runs)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _summary(runs),
+        "<h2>Charts</h2>",
+        _controls(runs, drawn),
+        f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step has been recorded yet.</p>",
+        extra,
+        _plans(runs),
+        _differences(runs),
+        _reproduce(runs),
+        f'<p class="note">{escape(made_by)}</p>' if made_by else "",
+    ]
+    return document(f"vitpar report: {title}", parts, _style(len(runs)) + (SHEET_STYLE if extra else ""), version)
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    """Return the table of results, with a column for each run."""
+    columns = [_results(run) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    if len(runs) == 1:
+        return facts({name: _unbroken(words) for name, words in columns[0].items() if words})
+    heads = ["", *(_key(number, run) for number, run in enumerate(runs))]
+    rows = [[escape(name), *(_unbroken(column.get(name) or "–") for column in columns)] for name in names]
+    kept = [row for row in rows if any(cell != "–" for cell in row[1:])]
+    return f'<div class="summary">{table(heads, kept, numbers=slice(0, 0))}</div>'
+
+
+def _results(run: RunRecord) -> dict[str, str]:
+    """Return the facts about a run as HTML by name; empty ones are unknown."""
+    metrics, start = run.metrics, run.log.starts[-1] if run.log.starts else None
+    total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
+    top1 = metrics.eval["top1"]
+    best = ""
+    if np.isfinite(top1).any():
+        index = int(np.nanargmax(np.where(np.isfinite(top1), top1, np.nan)))
+        best = f"{percent(float(top1[index]))} after step {metrics.eval['step'][index]:,.0f}"
+    loss, accuracy, five = (run.last(name) for name in ("loss", "top1", "top5"))
+    result = "" if loss is None else f"loss {loss:.4f}"
+    result += "" if accuracy is None else f", top-1 {percent(accuracy)}"
+    result += "" if five is None else f", top-5 {percent(five)}"
+    train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
+    memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
+    wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())
+    oddities = [f"{count(wrong[0], 'step')} skipped"] if wrong[0] else []
+    oddities += [f"{count(wrong[1], 'step')} without a finite loss"] if wrong[1] else []
+    oddities += [f"{count(metrics.damaged, 'line')} of metrics.jsonl cannot be read"] if metrics.damaged else []
+    return {
+        "state": f'<span class="state {run.state}">{run.state}</span>',
+        "note": escape(shown(run.note)),
+        "validation": escape(result),
+        "best top-1": escape(best),
+        "training loss": "" if train_loss is None else f"{train_loss:.4f}",
+        "steps": f"{metrics.steps:,}{total}",
+        "training time": "" if hours is None else _duration(hours),
+        "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} images/s on average",
+        "MFU": "" if mfu is None else percent(mfu),
+        "memory": "" if memory is None else f"{size(memory)} at most on rank 0",
+        "plan": f"<code>{escape(shown(run.plan_words))}</code>",
+        "model": "" if start is None else f"{escape(shown(start.model))}, {start.parameters / 1e6:,.3g} M parameters",
+        "data": "" if start is None else escape(_data_words(run)),
+        "devices": escape(_devices(run)),
+        "checkpoints": f"{len(run.log.saves):,} saved" if run.log.saves else "",
+        "restarts": _restarts(run),
+        "metrics": escape(", ".join(oddities)),
+    }
+
+
+def _data_words(run: RunRecord) -> str:
+    start = run.log.starts[-1]
+    path = run.recipe.get("data.path")
+    name = f"{shown(path)}: " if isinstance(path, str) else ""
+    return f"{name}{start.train_images:,} training and {start.val_images:,} validation images"
+
+
+def _restarts(run: RunRecord) -> str:
+    """Return the plans between which a run was restarted."""
+    again = [start for start in run.log.starts if start.after]
+    earlier = f"{len(again) - MOST_RESTARTS:,} earlier; " if len(again) > MOST_RESTARTS else ""
+    return earlier + "; ".join(
+        f"after step {start.after:,} under <code>{escape(shown(start.plan))}</code>" for start in again[-MOST_RESTARTS:]
+    )
+
+
+def _devices(run: RunRecord) -> str:
+    """Return the devices of a run, as in `8 ranks of cuda (NVIDIA H100)`."""
+    start, names = run.log.starts[-1] if run.log.starts else None, run.environment.get("devices")
+    kinds = dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(names, list) else {}
+    plan = run.plan
+    ranks = count(plan.world_size, "rank") if plan is not None and not plan.is_open else ""
+    device = start.device.partition(":")[0] if start else ""
+    cores = run.environment.get("cpu_count")
+    machine = ", ".join(map(shown, kinds)) or (f"{cores} cores" if isinstance(cores, int) else "")
+    words = " of ".join(filter(None, (ranks, device)))
+    return f"{words} ({machine})" if machine else words
+
+
+def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
+    """Return the switches and the legend of the charts."""
+    if not drawn:
+        return ""
+    keys = [f"<span>{_key(number, run)}</span>" for number, run in enumerate(runs)] if len(runs) > 1 else []
+    marked = [f"<span>{MARKS['saved']} checkpoint</span>"] * any(run.log.saves for run in runs)
+    marked += [f"<span>{MARKS['restart']} resumed</span>"] * any(s.after for run in runs for s in run.log.starts)
+    lines = ["<span><b class='k thick'></b>smoothed</span>", "<span><b class='k thin'></b>every step</span>"]
+    lines += ["<span><b class='k dash'></b>validation</span>"] * any(len(run.metrics.eval["step"]) for run in runs)
+    return (
+        '<div class="controls">'
+        f"{switch('x', 'over', {axis: axis for axis in AXES})}"
+        f"{switch('smooth', 'smoothing', {name: name for name in SMOOTHING}, USUAL_SMOOTHING)}"
+        f'<div class="legend">{"".join([*keys, *lines, *marked])}</div></div>'
+    )
+
+
+def _key(number: int, run: RunRecord) -> str:
+    """Return the name of a run with its colour and number."""
+    return f'<i class="c{number}"></i>{number + 1} {escape(shown(run.name))}'
+
+
+def _plans(runs: Sequence[RunRecord]) -> str:
+    """Return the pictures of the plans, one for each distinct plan."""
+    parts: dict[str, list[str]] = {}
+    for run in runs:
+        if run.plan is not None:
+            parts.setdefault(plan_pictures(run.plan, config_of(run.path)), []).append(run.plan_words)
+    if not parts:
+        return ""
+    found = ["<h2>Plan</h2>" if len(parts) == 1 else "<h2>Plans</h2>"]
+    for number, (drawn, plans) in enumerate(parts.items()):
+        names = ", ".join(f"<code>{escape(shown(name))}</code>" for name in dict.fromkeys(plans))
+        if len(parts) == 1:
+            found.append(f"<p>{names}</p>{drawn}")
+        else:
+            found.append(f"<details{' open' * (number == 0)}><summary>{names}</summary>{drawn}</details>")
+    return "".join(found)
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    """Return the table of settings in which the recipes differ."""
+    if len(runs) == 1:
+        return ""
+    found = recipe_differences(list(runs))
+    rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in found.items()]
+    if not rows:
+        return "<h2>Differences between the recipes</h2><p>All settings are equal.</p>"
+    heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
+    more = rows[MOST_SHOWN:]
+    folded = f"<details><summary>{count(len(more), 'setting')} more</summary>{_plain(heads, more)}</details>"
+    return f"<h2>Differences between the recipes</h2>{_plain(heads, rows[:MOST_SHOWN])}{folded if more else ''}"
+
+
+def _plain(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table(heads, rows, numbers=slice(0, 0))
+
+
+def _reproduce(runs: Sequence[RunRecord]) -> str:
+    """Return the commands of every run, and the versions, once if they are equal."""
+    parts = ["<h2>Reproduce</h2>"]
+    versions = [facts({name: words for name, words in _versions(run).items() if words}) for run in runs]
+    for number, run in enumerate(runs):
+        parts.append(f"<h3>{_key(number, run)}</h3>" if len(runs) > 1 else "")
+        parts.append(f"<pre>{escape(run.repeating_command)}</pre>")
+        started = f"<code>{escape(run.command[:MOST_COMMAND])}</code>"
+        parts.append(facts({"started by": started}) if run.command else "")
+        parts.append(versions[number] if len(set(versions)) > 1 or len(runs) == 1 else "")
+    if len(runs) > 1 and len(set(versions)) == 1:
+        parts.append(f"<h3>All runs</h3>{versions[0]}")
+    return "".join(parts)
+
+
+def _versions(run: RunRecord) -> dict[str, str]:
+    """Return the versions of env.json as HTML, by name; empty ones are unknown."""
+
+    def said(*names: str) -> str:
+        found: Any = run.environment
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return "" if found is None or isinstance(found, dict | list) else escape(shown(found))
+
+    compiled = run.environment.get("compiled")
+    return {
+        "vitpar": said("git_commit") and f"commit {said('git_commit')}",
+        "torch": said("torch"),
+        "Python": said("python"),
+        "system": said("platform"),
+        "attention": said("attention", "backend"),
+        "blocks": "" if not isinstance(compiled, bool) else "compiled" if compiled else "not compiled",
+        "threads": said("threads"),
+    }
+
+
+def _duration(hours: float) -> str:
+    """Return a duration such as `2 h 05 min`, `3 min 32 s` or `4.7 s`."""
+    seconds = hours * 3600
+    minutes, second = divmod(round(seconds), 60)
+    if minutes < 1:
+        return f"{seconds:.1f} s"
+    return f"{minutes} min {second:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
+def _unbroken(html: str) -> str:
+    """Return HTML in which numbers and their units stay on one line."""
+    return re.sub(r"(?<=\d) (?=(?:%|[MG]B|images/s|min|s|h|M)(?:\W|$))|(?<=top-\d) ", "&nbsp;", html)
+
+
+def _style(runs: int) -> str:
+    """Return the rules of style of a page of `runs` runs."""
+    colours = "".join(
+        f".c{number} {{ --run: light-dark({light}, {dark}); }}"
+        for number, (light, dark) in enumerate(COLOURS[: max(1, runs)])
+    )
+    axes = "".join(f":root:has(#x-{axis}:checked) .ax-{axis}{{display:inline}}" for axis in AXES)
+    smooth = "".join(
+        f":root:has(#smooth-{name}:checked) .sm-{name}{{display:inline}}" for name, share in SMOOTHING.items() if share
+    )
+    return STYLE + colours + axes + smooth
+
+
+STYLE = """
+body { max-width: 1120px; } .scroll svg { max-width: 900px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: .6rem 1.6rem; }
+.chart { margin: 0; min-width: 0; } .chart figcaption { font-weight: 600; font-size: 14px; }
+.chart svg { min-width: 0; } .chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
+.chart summary { opacity: .8; } .points small { white-space: nowrap; opacity: .8; }
+.controls { position: sticky; top: 0; z-index: 1; background: var(--page); padding: .3rem 0; display: flex;
+  flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
+.controls .legend { margin: 0; align-items: center; flex-basis: 100%; }
+i[class^="c"] { background: var(--run); border: 0; }
+.k { display: inline-block; width: 1.6em; margin-right: .35em; vertical-align: middle; border-top: 2px solid; }
+.k.thin { border-top-width: 1px; opacity: .5; } .k.dash { border-top-style: dashed; }
+.ax, .sm { display: none; }
+@supports not selector(:has(*)) { .ax-step, .sm-light { display: inline; } }
+ svg .tick { stroke: currentColor; opacity: .5; }
+svg .raw, svg .smooth, svg .val, svg .dots { fill: none; stroke: var(--run); stroke-linejoin: round;
+  stroke-linecap: round; }
+svg .raw { stroke-width: 1; opacity: .35; } svg .smooth { stroke-width: 1.8; }
+:root:has(#smooth-off:checked) svg .raw { opacity: 1; stroke-width: 1.3; }
+svg .val { stroke-width: 1.6; stroke-dasharray: 5 3; } svg .dots { stroke-width: 5; }
+svg .saved { fill: var(--run); opacity: .7; } svg .restart line { stroke: var(--run); stroke-dasharray: 2 3; }
+svg .restart text { fill: var(--run); }
+.summary td, .summary th { min-width: 8.5rem; vertical-align: top; overflow-wrap: anywhere; }
+.summary td:first-child { min-width: 0; white-space: nowrap; opacity: .75; }
+.state { font-weight: 600; } .running::before { content: "▶ "; } .complete::before { content: "✓ "; }
+.stopped::before { content: "■ "; } .failed::before { content: "✗ "; }
+@media (max-width: 520px) { .chart svg text { font-size: 14.5px; } .chart svg .small { font-size: 13.5px; }
+  body { padding: 0 .75rem; } }
+"""
+"""Rules of style of reports, besides those of all pages."""

@@ -1,0 +1,150 @@
+"""Validation images with their predictions, a confusion matrix, and results of classes, as HTML."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from html import escape
+
+from vitpar.data.images import BadImage, decode
+from vitpar.pages.document import table
+from vitpar.runs.charts import percent
+from vitpar.runs.predictions import ClassResult, Predictions
+from vitpar.text import count, shown
+
+MOST_IMAGES = 200
+"""Maximum number of images of a sheet."""
+MISTAKES = 12
+"""Number of the most confident mistakes that are shown."""
+MOST_CLASSES = 20
+"""Maximum number of classes of the confusion matrix."""
+SHOWN_CLASSES, MOST_ROWS = 20, 1000
+"""Classes of the table that are shown at once, and maximum number of its rows."""
+SIDE = 96
+"""Longest side of a shown image, in pixels."""
+TINY = 40
+"""Side of images up to which they are stored exactly, and enlarged without blurring."""
+SHEET_STYLE = """
+.sheet { display: grid; grid-template-columns: repeat(auto-fill, minmax(112px, 1fr)); gap: .6rem; font-size: 12px; }
+.sheet figure { margin: 0; } .sheet figcaption { overflow-wrap: anywhere; line-height: 1.35; }
+.sheet img { width: 96px; height: 96px; object-fit: contain; background: var(--faint); display: block; }
+.sheet img.tiny { image-rendering: pixelated; }
+.confusion { width: auto; font-size: 12px; } .confusion td { text-align: center; padding: .15rem .4rem;
+  border: 1px solid var(--faint); min-width: 1.4rem; } .confusion th { font-weight: normal; text-align: center;
+  padding: .15rem .4rem; }
+.confusion th:first-child { position: sticky; left: 0; background: var(--page); max-width: 9rem;
+  overflow-wrap: anywhere; }
+.confusion .right { outline: 1px solid currentColor; outline-offset: -2px; }
+"""
+"""Rules of style of these sections."""
+
+
+def sheet(found: Predictions, read: Callable[[int], bytes], images: int, about: str) -> str:
+    """Return the sections on predictions.
+
+    read: returns the encoded image of a sample, or raises BadImage.
+    images: number of images to show.
+    about: sentence on the weights and the data.
+    """
+    mistakes = found.mistakes(MISTAKES)
+    parts = [
+        "<h2>Predictions</h2>",
+        f"<p>{escape(about)} Top-1 accuracy {percent(found.accuracy)} on {len(found.samples):,} images.</p>",
+        _figures(found, found.drawn(images), read),
+        "<h3>Most confident mistakes</h3>" if mistakes else "<p>No prediction is wrong.</p>",
+        _figures(found, mistakes, read) if mistakes else "",
+        "<h3>Confusion matrix</h3>",
+        _confusion(found),
+        "<h3>Classes</h3>",
+        _classes(found),
+    ]
+    return "".join(parts)
+
+
+def thumbnail(data: bytes) -> str:
+    """Return an `img` element with a small copy of an encoded image inside.
+
+    Raises BadImage for an image that cannot be decoded.
+    """
+    from PIL import Image
+
+    image, file = Image.fromarray(decode(data)), io.BytesIO()
+    tiny = max(image.size) <= TINY
+    if tiny:
+        image.save(file, "PNG", optimize=True)
+    else:
+        image.thumbnail((SIDE, SIDE))
+        image.save(file, "JPEG", quality=80)
+    kind, text = "png" if tiny else "jpeg", base64.b64encode(file.getvalue()).decode()
+    return f'<img src="data:image/{kind};base64,{text}"{" class=tiny" * tiny} alt="">'
+
+
+def _figures(found: Predictions, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
+    """Return the images of some rows, each with its prediction, and its class if that differs."""
+    figures = []
+    for row in rows:
+        try:
+            picture = thumbnail(read(int(found.samples[row])))
+        except BadImage:  # it has changed since it was predicted
+            continue
+        label, predicted = int(found.labels[row]), int(found.predicted[row])
+        words = f"<b>{_name(found, predicted)}</b>, {found.probability[row] * 100:.0f} %"
+        words += "" if label == predicted else f"<br>✗ label <b>{_name(found, label)}</b>"
+        figures.append(f"<figure>{picture}<figcaption>{words}</figcaption></figure>")
+    return f'<div class="sheet">{"".join(figures)}</div>'
+
+
+def _name(found: Predictions, number: int) -> str:
+    """Return the name of a class as HTML."""
+    return escape(shown(found.class_names[number]))
+
+
+def _confusion(found: Predictions) -> str:
+    """Return the confusion matrix as a table. The colour of a cell is its share of the row's images."""
+    classes = found.most_confused(MOST_CLASSES)
+    matrix = found.confusion(classes)
+    images = {result.number: result.images for result in found.classes()}
+    heads = "".join(f"<th>{_name(found, number)}</th>" for number in classes)
+    rows = []
+    for row, number in enumerate(classes):
+        cells = []
+        for column, value in enumerate(matrix[row].tolist()):
+            share = value / images.get(number, 1)
+            shade = f' style="background:rgb(0 114 178/{min(1.0, share) * 0.75:.2f})"' if value else ""
+            right = ' class="right"' if row == column else ""
+            cells.append(f"<td{right}{shade}>{value or ''}</td>")
+        rows.append(f"<tr><th>{_name(found, number)}</th>{''.join(cells)}</tr>")
+    total = len(images)
+    cut = f" The {len(classes)} classes with the most errors of {total:,} are shown." if total > len(classes) else ""
+    note = (
+        f"Rows: classes of the images. Columns: predictions. The stronger the colour, the larger "
+        f"the share of the row.{cut}"
+    )
+    table_ = f'<table class="confusion"><tr><th></th>{heads}</tr>{"".join(rows)}</table>'
+    return f'<p class="note">{note}</p><div class="scroll">{table_}</div>'
+
+
+def _classes(found: Predictions) -> str:
+    """Return the table of classes, the least accurate first."""
+    results = found.classes()
+    heads = ("class", "images", "accuracy", "precision", "most often taken for")
+    rows = [_class_row(found, result) for result in results[:MOST_ROWS]]
+    first = table(heads, rows[:SHOWN_CLASSES], numbers=slice(1, 4))
+    if len(results) <= SHOWN_CLASSES:
+        return first
+    left = f", {len(results) - MOST_ROWS:,} are left out" if len(results) > MOST_ROWS else ""
+    more = table(heads, rows[SHOWN_CLASSES:], numbers=slice(1, 4))
+    words = f"{count(len(rows) - SHOWN_CLASSES, 'class')} more{left}"
+    return f"{first}<details><summary>{words}</summary>{more}</details>"
+
+
+def _class_row(found: Predictions, result: ClassResult) -> list[str]:
+    confused = "" if result.confused_with is None else f"{_name(found, result.confused_with)} ({result.confusions:,})"
+    return [
+        _name(found, result.number),
+        f"{result.images:,}",
+        percent(result.right / result.images),
+        percent(result.right / result.predicted) if result.predicted else "–",
+        confused,
+    ]

@@ -1,0 +1,123 @@
+"""`vitpar report` and `vitpar runs` as a user runs them."""
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import Command, refusal, run, started
+from helpers.html_pages import Page
+from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.small_data import CLASSES, VAL, pack_small
+
+RECIPE = """
+[model]
+name = "vit_custom"
+image_size = 8
+patch_size = 4
+embed_dim = 24
+depth = 2
+num_heads = 2
+
+[data]
+path = "data"
+workers = 1
+
+[train]
+steps = 3
+batch_size = 14
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run that was trained on packed data, and runs that were written by hand."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    (folder / "recipe.toml").write_text(RECIPE)
+    done = run(folder, ("train", "--recipe", "recipe.toml", "--run-dir", "runs/trained"))
+    assert done.returncode == 0, done.stderr
+    assert "report     vitpar report runs/trained" in done.stdout.splitlines()
+    long = "20260102-030405-vit_small_patch16_224-pp2xtp2xdp2"
+    rows = [train_row(1), eval_row(1, top1=1.0)]
+    write_run(folder / "runs" / long, rows, mesh="pp2xtp2xdp2", log=[start_line("pp2xtp2xdp2", 300_000), "error: hot"])
+    return folder
+
+
+def test_a_report_is_written(vitpar: Command, place: Path) -> None:
+    done = vitpar("report", "runs/trained")
+    assert done.returncode == 0 and re.fullmatch(r"written    report.html  \(0\.\d\d MB\)\n", done.stdout), done
+    page = Page((place / "report.html").read_text())
+    assert "complete" in page.text and "vitpar report runs/trained" in page.text and page.outside == []
+
+
+def test_a_report_shows_validation_images(vitpar: Command, place: Path) -> None:
+    done = vitpar("report", "runs/trained", "--images", "5", "--out", "images.html", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    page = Page((place / "images.html").read_text())
+    assert len(page.all("img")) >= 5 and f"on {VAL} images" in page.text
+    evaluated = json.loads(vitpar("eval", "--checkpoint", "runs/trained", "--json", "--device", "cpu").stdout)
+    assert f"Top-1 accuracy {evaluated['top1'] * 100:.1f} %" in page.text
+    assert all(f"class{number}" in page.text for number in range(CLASSES))
+
+
+def test_runs_are_listed_in_80_columns(vitpar: Command) -> None:
+    done = vitpar("runs")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and max(map(len, lines[:-1])) <= 80, done.stdout
+    assert lines[0].split() == ["run", "state", "plan", "steps", "loss", "top-1", "images/s", "age"]
+    assert "trained" in done.stdout and "complete" in done.stdout and "1/300k" in done.stdout
+    assert lines[-1] == "20260102-030405-vit_small_patch16_224-pp2xtp2xdp2: hot"
+    found = json.loads(vitpar("runs", "runs", "--json").stdout)
+    assert {one["name"]: one["state"] for one in found["runs"]}["trained"] == "complete"
+    assert vitpar("runs", "data").stdout == "no runs in data\n"
+
+
+def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:
+    process = started(place, ("report", "runs/trained", "--live", "--port", "0"))
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = re.findall(r"http://127.0.0.1:\d+/", line)[0]
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert "complete" in Page(answer.read().decode()).text
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "gone"], "there is no run 'gone': name a folder such as runs/mine, see `vitpar runs`"),
+        (["report", "data"], "'data' is not the folder of a run (log.txt is missing): see `vitpar runs`"),
+        (["report", *["runs/trained"] * 7], "a report shows at most 6 runs but 7 are named: name fewer"),
+        (["report", "runs/trained", "--live", "--out", "x.html"], "--out does nothing with --live"),
+        (["report", "runs/trained", "--live", "--images", "3"], "--images does nothing with --live"),
+        (["report", "runs/trained", "--port", "80"], "--port does nothing without --live"),
+        (["report", "runs/trained", "--device", "cpu"], "--device does nothing without --images"),
+        (["report", "runs/trained", "--data", "data"], "--data does nothing without --images"),
+        (["report", "runs/trained", "--images", "201"], "--images is 201: use at most 200"),
+        (["report", "runs/trained", "runs/trained", "--images", "1"], "--images shows the predictions of one run"),
+        (["report", "runs/trained", "--out", "gone/x.html"], "cannot write gone/x.html"),
+        (["runs", "gone"], "there is no folder 'gone': name one that holds runs"),
+    ],
+    ids=lambda value: " ".join(value[1:])[:50] if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused(
+    words: list[str],
+    message: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(place)
+    assert message in refusal(words, monkeypatch, capsys)

@@ -1,0 +1,53 @@
+"""Summaries of the runs in a folder."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.run_folders import eval_row, start_line, train_row, write_run
+from vitpar.errors import DataError
+from vitpar.runs.listing import runs_in
+
+
+def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
+    rows = [train_row(1, images_per_second=1.0)]
+    rows += [train_row(step, images_per_second=100.0 * (1 + step % 2)) for step in range(2, 502)]
+    rows += [eval_row(500, loss=0.5, top1=0.25), '{"kind": "train", "st']
+    log = [start_line("tp2", 900), "warning: the learning rate is large"]
+    write_run(tmp_path / "mine", rows, log=log)
+    (found,) = runs_in(tmp_path)
+    assert (found.name, found.state, found.plan) == ("mine", "failed", "tp2")
+    assert (found.steps, found.total_steps, found.loss, found.top1) == (501, 900, 0.5, 0.25)
+    assert found.images_per_second == pytest.approx(400 / 3, rel=0.01), "of the newest rows, harmonic"
+    assert found.note == "it ended without a message: was it killed?"
+
+
+def test_without_an_evaluation_the_loss_is_that_of_training(tmp_path: Path) -> None:
+    write_run(tmp_path / "mine", [train_row(1, loss=2.0), train_row(2, loss=None)])
+    (found,) = runs_in(tmp_path)
+    assert (found.loss, found.top1) == (2.0, None)
+
+
+def test_the_newest_run_is_first_and_other_folders_are_left_out(tmp_path: Path) -> None:
+    for name, age in (("old", 3), ("new", 1), ("middle", 2)):
+        run = write_run(tmp_path / name, [])
+        os.utime(run / "log.txt", (time.time() - age * 3600,) * 2)
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "log.txt").write_text("")
+    found = runs_in(tmp_path)
+    assert [run.name for run in found] == ["empty", "new", "middle", "old"]
+    assert (found[0].plan, found[0].steps, found[0].loss) == ("?", 0, None)
+    assert 3500 < found[1].age_seconds < 3700
+
+
+def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no folder '.*gone': name one"):
+        runs_in(tmp_path / "gone")
+
+
+def test_a_run_itself_can_be_named(tmp_path: Path) -> None:
+    assert [run.name for run in runs_in(write_run(tmp_path / "mine", []))] == ["mine"]

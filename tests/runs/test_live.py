@@ -1,0 +1,113 @@
+"""The live server: only its own paths, only its own name, only on loopback, and never many connections."""
+
+import fcntl
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.html_pages import Page
+from helpers.run_folders import start_line, train_row, write_run
+from vitpar.errors import LaunchError
+from vitpar.runs import live
+from vitpar.runs.live import CONNECTIONS, LiveReport, serve
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "mine", [train_row(1)])
+
+
+@pytest.fixture
+def server(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveReport]:
+    monkeypatch.setattr(live, "REST", 0.0)
+    with serve([run], 0, "vitpar report mine") as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def asked(server: LiveReport, method: str = "GET", path: str = "/", host: str | None = None) -> tuple[int, str]:
+    """Return the status and text of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{server.server_port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_the_page_follows_the_run(server: LiveReport, run: Path) -> None:
+    status, html = asked(server)
+    version = asked(server, path="/version")[1]
+    assert status == 200 and Page(html).all("html")[0]["data-version"] == version
+    assert asked(server, path="/version")[1] == version, "nothing changed"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(train_row(2)) + "\n")
+    assert asked(server, path="/version")[1] != version
+    assert "steps 2 of 60" in Page(asked(server)[1]).text
+
+
+def test_only_its_own_paths_and_methods_are_answered(server: LiveReport) -> None:
+    for path in ("/metrics.jsonl", "//x", "/../etc/passwd", "/version/", "/?x", "/index.html", "http://other/"):
+        assert asked(server, path=path)[0] == 404, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert asked(server, method)[0] == 501, method
+    status, text = asked(server, "HEAD")
+    assert (status, text) == (200, "")
+
+
+def test_other_host_names_are_refused(server: LiveReport) -> None:
+    """A page of a stranger could reach 127.0.0.1 by a name of its own."""
+    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", "127.0.0.1:1"):
+        status, text = asked(server, host=host)
+        assert status == 403 and "<" not in text, host
+    assert asked(server, host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_it_listens_on_loopback_only(server: LiveReport) -> None:
+    assert server.server_address[0] == "127.0.0.1" and server.url == f"http://127.0.0.1:{server.server_port}/"
+
+
+def test_idle_connections_are_few_and_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live._Handler, "timeout", 0.5)
+    with serve([run], 0) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(CONNECTIONS + 3)]
+        assert [one.recv(1) for one in idle] == [b""] * len(idle), "all are closed"
+        assert asked(server)[0] == 200
+        for one in idle:
+            one.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_used_port_is_one_sentence(server: LiveReport, run: Path) -> None:
+    with pytest.raises(LaunchError, match=f"cannot listen on port {server.server_port}: .* --port"):
+        serve([run], server.server_port)
+
+
+def test_a_run_that_disappears_is_one_sentence(server: LiveReport, run: Path) -> None:
+    (run / "log.txt").unlink()
+    status, text = asked(server)
+    assert status == 503 and text.startswith("cannot read") and text.count("\n") == 1
+
+
+def test_the_end_of_a_killed_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REST", 0.0)
+    run = write_run(tmp_path / "mine", [train_row(1)], log=[start_line("dp2", 60)])
+    with (run / "log.txt").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with serve([run], 0) as server:
+            running = server.page()
+            assert server.page() == running and "running" in Page(running[0].decode()).text
+            fcntl.flock(held, fcntl.LOCK_UN)
+            page, version = server.page()
+    assert version != running[1] and "was it killed?" in Page(page.decode()).text

@@ -1,0 +1,108 @@
+"""Predictions counted: confusion matrix, classes, mistakes; and their page."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.html_pages import Page
+from vitpar.data.images import BadImage
+from vitpar.runs.predictions import ClassResult, Predictions
+from vitpar.runs.sheet import MOST_CLASSES, SIDE, sheet, thumbnail
+
+LABELS = [0, 0, 0, 1, 1, 2]
+PREDICTED = [0, 1, 1, 1, 2, 2]
+SHARES = [0.9, 0.6, 0.8, 0.7, 0.99, 0.5]
+
+
+def found_with(labels: list[int], predicted: list[int], shares: list[float], names: tuple[str, ...]) -> Predictions:
+    columns = [np.array(labels, dtype=np.int64), np.array(predicted, dtype=np.int64), np.array(shares)]
+    return Predictions(np.arange(len(labels)) * 10, *columns, names)
+
+
+@pytest.fixture
+def found() -> Predictions:
+    return found_with(LABELS, PREDICTED, SHARES, ("cat", "dog", "cow", "unused"))
+
+
+def encoded(width: int = 4, height: int = 4) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 60)).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_confusion_counts_classes_and_predictions(found: Predictions) -> None:
+    assert found.confusion([0, 1, 2]).tolist() == [[1, 2, 0], [0, 1, 1], [0, 0, 1]]
+    assert found.confusion([2, 0]).tolist() == [[1, 0], [0, 1]]
+    assert found.accuracy == 0.5 and found.most_confused(3) == [0, 1, 2]
+    assert found.most_confused(2) == [0, 1], "those with the most errors: 2 and 3 against 1"
+
+
+def test_classes_are_sorted_by_accuracy(found: Predictions) -> None:
+    assert found.classes() == [
+        ClassResult(0, images=3, right=1, predicted=1, confused_with=1, confusions=2),
+        ClassResult(1, images=2, right=1, predicted=3, confused_with=2, confusions=1),
+        ClassResult(2, images=1, right=1, predicted=2, confused_with=None, confusions=0),
+    ]
+
+
+def test_mistakes_begin_with_the_most_confident(found: Predictions) -> None:
+    assert found.mistakes(2) == [4, 2] and found.mistakes(9) == [4, 2, 1]
+
+
+def test_the_drawn_images_are_always_the_same(found: Predictions) -> None:
+    drawn = found.drawn(4)
+    assert drawn == sorted(set(drawn)) == found.drawn(4) and len(drawn) == 4
+    assert found.drawn(100) == list(range(6))
+
+
+def test_the_sheet_shows_images_with_prediction_and_label(found: Predictions) -> None:
+    read: list[int] = []
+
+    def reader(sample: int) -> bytes:
+        read.append(sample)
+        if sample == 20:
+            raise BadImage("it is damaged")
+        return encoded()
+
+    page = Page(sheet(found, reader, 6, "By the weights of x."))
+    assert read == [0, 10, 20, 30, 40, 50, 40, 20, 10] and len(page.all("img")) == 7
+    assert "cat , 90 %" in page.text and "dog , 60 % ✗ label cat" in page.text
+    assert "Top-1 accuracy 50.0 % on 6 images." in page.text and "unused" not in page.text
+    assert "cat 3 33.3 % 100.0 % dog (2) dog 2 50.0 % 33.3 % cow (1)" in page.text
+    assert page.outside == []
+
+
+def test_names_of_classes_are_escaped() -> None:
+    hostile = "<script>alert(1)</script>"
+    page = Page(sheet(found_with([0, 1], [1, 1], [0.5, 0.5], (hostile, "b")), lambda _: encoded(), 2, hostile))
+    assert not page.all("script") and page.text.count(hostile) >= 5
+
+
+def test_of_many_classes_the_most_confused_are_shown() -> None:
+    labels = np.repeat(np.arange(300), 2).tolist()
+    predicted = list(labels)
+    for number in (7, 250):
+        predicted[2 * number] = predicted[2 * number + 1] = 299
+    names = tuple(f"class {number}" for number in range(300))
+    html = sheet(found_with(labels, predicted, [0.5] * 600, names), lambda _: encoded(), 1, "")
+    page = Page(html)
+    assert f"The {MOST_CLASSES} classes with the most errors of 300 are shown." in page.text
+    matrix = html.partition('class="confusion"')[2].partition("</table>")[0]
+    assert "class 7<" in matrix and "class 250<" in matrix and "class 299<" in matrix
+    assert matrix.count("<tr>") == 1 + MOST_CLASSES and "280 classes more" in page.text
+
+
+def test_all_right_has_no_mistakes() -> None:
+    words = Page(sheet(found_with([0, 1], [0, 1], [1.0, 1.0], ("a", "b")), lambda _: encoded(), 1, "")).text
+    assert "No prediction is wrong." in words and "Most confident mistakes" not in words
+
+
+def test_thumbnails_are_small() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    html = thumbnail(file.getvalue())
+    assert html.startswith('<img src="data:image/jpeg;base64,') and len(html) < 12 * SIDE**2 / 8
+    assert "class=tiny" in thumbnail(encoded()) and "image/png" in thumbnail(encoded())

@@ -1,0 +1,249 @@
+"""Pages of reports: well-formed, self-contained, small, and good for odd runs."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.html_pages import Page
+from helpers.run_folders import eval_row, start_line, train_row, write_run
+from vitpar.runs.folder import RunRecord
+from vitpar.runs.page import MOST_RUNS, report
+
+CURVES = ("Loss", "Top-1 accuracy", "Top-5 accuracy", "Learning rate", "Gradient norm, before clipping", "Images/s")
+CURVES += ("Time waiting for data", "Peak memory of rank 0, GB")
+
+
+def usual_rows(steps: int = 60, **changed: Any) -> list[dict[str, Any]]:
+    rows = [train_row(step, **changed) for step in range(1, steps + 1)]
+    return rows + [eval_row(step) for step in range(15, steps + 1, 15)]
+
+
+def page_of(*runs: Path, **more: Any) -> tuple[Page, str]:
+    html = report([RunRecord(path) for path in runs], **more)
+    return Page(html), html
+
+
+def titles(page: Page, html: str) -> list[str]:
+    return re.findall("<figcaption>(.*?)</figcaption>", html)
+
+
+def label(page: Page, title: str) -> str:
+    """Return the description of the chart called `title`."""
+    (found,) = [text for svg in page.all("svg") if (text := svg["aria-label"]) and text.startswith(f"{title}. ")]
+    return found
+
+
+def test_a_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows()), made_by="vitpar 1.2.3: vitpar report mine")
+    assert page.outside == [] and not page.all("link") and not page.all("iframe")
+    (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert policy and "default-src 'none'" in policy and "'unsafe-eval'" not in policy
+    assert "vitpar 1.2.3" in page.text and len(page.all("script")) == 1
+
+
+def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "mine", usual_rows(), mesh="dp2", attention={"backend": "math"}, compiled=False)
+    text = page_of(run)[0].text
+    for words in (
+        "complete",
+        "loss 0.5856, top-1 87.0 %, top-5 99.0 %",
+        "87.0 % after step 60",
+        "1,280 images/s on average",
+        "1 GB at most on rank 0",
+        "2 ranks of cpu (2 cores)",
+        "1,437 training and 360 validation images",
+        f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json",
+        "started by vitpar train --mesh dp2",
+        "torch 2.13.0",
+        "attention math",
+        "not compiled",
+    ):
+        assert words in text, words
+
+
+def test_every_metric_has_a_chart_with_words(tmp_path: Path) -> None:
+    page, html = page_of(write_run(tmp_path / "mine", usual_rows()))
+    assert titles(page, html) == list(CURVES)
+    charts = page.all("svg")
+    assert all(svg["role"] == "img" and svg["aria-label"] for svg in charts)
+    assert label(page, "Loss") == (
+        "Loss. training: from 2.3000 at step 1 to 0.6734 at step 60; lowest 0.6734 at step 60, highest 2.3000 at step "
+        "1. validation: from 0.8876 at step 15 to 0.5856 at step 60; lowest 0.5856 at step 60, highest 0.8876 at step "
+        "15."
+    )
+    assert label(page, "Time waiting for data").startswith("Time waiting for data. training: from 25.0 % at step 1")
+    recorded = usual_rows(mfu=0.4, loss_scale=1024.0)
+    page, html = page_of(write_run(tmp_path / "gpu", recorded))
+    assert set(titles(page, html)) == {*CURVES, "Model FLOPs utilisation (MFU)", "Loss scale"}
+
+
+def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / mesh, usual_rows(), mesh=mesh) for mesh in ("dp2", "tp2", "fsdp2")]
+    recipe = runs[1] / "recipe.toml"
+    recipe.write_text(recipe.read_text() + 'seed = 3\n[optimizer]\nname = "lamb"\n')
+    page, html = page_of(*runs)
+    assert html.count("<figcaption>") == len(CURVES)
+    assert "setting 1 dp2 2 tp2 3 fsdp2 train.seed not set 3 not set optimizer.name not set lamb not set" in page.text
+    for number in range(3):
+        assert html.count(f'class="val c{number}"') and f"run {number + 1}, validation: from" in label(page, "Loss")
+    alike = page_of(runs[0], runs[2])[0].text
+    assert "Differences between the recipes All settings are equal." in alike
+
+
+@pytest.mark.parametrize("hostile", ['<img src=x onerror="alert(1)">', "</script><script>alert(1)</script>", "\"'&"])
+def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
+    folder = hostile.replace("/", "\u2215")
+    lines = [start_line("dp2", 60).replace("vit_custom", hostile), f"warning: {hostile}", f"error: {hostile}"]
+    about = {"git_commit": hostile, "torch": hostile, "command": ["vitpar", hostile], "devices": [hostile]}
+    run = write_run(tmp_path / folder, usual_rows(), log=lines, **about, attention={"backend": hostile})
+    other = write_run(tmp_path / "other", usual_rows())
+    recipe = f"[data]\npath = {json.dumps(hostile)}\n[optimizer]\nname = {json.dumps(hostile)}\n"
+    (run / "recipe.toml").write_text(recipe)
+    for runs in ((run,), (run, other)):
+        page, _ = page_of(*runs, made_by=hostile, version=hostile)
+        assert len(page.all("script")) == 1 and not page.all("img") and page.outside == []
+        assert page.text.count(hostile) > 5
+
+
+def test_spikes_stay_visible_on_every_axis(tmp_path: Path) -> None:
+    rows = [train_row(step, loss=1.0) for step in range(1, 20_001)]
+    rows[12_344]["loss"] = 40.0
+    page, html = page_of(write_run(tmp_path / "mine", rows))
+    chart = html.partition("<figcaption>Loss<")[2].partition("</figure>")[0]
+    raw = re.findall(r'<path d="([^"]+)" class="raw c0"', chart)
+    assert raw, "the loss is drawn"
+    for path in raw:
+        heights = np.array([float(number) for number in re.findall(r"v(-?[\d.]+)", path)])
+        assert heights.min() < -150 or heights.max() > 150, "the line goes up to the spike and down again"
+    assert "highest 40.0000 at step 12,345" in label(page, "Loss")
+
+
+def long_run(folder: Path, steps: int) -> Path:
+    """Write a run whose metrics are noise, so that no drawing is simpler than others, with many checkpoints."""
+    row = (
+        '{"kind":"train","step":%d,"samples":%d,"loss":%.4f,"lr":%.4g,"grad_norm":%.4f,"loss_scale":%.1f,"step_ms":%.3f,'
+        '"data_ms":%.3f,"images_per_second":%.2f,"mfu":%.4f,"memory_bytes":%d}'
+    )
+    noise = np.abs(np.random.default_rng(0).normal(size=(steps, 9)))
+    scales = np.array([2, 1e-3, 1, 1024, 100, 10, 1000, 0.1, 1e9])
+    rows = (row % (step, 128 * step, *values) for step, values in enumerate((noise * scales).tolist(), start=1))
+    saves = [f"saving step {step}: x" for step in range(100, steps + 1, 100)]
+    return write_run(folder, rows, log=[start_line("dp2", steps), *saves, "done  x"])
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    html = page_of(long_run(tmp_path / "mine", 100_000))[1]
+    assert 100_000 < len(html.encode()) < 700_000
+
+
+def test_many_long_runs_make_a_page_below_two_megabytes(tmp_path: Path) -> None:
+    runs = [RunRecord(long_run(tmp_path / "0", 10_000))] * MOST_RUNS
+    assert len(report(runs).encode()) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "No step has been recorded yet."),
+        ([train_row(1)], "steps 1 of 60"),
+        ([train_row(1), "{"], "1 line of metrics.jsonl cannot be read"),
+        ([train_row(1, loss=None, skipped=True), train_row(2)], "1 step skipped, 1 step without a finite loss"),
+        ([train_row(step, loss=None) for step in (1, 2)], "2 steps without a finite loss"),
+        ([train_row(1), json.dumps(train_row(2, loss=float("inf")))], "1 step without a finite loss"),
+        ([{"kind": "train", "step": 7}], "steps 7 of 60"),
+        (['{"kind": "train", "step": 7, "skipped": 1e999, "memory_bytes": -1e999, "step_ms": 0}'], "1 step skipped"),
+        ([eval_row(9)], "loss 1.0346"),
+        ([train_row(1, loss=0.0, lr=0.0, grad_norm=0.0), train_row(2, loss=0.0, lr=0.0)], "training loss 0.0000"),
+        ([train_row(step, loss=-1e25 * step) for step in (1, 2)], "training loss"),
+        ([train_row(step, step_ms=None, samples=None) for step in (1, 2, 3)], "steps 3 of 60"),
+        ([train_row(step) for step in (1, 2, 30, 31, 900)], "steps 900"),
+    ],
+    ids=[
+        "none",
+        "one",
+        "cut off",
+        "skipped",
+        "no loss",
+        "inf",
+        "step alone",
+        "infinite",
+        "eval alone",
+        "zeros",
+        "huge",
+        "untimed",
+        "gaps",
+    ],
+)
+def test_odd_runs_have_good_pages(rows: list[Any], expected: str, tmp_path: Path) -> None:
+    page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
+    assert expected in page.text
+    drawn = " ".join(re.findall(r'[ \w]+="[^"]*"', re.sub(r'aria-label="[^"]*"', "", html)))
+    assert not re.search(r"\b(nan|inf)\b", drawn), "drawings have finite coordinates"
+
+
+def test_a_run_without_most_files_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "mine", usual_rows())
+    for name in ("recipe.toml", "plan.json", "env.json", "metrics.jsonl"):
+        (run / name).unlink()
+    (run / "recipe.toml").write_text("[[[")
+    (run / "plan.json").write_text('{"pp": []}')
+    (run / "env.json").write_text("[1]")
+    assert "complete" in page_of(run)[0].text
+
+
+def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
+    lines = [
+        line
+        for step in range(1, 3001)
+        for line in (f"resuming from x: {step} steps done", start_line("dp2", 3001), f"saving step {step}: x")
+    ]
+    page, html = page_of(write_run(tmp_path / "mine", usual_rows(3001), log=lines))
+    assert len(html) < 500_000 and "2,995 earlier; after step 2,996 under dp2" in page.text
+
+
+def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
+    lines = [start_line("dp2", 60), "saving step 20: x", "resuming from x: 20 steps done", start_line("tp2", 60)]
+    lines += ["saving step 40: x", "saving step 60: x", "done  x"]
+    page, html = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2"))
+    assert "restarts after step 20 under tp2" in page.text and "3 saved" in page.text
+    chart = html.partition("<figcaption>Loss<")[2].partition("</figure>")[0]
+    assert "<title>resumed after 20 steps under tp2 instead of dp2</title>" in chart
+    assert "<title>checkpoint after step 40</title>" in chart
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "expected"),
+    [
+        ("dp1", None, "Rank 0 holds the complete model and batch."),
+        ("dp2xtp2", None, "0 dp 0 tp 0 1 dp 0 tp 1"),
+        ("pp2xdp2", 4, "1f1b, 4 micro-batches, in theory 20.0 % of the time idle"),
+        ("pp2", 2**20, "1,048,576 micro-batches in 2 stages: too many to draw"),
+        ("pp4xdp16384", 1, "65,536 ranks: too many to draw"),
+        ("pp8", 2, "cannot be drawn: 4 blocks cannot fill 8 stages"),
+    ],
+)
+def test_the_plan_is_drawn(mesh: str, microbatches: int | None, expected: str, tmp_path: Path) -> None:
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), mesh=mesh, microbatches=microbatches))
+    assert expected in page.text
+
+
+def test_states_follow_from_log_and_lock(tmp_path: Path) -> None:
+    import fcntl
+
+    start = start_line("dp2", 60)
+    ends = {
+        "complete": "done  x",
+        "stopped": "stopped by SIGTERM after step 9: x",
+        "failed": "error: the training diverged",
+    }
+    for state, line in ends.items():
+        assert RunRecord(write_run(tmp_path / state, [], log=[start, line])).state == state
+    run = write_run(tmp_path / "open", [], log=[start, "step 1"])
+    assert RunRecord(run).state == "failed" and "killed" in RunRecord(run).note
+    with (run / "log.txt").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert RunRecord(run).state == "running"

@@ -72,7 +72,10 @@ def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
     cache = getattr(pytestconfig, "cache", None)  # None if pytest's cache is disabled
     library = build(tmp_path_factory.mktemp("fake_cuda") if cache is None else cache.mkdir("fake_cuda"))
-    paths = [*(str(ROOT / folder) for folder in ("src", "cli", "tests", "experiments")), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        *(str(ROOT / folder) for folder in ("src", "cli", "tests", "experiments")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, str(library)]
     cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY)])

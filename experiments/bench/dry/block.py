@@ -18,12 +18,13 @@ from vitpar.models import ViTConfig
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import PRECISIONS, LowPrecisionParams
 
-VARIANTS = ("plain", "drop_path", "fp8")
 DROP_PATH = 0.1
 """Drop-path rate of the variant drop_path. The rate does not change the kernels."""
 
 
-def block_work(config: ViTConfig, batch_size: int, gpu: Gpu, variant: str = "plain", *, cubins: bool = True) -> BlockWork:
+def block_work(
+    config: ViTConfig, batch_size: int, gpu: Gpu, variant: str = "plain", *, cubins: bool = True
+) -> BlockWork:
     """Return the work of the second block of `config` in bf16 or fp8, compiled for `gpu`.
 
     cubins: whether to compile the Triton kernels, for their registers and memory.

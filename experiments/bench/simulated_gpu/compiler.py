@@ -6,7 +6,6 @@ The patches are permanent, as in ``bench.simulated_gpu.torch_cuda``. Call `prepa
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from typing import Any, cast
@@ -16,16 +15,8 @@ import torch
 from bench.simulated_gpu.gpus import Gpu
 from bench.simulated_gpu.torch_cuda import report
 
-TRITON = "3.7.1"
-"""Version of Triton that the CUDA build of torch 2.13 requires. The CPU build names none."""
-WITHOUT_TRITON = f"there is no Triton compiler: install it with pip install --no-deps triton=={TRITON}"
 TOOLKIT = "13.0"
 """Version of CUDA that torch's build for these GPUs has."""
-
-
-def has_triton() -> bool:
-    """Return whether the package triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def prepare(gpu: Gpu, cache: str) -> None:

@@ -20,7 +20,8 @@ def resources(autotuner: Any) -> tuple[Resources, ...]:
     """
     from triton import knobs
 
-    knobs.nvidia.dump_ptxas_log = True  # printed by Triton
+    knobs.nvidia.dump_ptxas_log = True  # Triton prints the log, but not of a kernel that is in its cache
+    knobs.compilation.always_compile = True
     found = []
     for configuration in autotuner.configs:
         log = io.StringIO()

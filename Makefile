@@ -5,14 +5,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # The version of torch in a new environment, and how many tests run at once.
-TORCH    ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+TESTED   := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH    ?= $(TESTED)
 PARALLEL ?= 2
 INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 # Where the first run on a GPU keeps its rows.
 RESULTS  ?= gpu-first-run
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-first-run clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-first-run dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -22,7 +23,8 @@ setup: $(READY)  ## Make a virtual environment with vitpar in it, at the tested 
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+# Another version of torch may require another one of triton.
+	sed -e 's/^torch==.*/torch==$(TORCH)/'$(if $(filter $(TESTED),$(TORCH)),, -e '/^triton==/d') constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps timm torchvision
@@ -97,6 +99,9 @@ gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", 
 
 bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py
+
+dry-bench: $(READY)  ## Kernels, bytes and estimated steps of compiled blocks on a GPU, without one: DRY="--gpu A100"; needs triton
+	$(BIN)/python experiments/dry_bench.py $(DRY)
 
 clean:           ## Remove the virtual environment, caches and the built site, no data and no runs
 	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -291,8 +291,10 @@ def sum_in_float8(fast: bool) -> None:
     """
     multiply = float8.multiply
 
-    def multiplied(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, _: bool = True) -> Tensor:
-        return multiply(a, of_a, b, of_b, dtype, fast)
+    def multiplied(
+        a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, _: bool = True, bias: Tensor | None = None
+    ) -> Tensor:
+        return multiply(a, of_a, b, of_b, dtype, fast, bias)
 
     float8.multiply = multiplied
 

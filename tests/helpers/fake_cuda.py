@@ -4,42 +4,31 @@ An operation that mixes host and device tensors raises, as does one whose output
 everything that makes the host wait for the device raises too: reading a value, a blocking copy, synchronising a stream,
 an event or the device.
 
-The patches to torch are permanent, so use a separate process that starts with ``helpers.fake_cuda_library.load``.
-``torch.compile`` does not work inside: the compiler uses its own fake tensors.
+The patches to torch are permanent, so use a separate process that starts with ``bench.simulated_gpu.library.load``.
+``torch.compile`` does not work inside: the compiler uses its own fake tensors (`bench.dry` compiles).
 """
 
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses import FakeTensorMode, fake_tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from bench.simulated_gpu.gpus import GPUS
+from bench.simulated_gpu.torch_cuda import report
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
 NO_META_KERNEL = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
 """In-place operations without a meta kernel in torch; they return nothing, so they can be skipped."""
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=150 * 10**9,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    L2_cache_size=60 * 2**20,
-)
 
 
 class Synchronisation(RuntimeError):
@@ -53,7 +42,7 @@ class DeviceMismatch(RuntimeError):
 class FakeCuda(FakeTensorMode):
     """Mode that provides the simulated device inside a ``with`` block.
 
-    library: the return value of ``fake_cuda_library.load``
+    library: the return value of ``library.load``
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -148,34 +137,10 @@ def _blocks(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _patch() -> None:
     """Make ``torch.cuda`` report the device."""
-    stream = torch.Stream(device=DEVICE)
+    report(GPUS["H200"])
     cuda: Any = torch.cuda
-    answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": PROPERTIES,
-        "get_device_capability": (PROPERTIES.major, PROPERTIES.minor),
-        "get_device_name": PROPERTIES.name,
-        "current_stream": stream,
-        "default_stream": stream,
-        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": None,
-        "set_device": None,
-        "set_stream": None,
-        "_lazy_init": None,
-    }
-    for name, answer in answers.items():
-        setattr(cuda, name, lambda *_, answer=answer, **__: answer)
-    cuda.device = cuda.stream = lambda _: nullcontext()
     cuda.Stream = lambda device=None, priority=0: torch.Stream(device=DEVICE, priority=priority)
     cuda.Event = lambda enable_timing=False, **_: torch.Event(device=DEVICE, enable_timing=enable_timing)
     tensor = cast(Any, Tensor)
     tensor.pin_memory = lambda self, device=None: self.clone()
     tensor.is_pinned = lambda self, device=None: self.device.type == "cpu"
-    # Other fake tensor modes, such as DTensor's, would create a tensor on the device to initialise it.
-    cast(Any, FakeTensorMode).avoid_device_init = property(lambda self: True)
-    cast(Any, fake_tensor).init_gpu_context = lambda device: None

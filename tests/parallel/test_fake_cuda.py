@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import pytest
 
-from helpers.fake_cuda_library import build, compiler
+from bench.simulated_gpu.library import build, compiler
 from helpers.fake_cuda_steps import FAULTS, Case
 from helpers.paths import ROOT
 
@@ -58,7 +58,7 @@ CASES = (
 FAULTY = tuple(Case("dp1", fault=fault) for fault in FAULTS)
 PROGRAM = """
 import json, sys
-from helpers.fake_cuda_library import load
+from bench.simulated_gpu.library import load
 library = load(sys.argv[1])  # before whatever imports torch
 from helpers.fake_cuda_steps import Case, run_cases
 run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
@@ -72,7 +72,10 @@ def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
         pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
     cache = getattr(pytestconfig, "cache", None)  # None if pytest's cache is disabled
     library = build(tmp_path_factory.mktemp("fake_cuda") if cache is None else cache.mkdir("fake_cuda"))
-    paths = [*(str(ROOT / folder) for folder in ("src", "cli", "tests")), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        *(str(ROOT / folder) for folder in ("src", "cli", "tests", "experiments")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, str(library)]
     cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY)])

@@ -24,14 +24,19 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@library.custom_op("vitpar::keyed_uniform", mutates_args=())
 def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     """Return uniform numbers in [0, 1), float32 [batch, *shape], which depend only on key and index.
 
     keys: int64 [batch].
     first: offset of this rank's slice in the global last dim, so that sharded features get the global numbers.
     """
-    # A custom op: the compiler would otherwise take minutes for the chain of integer arithmetic.
+    # The compiler makes one number a sample a part of other kernels. Opaque, it is 13 tiny kernels a branch on a GPU.
+    if not shape and keys.device.type != "cpu":
+        return _uniform(keys, shape, first)
+    return _opaque_uniform(keys, shape, first)
+
+
+def _uniform(keys: Tensor, shape: Sequence[int], first: int) -> Tensor:
     x = _mix(keys)
     starts = [0] * len(shape[:-1]) + [first] * len(shape[-1:])
     for size, start in zip(shape, starts, strict=True):
@@ -39,8 +44,12 @@ def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     return (x & 0xFFFFFF).float() * 2.0**-24  # 24 bits: float32 represents each of them exactly
 
 
-@keyed_uniform.register_fake
-def _(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
+# For the compiler, one operation: it would take minutes for the arithmetic on every element of an activation.
+_opaque_uniform = library.custom_op("vitpar::keyed_uniform", mutates_args=())(_uniform)
+
+
+@_opaque_uniform.register_fake
+def _(keys: Tensor, shape: Sequence[int], first: int) -> Tensor:
     return keys.new_empty((*keys.shape, *shape), dtype=torch.float32)
 
 

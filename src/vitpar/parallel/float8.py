@@ -49,48 +49,60 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(E4M3), scale
 
 
-def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
-    """Return ``a @ b.T`` in `dtype`.
+def multiply(
+    a: Tensor,
+    of_a: Tensor,
+    b: Tensor,
+    of_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool = True,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return ``a @ b.T + bias`` in `dtype`.
 
     a, b: float8 [rows, in] and [columns, in].
     of_a, of_b: their scales, float32 [rows, 1] and [columns, 1].
     fast: whether GPUs may accumulate in lower precision than float32.
+    bias: [columns], in `dtype`; None for none.
     """
     columns = b.contiguous().t()
-    return torch._scaled_mm(a, columns, scale_a=of_a, scale_b=of_b.t(), out_dtype=dtype, use_fast_accum=fast)
+    scales = {"scale_a": of_a, "scale_b": of_b.t()}
+    return torch._scaled_mm(a, columns, **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def product(x: Tensor, weight: Tensor, fast: bool = True) -> Tensor:
-    """Return ``linear(x, weight)`` multiplied in float8: x [..., in], weight [out, in] -> [..., out] in the dtype of x.
+def product(x: Tensor, weight: Tensor, fast: bool = True, bias: Tensor | None = None) -> Tensor:
+    """Return ``linear(x, weight, bias)`` multiplied in float8.
 
-    Not differentiable.
+    x [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of x. Not differentiable.
     """
-    y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype, fast)
+    y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype, fast, bias)
     return y.unflatten(0, x.shape[:-1])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        # In the product: added to its output, the bias of queries, keys and values costs two passes over all three.
+        return product(x, weight, bias=bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        for_x = for_weight = None
+        for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             # As in torchao, fast accumulation only in forward.
             for_x = product(gradient, weight.t(), fast=False)
         if ctx.needs_input_grad[1]:
             for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
-        return for_x, for_weight
+        if ctx.needs_input_grad[2]:
+            for_bias = gradient.flatten(0, -2).sum(0)
+        return for_x, for_weight, for_bias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``linear(x, weight, bias)`` multiplied in float8, differentiable."""
-    y = _Linear.apply(x, weight)
-    return y if bias is None else y + bias
+    return _Linear.apply(x, weight, bias)
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import AttentionShape, LayerDescription
 from vitpar.models.families import config_to_json
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import layer_elements
@@ -256,6 +256,13 @@ class _Time:
         return max(computed + operations * GAP, operations * LAUNCH)
 
 
+def tiled_flops(shape: AttentionShape) -> int:
+    """Return the FLOPs of attention in forward, for one sample, with full tiles of tokens."""
+    # Few tokens use a smaller tile: the next power of two, at least 16.
+    tile = min(ATTENTION_TILE, max(16, 1 << (shape.tokens - 1).bit_length()))
+    return replace(shape, tokens=-(-shape.tokens // tile) * tile).flops
+
+
 def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts:
     """Return the work of one row under a tensor-parallel mode and a checkpointing policy."""
     t, mode = strategy.degree("tp"), mode_of(strategy)
@@ -284,10 +291,7 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
     touched += sum(3 * taken_elements(part) / parts for part in merges)
     attention = layer.other_flops / t
     if found := layer.attention:
-        # Few tokens use a smaller tile: the next power of two, at least 16.
-        tile = min(ATTENTION_TILE, max(16, 1 << (found.tokens - 1).bit_length()))
-        padded = -(-found.tokens // tile) * tile
-        attention += 4 * found.windows * padded**2 * found.heads * found.head_dim / t
+        attention += tiled_flops(found) / t
         if found.windows > 1:
             touched += 4 * given / parts  # tokens are moved into windows and back
     return _Counts(products, attention, touched, kept, space)

@@ -1,4 +1,4 @@
-"""Build the C++ part of `helpers.fake_cuda` once per torch version, and load it. Does not import torch."""
+"""Build the C++ part of a simulated GPU once per torch version, and load it. Does not import torch."""
 
 import ctypes
 import hashlib
@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("fake_cuda_guard.cpp")
+SOURCE = Path(__file__).with_name("guard.cpp")
 FLAGS = ("-std=c++20", "-O0", "-w", "-shared", "-fPIC")
 
 

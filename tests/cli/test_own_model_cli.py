@@ -46,11 +46,13 @@ def test_evaluation_needs_the_file(trained: Path, vitpar: Command) -> None:
     assert done.returncode == 0 and "top-1" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_check_passes_under_a_layerwise_plan(vitpar: Command, place: Path) -> None:
     done = vitpar("check", *MODEL, *SMALL, "--mesh", "pp2: 0=tp2+sp, *=fsdp2+ckpt", "--batch-size", "16")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_search_plans_for_it(vitpar: Command, place: Path) -> None:
     done = vitpar("search", *MODEL, "--cluster", "2xH100", "--batch-size", "64")
     assert done.returncode == 0 and "--model own_model.py:Mixer" in done.stdout, done.stderr

@@ -59,6 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_run_resumes_under_another_plan_and_is_evaluated(place: Path, vitpar: Command) -> None:
     words = ("train", "--recipe", "recipe.toml", "--mesh")
     for mesh, run in (("dp1", "alone"), ("pp2xdp2", "meshed")):
@@ -122,6 +123,7 @@ def test_suggested_plan_is_accepted(place: Path, vitpar: Command) -> None:
     assert "blocks 0-1: dp4" in done.stdout
 
 
+@pytest.mark.slow
 def test_bench_measures_a_plan(place: Path, vitpar: Command) -> None:
     words = ("--recipe", "recipe.toml", "--mesh", "tp2", "--device", "cpu", "--steps", "2", "--json")
     done = vitpar("bench", *words)

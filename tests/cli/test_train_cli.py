@@ -159,6 +159,7 @@ def test_eval_ignores_settings_of_the_training_plan(place: Path, alone_run: Path
     assert done.returncode == 0 and "prefetch = 2" in (copy / "recipe.toml").read_text(), done.stderr
 
 
+@pytest.mark.slow
 def test_check_passes_and_fails(vitpar: Command) -> None:
     done = vitpar("check", "--mesh", "dp2", "--json")
     assert done.returncode == 0, done.stderr

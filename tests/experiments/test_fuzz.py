@@ -39,6 +39,7 @@ def kinds(tally: Tally) -> set[tuple[str, int]]:
     return {(one.finding.kind, one.case) for one in tally.found.values()}
 
 
+@pytest.mark.slow
 def test_every_reader_survives_its_first_cases() -> None:
     tallies = {name: Tally(name) for name in names()}
     hunt(tallies, cases=EACH, limit=PATIENT_S)

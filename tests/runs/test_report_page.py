@@ -222,7 +222,7 @@ def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
         ("dp2xtp2", None, "0 dp 0 tp 0 1 dp 0 tp 1"),
         ("pp2xdp2", 4, "1f1b, 4 micro-batches, in theory 20.0 % of the time idle"),
         ("pp2", 2**20, "1,048,576 micro-batches in 2 stages: too many to draw"),
-        ("pp4xdp16384", 1, "65,536 ranks: too many to draw"),
+        ("pp8xdp8192", 1, "65,536 ranks: too many to draw"),
         ("pp8", 2, "cannot be drawn: 4 blocks cannot fill 8 stages"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.html_pages import Page
 from helpers.run_folders import eval_row, start_line, train_row, write_run
+from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.page import MOST_RUNS, report
 
@@ -247,3 +248,10 @@ def test_states_follow_from_log_and_lock(tmp_path: Path) -> None:
     with (run / "log.txt").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert RunRecord(run).state == "running"
+
+
+def test_waits_are_averaged_over_their_log_interval(tmp_path: Path) -> None:
+    """The time of a step is the mean of its interval, so a long wait of one step is not more than its time."""
+    rows = [train_row(1, step_ms=200.0, data_ms=50.0), train_row(2, data_ms=10.0), train_row(3, data_ms=150.0)]
+    share = waiting_share(RunRecord(write_run(tmp_path / "mine", [*rows, train_row(4, step_ms=50.0, data_ms=99.0)])))
+    np.testing.assert_allclose(share, [0.25, 0.8, 0.8, 1.0])

@@ -10,6 +10,7 @@ from fuzzing import oracle
 from fuzzing.attacks.jsons import json_attack
 from fuzzing.attacks.tomls import toml_attack
 from fuzzing.target import Case, Files, FileTarget
+from vitpar.planner.cost import pipeline  # noqa: F401, a report imports it, and torch, when it draws a pipeline
 from vitpar.runs.folder import RunRecord, refuse_other_folders
 from vitpar.runs.listing import runs_in
 from vitpar.runs.page import report

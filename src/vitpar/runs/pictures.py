@@ -17,7 +17,7 @@ MOST_SPANS = 2000
 """Maximum number of spans in a timeline; a page with more would be large."""
 MOST_ACTIONS = 50_000
 """Maximum number of actions of a pipeline that are replayed."""
-MOST_PLACES = 1 << 18
+MOST_PLACES = 1 << 15
 """Maximum number of ranks of a plan, times its stages or its distinct strategies, that are looked at."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vitpar.models.config import GATED, ModelConfig
 from vitpar.models.description import LayerDescription
@@ -36,6 +37,30 @@ def for_every_sample(parameter: Tensor) -> Tensor:
     change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
     """
     return _OwnGradient.apply(to_local(parameter))
+
+
+def kept_sum(x: Tensor, branch: Tensor) -> Tensor:
+    """Return ``x + branch``, which a compiled block keeps for backward. It is the input of a norm that follows.
+
+    The compiler would keep `branch` and add again in backward. The norm's backward would then read two tensors, and the
+    sums for its weight and bias would join the kernels of the norm before, which also reads `x`: 4 of 56 passes over
+    tokens x width a block on GPUs (experiments/dry_bench.py).
+    """
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return x + branch
+    kept: Tensor = checkpoint(_sum, x, branch, use_reentrant=False, preserve_rng_state=False, context_fn=_KEEP)
+    return kept
+
+
+def _sum(x: Tensor, branch: Tensor) -> Tensor:
+    return x + branch
+
+
+def _must_save(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+_KEEP = functools.partial(create_selective_checkpoint_contexts, _must_save)
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from vitpar.models.config import block_index
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample
+from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample, kept_sum
 from vitpar.models.vit.attention import Attend, Attention, AttentionPool
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
@@ -125,7 +125,7 @@ class Block(ResidualBlock):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
         keys = keys if self.training else None
-        x = x + self.branch(self.attn(self.norm1(x)), keys, 0, self.ls1)
+        x = kept_sum(x, self.branch(self.attn(self.norm1(x)), keys, 0, self.ls1))
         return x + self.branch(self.mlp(self.norm2(x)), keys, 1, self.ls2)
 
 

@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("training.faults",)),
     ("", ("training.saving",)),
     ("", ("training.recipe",)),
-    ("", ("training.optim",)),
+    ("", ("training.optim", "training.tracking")),
     ("model and state", ("weights",)),
     ("", ("parallel", "data", "checkpoint", "pages")),
     ("plans and ranks", ("strategy", "launch")),

@@ -25,6 +25,7 @@ from vitpar.training.events import Reporter, RunHeader
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
+from vitpar_cli.sparkline import Sparkline
 
 CADENCE = 10.0
 """Minimum seconds between two plain lines of progress."""
@@ -51,6 +52,7 @@ class ConsoleReporter(Reporter):
         """Print the header of the run."""
         self._header, self._begun = header, self._clock()
         self._first: tuple[int, float] | None = None
+        self._loss = Sparkline(header.steps)
         if self._console.is_terminal:
             rows = _rows(header, self._console.width - 16)
             self._console.print(Panel(_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
@@ -65,6 +67,7 @@ class ConsoleReporter(Reporter):
         """Show a step: always on a terminal, otherwise the first, the last, and one per CADENCE seconds."""
         step, now = row["step"], self._clock()
         self._first = self._first or (step, now)
+        self._loss.add(step, row["loss"])
         parts = self._parts(row, now)
         if self._live:
             self._live.show(step, _fitting(parts, self._console.width))
@@ -117,7 +120,7 @@ class ConsoleReporter(Reporter):
         self._print(text, style="bold")
 
     def finished(self, summary: dict[str, Any]) -> None:
-        """Print the result, the path of the weights and the command that evaluates them."""
+        """Print the course of the loss, the result, the path of the weights and the command that evaluates them."""
         self.close()
         rate = summary["images_per_second"]
         average = f", {_rate(rate)} on average" if rate else ""
@@ -127,6 +130,8 @@ class ConsoleReporter(Reporter):
         arguments += [] if recipe.data.path is None else ["--data", recipe.data.path]
         arguments += ["--set", "stream.allow_pipe=true"] if recipe.stream.allow_pipe else []
         self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")
+        if loss := self._loss.words(self._console.encoding):
+            self._print(f"loss       {loss}")
         result = _result(summary) if "loss" in summary else "not evaluated: the data set has no val split"
         self._print(f"result     {result}", style="bold green")
         self._print(f"weights    {summary['weights']}")

@@ -13,6 +13,7 @@ from vitpar.text import shown
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.training.recipe.effects import COMMANDS
 from vitpar.training.recipe.sections import AUTO
+from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar_cli.world import Device, handed_plan, resolve
 
 if TYPE_CHECKING:
@@ -58,13 +59,16 @@ def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> d
 
 
 def refuse_early(given: Mapping[str, object]) -> None:
-    """Refuse a strategy or a data set that cannot be read, before torch is imported, which takes seconds.
+    """Refuse a strategy, data set or tracker that cannot be used, before torch is imported, which takes seconds.
 
-    given: settings by dotted key. Raises StrategyError and DataError.
+    given: settings by dotted key. Raises StrategyError, DataError and RecipeError.
     """
     mesh, data = given.get("parallel.mesh"), given.get("data.path")
     if isinstance(mesh, str) and mesh != AUTO and not mesh.endswith(".json"):
         parse(mesh)
+    trackers = given.get("track.trackers")
+    if isinstance(trackers, tuple):
+        refuse_missing(trackers)
     if isinstance(data, str):
         from vitpar.data.shards.manifest import MANIFEST, read_manifest
 

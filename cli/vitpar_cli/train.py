@@ -3,13 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.text import either
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import AUTO
+from vitpar.training.tracking.tracked_run import TrackerName, refuse_missing
 from vitpar.weights.hub import hub_name
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import AutoOptions, choose
@@ -119,6 +121,16 @@ def train(
             rich_help_panel=SEARCHED,
         ),
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        o.setting(
+            "track.trackers",
+            "--track",
+            to=lambda names: tuple(names) or None,
+            metavar="NAME",
+            help=f"Tracker that gets what the run logs: {either(get_args(TrackerName))}; repeatable.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
@@ -172,6 +184,7 @@ def train(
         # Another mesh replaces the complete plan of the resumed run.
         without=("parallel", "communication") if own_recipe and mesh is not None else ("parallel",) * (mesh == AUTO),
     )
+    refuse_missing(merged.track.trackers)
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.training.begin import beginning
     from vitpar.training.events import SettingsOrigin

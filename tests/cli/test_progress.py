@@ -173,6 +173,20 @@ def test_evaluations_notes_and_result_are_always_printed(plain: Shown) -> None:
     ]
 
 
+@pytest.mark.parametrize(("encoding", "line"), [("utf-8", "█▅▁"), ("ascii", "#=_")])
+def test_summary_shows_the_course_of_the_loss(encoding: str, line: str) -> None:
+    shown = Shown(terminal=False)
+    file = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", write_through=True)
+    shown.reporter = ConsoleReporter(Console(file=file, width=80, color_system=None, _environ={}), shown.clock)
+    shown.start()
+    for step, loss in ((1, 2.3), (50, 1.4), (51, None), (100, 0.2)):
+        row = {"kind": "train", "step": step, "epoch": 0.5, "loss": loss, "lr": 0.1}
+        shown.reporter.stepped({**row, "images_per_second": 1.0, "step_ms": 1.0, "data_ms": 0.0})
+    shown.reporter.finished(SUMMARY)
+    printed = file.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
+    assert f"loss       {line}  2.3000 to 0.2000" in printed
+
+
 def test_one_step_run_prints_no_rate(plain: Shown) -> None:
     plain.start()
     plain.reporter.finished({**SUMMARY, "images_per_second": None})

@@ -15,6 +15,7 @@ PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import 
     [
         (["train", "--mesh", "foo"], "unknown role 'foo'"),
         (["train", "--data", "gone"], "no data set at 'gone'"),
+        (["train", "--track", "mlflow"], "unknown tracker 'mlflow': use tensorboard, wandb or trackio"),
         (["check", "--mesh", "dp2xfoo"], "unknown role 'foo'"),
         (["bench", "--mesh", "foo"], "unknown role 'foo'"),
         (["plan", "foo"], "unknown role 'foo'"),

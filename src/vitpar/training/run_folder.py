@@ -5,6 +5,7 @@ runs/<date>-<model>-<strategy>/
     env.json         versions, hardware, git commit, command, kernels
     log.txt          events with their time     metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to resume (``vitpar.checkpoint``)
+    track.json       identifier of the run for trackers, and tensorboard/ and wandb/: what they write
     hang/            what each rank was doing, if the run hung (``vitpar.training.faults.watchdog``)
     weights/         the trained weights, as safetensors (``vitpar.weights.folder``)
 """
@@ -29,7 +30,7 @@ import torch
 from vitpar.errors import RecipeError
 from vitpar.io import write_text
 from vitpar.strategy import Plan
-from vitpar.strategy.plan_json import write_plan
+from vitpar.strategy.plan_json import plan_text, write_plan
 from vitpar.text import log_line
 from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
@@ -70,6 +71,13 @@ class RunFolder:
     Raises RecipeError if the folder cannot be made, or another process writes to it.
     """
 
+    environment: dict[str, Any]
+    """Content of env.json, from `begin` on."""
+    texts: dict[str, str]
+    """Text of recipe.toml, plan.json and env.json by name, from `begin` on."""
+    logged = 0
+    """Last step in metrics.jsonl when the run began to write; the run may repeat some of those steps."""
+
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, resuming: bool = False) -> None:
         check_run_folder(path, resuming)
         self._resuming = resuming
@@ -95,12 +103,20 @@ class RunFolder:
         repeats those steps.
         kernels: kernels that the run computes with, for env.json.
         """
-        write_text(self.path / "recipe.toml", recipe.to_toml())
+        self.environment = _environment(command) | kernels
+        self.texts = {
+            "recipe.toml": recipe.to_toml(),
+            "plan.json": plan_text(plan),
+            "env.json": json.dumps(self.environment, indent=1),
+        }
+        write_text(self.path / "recipe.toml", self.texts["recipe.toml"])
         write_plan(self.path / "plan.json", plan)
-        write_text(self.path / "env.json", json.dumps(_environment(command) | kernels, indent=1))
+        write_text(self.path / "env.json", self.texts["env.json"])
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            write_text(metrics, "".join(_rows_until(metrics, after)))
+            lines = list(_lines(metrics))
+            self.logged = max((step for step, _ in lines), default=0)
+            write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
 
     def discard(self) -> None:
@@ -133,12 +149,13 @@ class RunFolder:
         self._log.close()
 
 
-def _rows_until(metrics: Path, step: int) -> Iterator[str]:
-    """Yield the lines of `metrics` up to that of `step`. A line that a killed run left incomplete is no JSON."""
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+def _lines(metrics: Path) -> Iterator[tuple[int, str]]:
+    """Yield step and text of the lines of `metrics`. A line that a killed run left incomplete is no JSON."""
+    for line in metrics.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                yield line.rstrip("\n") + "\n"
+            step = json.loads(line)["step"]
+            if isinstance(step, int):
+                yield step, f"{line}\n"
 
 
 def _fresh(parent: Path, name: str) -> Path:

@@ -16,6 +16,7 @@ from vitpar.training.input import open_data, transforms
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.saving.resume import resumed
+from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar.training.trainer import Trainer
 
 
@@ -49,6 +50,7 @@ def train(
         recipe = read_recipe(Path(recipe), settings)
     elif settings:
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
+    refuse_missing(recipe.track.trackers)
     kind: Device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = dist.is_initialized()
     world = find_world() or ALONE

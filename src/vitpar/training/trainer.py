@@ -32,6 +32,7 @@ from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.training.saving.saver import Saver, TrainingState, texts
 from vitpar.training.step import Garbage, Stepped, nothing
+from vitpar.training.tracked import Tracked
 from vitpar.weights.folder import save_weights
 
 LOOK_S = 5.0
@@ -94,7 +95,8 @@ class Trainer:
         self.done, self.samples = 0, 0
         resuming = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = RunFolder(run_dir, recipe, plan, resuming=resuming) if self.rank == 0 else None
-        self.reporter = Logged(self.folder, reporter) if self.folder else Reporter()
+        self.reporter: Reporter = Logged(self.folder, reporter) if self.folder else Reporter()
+        self.tracked: Tracked | None = None
         path = broadcast_json(str(self.folder.path) if self.folder else None)
         assert path is not None, "rank 0 has a folder"
         self.path = Path(path)
@@ -132,6 +134,7 @@ class Trainer:
             }
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
+            self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
         self._note(*notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
 
@@ -141,6 +144,13 @@ class Trainer:
         Returns the summary, on every rank. At SIGTERM, SIGUSR1 or Ctrl-C to any rank, all save a checkpoint and end;
         the summary then says `stopped`.
         """
+        with self.tracked or nullcontext():
+            summary = self._run()
+        if self.folder:
+            self.folder.close()
+        return summary
+
+    def _run(self) -> dict[str, Any]:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
@@ -293,8 +303,6 @@ class Trainer:
             f"vitpar train --resume {self.path}" if path else "nothing was saved, since the recipe disables checkpoints"
         )
         self.reporter.info(f"stopped by {by} after step {self.done:,}: {further}")
-        if self.folder:
-            self.folder.close()
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 
     def _finish(self, last: Evaluation | None, log: StepLog) -> dict[str, Any]:
@@ -309,6 +317,4 @@ class Trainer:
             "weights": str(weights),
         }
         self.reporter.finished(summary)
-        if self.folder:
-            self.folder.close()
         return summary

@@ -104,6 +104,16 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         lambda recipe: not recipe.stream,
         "{key} is {value}, which a stream does not support: leave it out, or index the shards",
     ),
+    Effect(
+        _keys(track="project name"),
+        lambda recipe: bool({"wandb", "trackio"} & set(recipe.track.trackers)),
+        "{key} is '{value}', which only wandb and trackio use: leave it out, or name one of them in track.trackers",
+    ),
+    Effect(
+        ("track.wandb_mode",),
+        lambda recipe: "wandb" in recipe.track.trackers,
+        "{key} is '{value}', which does nothing without W&B: leave it out, or name wandb in track.trackers",
+    ),
 )
 """All settings that have an effect only together with certain others."""
 

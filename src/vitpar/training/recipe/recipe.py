@@ -38,6 +38,7 @@ from vitpar.training.recipe.sections import (
     ParallelSection,
     Section,
     StreamSection,
+    TrackSection,
     TrainSection,
 )
 
@@ -67,6 +68,7 @@ class Recipe(Section):
     faults: FaultsSection = FaultsSection()
     parallel: ParallelSection = ParallelSection()
     communication: CommunicationSection = CommunicationSection()
+    track: TrackSection = TrackSection()
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -233,6 +235,8 @@ class Recipe(Section):
             del values["loss_scale"]
         if not self.stream:
             del values["stream"]
+        if not self.track.trackers:
+            del values["track"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
             values["parallel"] = {
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]

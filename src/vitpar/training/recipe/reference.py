@@ -109,6 +109,8 @@ def _type(annotation: Any) -> str:
         words = [json.dumps(one) for one in arguments]
         return f"{', '.join(words[:-1])} or {words[-1]}"
     if origin is tuple:
+        if get_origin(arguments[0]) is Literal:
+            return f"list of {_type(arguments[0])}"
         return f"list of {_type(arguments[0])}s" if Ellipsis in arguments else f"{len(arguments)} numbers"
     if origin is dict:
         return "table"

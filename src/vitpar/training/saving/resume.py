@@ -22,6 +22,7 @@ FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
     *("stream.val", "stream.val_samples", "stream.allow_pipe"),
     *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…", "faults.…"),
+    "track.…",
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.
 

@@ -1,7 +1,7 @@
 """The sections of a recipe: every setting with its type, range, default and effect.
 
 input: [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale]. running:
-[checkpoint], [faults], [parallel], [communication].
+[checkpoint], [faults], [parallel], [communication], [track].
 """
 
 from vitpar.training.recipe.sections.base import Section
@@ -12,6 +12,7 @@ from vitpar.training.recipe.sections.running import (
     CommunicationSection,
     FaultsSection,
     ParallelSection,
+    TrackSection,
 )
 from vitpar.training.recipe.sections.training import (
     AdjustLr,
@@ -38,5 +39,6 @@ __all__ = [
     "ParallelSection",
     "Section",
     "StreamSection",
+    "TrackSection",
     "TrainSection",
 ]

@@ -1,15 +1,16 @@
-"""Sections that never change the result of a run: [checkpoint], [faults], [parallel] and [communication]."""
+"""Sections that never change the result of a run: [checkpoint], [faults], [parallel], [communication], [track]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES
+from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES, MAX_TRACK_NAME_CHARS
 from vitpar.strategy import Plan
 from vitpar.training.recipe.sections.base import Section
+from vitpar.training.tracking.tracked_run import TrackerName
 
 AUTO = "auto"
 """Value of `parallel.mesh` for which `vitpar train` searches the plan."""
@@ -116,3 +117,24 @@ class CommunicationSection(Section):
     """Whether sharded layers free gathered parameters after forward; if unset, not under a pipeline nor in the head."""
     reduce_every_microbatch: bool | None = None
     """Whether sharded layers reduce gradients at every micro-batch, not only at the last; no if unset."""
+
+
+class TrackSection(Section):
+    """Experiment trackers, which get what the run logs (docs/trackers.md)."""
+
+    trackers: tuple[TrackerName, ...] = ()
+    """Trackers of the run; each needs its package (`pip install 'vitpar[tensorboard]'`)."""
+    project: str = Field("vitpar", min_length=1, max_length=MAX_TRACK_NAME_CHARS)
+    """Project of the run in W&B and trackio."""
+    name: str | None = Field(None, min_length=1, max_length=MAX_TRACK_NAME_CHARS)
+    """Name of the run in W&B and trackio; that of its folder if unset."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """Whether W&B only writes to the run's folder, for `wandb sync`, or sends to its server."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_different(cls, names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"track.trackers names '{repeated}' twice: keep one")
+        return names

@@ -1,0 +1,1 @@
+"""Experiment trackers (TensorBoard, W&B, trackio), each in a separate process that cannot stop or slow a run."""

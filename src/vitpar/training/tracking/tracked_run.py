@@ -1,0 +1,66 @@
+"""Names of the trackers, and the facts about a run that they get. Imports no tracker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+from vitpar.errors import RecipeError
+from vitpar.text import either, shown
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+"""Name of a tracker, which is also its package, and vitpar's extra that installs it."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Facts about a run, as JSON values, that trackers log before the first step."""
+
+    folder: str
+    """Absolute path of the run's folder."""
+    id: str
+    """Identifier of the run for trackers that need one; a resumed run keeps it."""
+    name: str
+    """Name of the run."""
+    project: str
+    """Project that the run belongs to, where a tracker has projects."""
+    online: bool
+    """Whether W&B sends to its server."""
+    done: int
+    """Step after which this process starts; 0 for a new run."""
+    tracked: int
+    """Last step that an earlier process of this run has passed to this tracker; 0 if none has."""
+    resumed: bool
+    """Whether an earlier process of this run has used this tracker."""
+    recipe: Mapping[str, Mapping[str, Any]]
+    """Settings of the recipe, by section and name."""
+    facts: Mapping[str, Any]
+    """Model, data, plan and hardware."""
+    texts: Mapping[str, str]
+    """Files of the run by name, for trackers that show text."""
+
+    @property
+    def hyper_parameters(self) -> dict[str, str | bool | int | float]:
+        """Settings of the recipe by dotted key. Lists become text, and settings that are not set are left out."""
+        flat = {f"{section}.{key}": value for section, values in self.recipe.items() for key, value in values.items()}
+        return {
+            key: value if isinstance(value, str | bool | int | float) else str(value)
+            for key, value in flat.items()
+            if value is not None
+        }
+
+
+def refuse_missing(trackers: Sequence[str]) -> None:
+    """Raise RecipeError for the first tracker that is unknown or whose package is not installed. Imports none."""
+    for name in trackers:
+        if name not in get_args(TrackerName):
+            raise RecipeError(f"unknown tracker '{shown(name)}': use {either(get_args(TrackerName))}")
+        try:
+            found = find_spec(name)
+        except ValueError:  # a module without a spec
+            found = None
+        # A folder of this name, such as the one that W&B writes, is a namespace package without an origin.
+        if found is None or found.origin is None:
+            raise RecipeError(f"the package of the tracker '{name}' is not installed: pip install 'vitpar[{name}]'")

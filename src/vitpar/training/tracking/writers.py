@@ -1,0 +1,140 @@
+"""Writers to the trackers. Each runs in a process of its tracker (``vitpar.training.tracking.process``)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from vitpar.training.tracking.tracked_run import TrackedRun
+
+FLUSH_S = 5
+"""Seconds after which TensorBoard's file has what was logged."""
+
+
+class TrackerWriter(Protocol):
+    """Writer of one run to one tracker."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Begin or continue the run, and log its facts."""
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """Log numbers by name.
+
+        step: number of the step; never less than that of the call before.
+        time: of the step, in seconds since the epoch.
+        """
+
+    def close(self, failed: bool) -> None:
+        """Write what is left and end the run."""
+
+
+class TensorBoardWriter:
+    """Writer of event files to the folder `tensorboard` of the run.
+
+    A resumed run writes a further file. It tells readers to drop the steps that the run repeats.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]  # or tensorboard imports it, for seconds
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.summary_v2 import text_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries = event_pb2, summary_pb2
+        self._writer = EventFileWriter(str(Path(run.folder) / "tensorboard"), flush_secs=FLUSH_S)
+        if run.resumed:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(event_pb2.Event(session_log=start, step=run.done + 1))
+        else:
+            self._writer.add_event(event_pb2.Event(summary=hparams_pb(run.hyper_parameters, trial_id=run.id)))
+        for name, text in run.texts.items():
+            shown = text_pb(name, f"```\n{text}\n```")
+            self._writer.add_event(event_pb2.Event(summary=shown, step=run.done))
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """Log numbers as scalars."""
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self._summaries.Summary(value=scalars)
+        self._writer.add_event(self._events.Event(summary=summary, step=step, wall_time=time))
+
+    def close(self, failed: bool) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Writer to W&B: to the folder `wandb` of the run and, if the recipe says online, to its server.
+
+    Steps that an earlier process has logged are left out, since W&B cannot replace them.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        if not run.online:
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # or errors of wandb itself are sent to its authors
+        import wandb
+
+        self._tracked = run.tracked
+        self._run = wandb.init(
+            project=run.project,
+            id=run.id,
+            name=run.name,
+            dir=run.folder,
+            config={"recipe": run.recipe, **run.facts},
+            mode="online" if run.online else "offline",
+            resume="allow" if run.resumed and run.online else None,
+            save_code=False,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """Log numbers."""
+        if step > self._tracked:
+            self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Send or write what is left."""
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+class TrackioWriter:
+    """Writer to trackio's database on this machine.
+
+    Steps that an earlier process has logged are left out, since trackio cannot replace them.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL"):
+            os.environ.pop(variable, None)  # with these trackio sends to a server
+        import trackio
+
+        self._trackio, self._tracked = trackio, run.tracked
+        trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id}",  # trackio finds a run by its name
+            config={"recipe": run.recipe, **run.facts},
+            resume="allow" if run.resumed else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """Log numbers."""
+        if step > self._tracked:
+            self._trackio.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self._trackio.finish()
+
+
+WRITERS: dict[str, type[TrackerWriter]] = {
+    "tensorboard": TensorBoardWriter,
+    "wandb": WandbWriter,
+    "trackio": TrackioWriter,
+}
+"""Writer of each tracker."""

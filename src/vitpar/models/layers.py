@@ -39,6 +39,11 @@ def for_every_sample(parameter: Tensor) -> Tensor:
     return _OwnGradient.apply(to_local(parameter))
 
 
+def _trains_compiled() -> bool:
+    """Return whether a compiler traces a training step."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled()
+
+
 def kept_sum(x: Tensor, branch: Tensor) -> Tensor:
     """Return ``x + branch``, which a compiled block keeps for backward. It is the input of a norm that follows.
 
@@ -46,7 +51,7 @@ def kept_sum(x: Tensor, branch: Tensor) -> Tensor:
     sums for its weight and bias would join the kernels of the norm before, which also reads `x`: 4 of 56 passes over
     tokens x width a block on GPUs (experiments/dry_bench.py).
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not torch.is_grad_enabled():
+    if not _trains_compiled():
         return x + branch
     kept: Tensor = checkpoint(_sum, x, branch, use_reentrant=False, preserve_rng_state=False, context_fn=_KEEP)
     return kept
@@ -128,6 +133,43 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions between the two linear layers of an MLP. The gated ones halve the number of features."""
 
 
+class _SumBySample(torch.autograd.Function):
+    """Linear layer whose gradient of the bias is summed over the tokens of each sample first, then over samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        for_x = for_weight = for_bias = None
+        if ctx.needs_input_grad[0]:
+            for_x = gradient @ weight
+        if ctx.needs_input_grad[1]:
+            for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
+        if ctx.needs_input_grad[2]:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            for_bias = gradient.sum(1, dtype=wide).sum(0).to(gradient.dtype)
+        return for_x, for_weight, for_bias
+
+
+class BeforeActivation(nn.Linear):
+    """Linear layer before an activation.
+
+    Compiled, the gradient of the bias is summed in the kernel of the activation's backward, which needs sums over parts
+    of the tokens. Otherwise the compiler sums in a kernel that reads the gradient of all hidden features again: 4 of 52
+    passes over tokens x width a block on GPUs (experiments/dry_bench.py).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, features] -> [batch, tokens, features]."""
+        if x.dim() != 3 or not _trains_compiled():
+            return super().forward(x)
+        return _SumBySample.apply(x, self.weight, self.bias)
+
+
 class MLP(nn.Module):
     """Linear, activation, norm if there is one, Linear.
 
@@ -138,7 +180,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, hidden: int, activation: str = "gelu", norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden * (2 if activation in GATED else 1))
+        self.fc1 = BeforeActivation(width, hidden * (2 if activation in GATED else 1))
         self.activation = ACTIVATIONS[activation]
         self.norm = norm or nn.Identity()
         self.fc2 = nn.Linear(hidden, width)

@@ -199,7 +199,8 @@ def train(
     train_set, _ = open_data(merged)
     config = merged.config(train_set.num_classes)
     options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
-    if merged.parallel.mesh == AUTO:
+    searched = merged.parallel.mesh == AUTO
+    if searched:
         merged, chosen, store = choose(on_device(merged, kind), config, kind, options, resumed_run.recipe, as_json)
     else:
         options.refuse_beside(merged.parallel.mesh)
@@ -235,7 +236,9 @@ def train(
         from vitpar_cli.progress import ConsoleReporter
 
         reporter = Reporter() if as_json else ConsoleReporter()
-        notes = [chosen.because] if chosen.because else []
+        reasons = [chosen.because] if chosen.because else []
+        # A plan that was searched is what the user asked for; a fallback is not.
+        messages, notes = (reasons, list[str]()) if searched else ([], reasons)
         if dist.get_rank() == 0:
             world = find_world()
             warning = memory_warning(merged, config, plan, device, world.local_size if world else 1)
@@ -251,6 +254,7 @@ def train(
                 command=sys.argv,
                 resume=resumed_run.source,
                 allow_change=allow_change or (),
+                messages=messages,
                 notes=notes,
                 origin=SettingsOrigin(images, automatic),
                 watchdog=watchdog,

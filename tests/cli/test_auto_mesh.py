@@ -70,7 +70,7 @@ def test_found_plan_is_trained_and_stored(
     plan = read_plan(place / "run" / "plan.json")
     assert plan.world_size == 2 and words.startswith(str(plan))
     assert "why not" in words and "times are estimates" in words and "of 4 GB" in words
-    assert "the plan was searched, predicted:" in words
+    assert "\nthe plan was searched, predicted:" in words
     assert read_recipe(place / "run" / "recipe.toml").parallel.mesh == str(plan)
     alone = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone", "--json")
     assert alone.returncode == 0, alone.stderr

@@ -48,6 +48,7 @@ class Trainer:
     resume: a checkpoint to resume from, or the folder of a run, whose newest complete checkpoint is used; a run without
     one starts from the beginning.
     allow_change: see ``vitpar.training.saving.resume``.
+    messages: messages to print at the start.
     notes: warnings to print at the start.
     origin: origin of settings, for the header.
     watchdog: records all progress and ends the process if there is none; None for no watchdog.
@@ -64,6 +65,7 @@ class Trainer:
         command: Sequence[str] = (),
         resume: Path | None = None,
         allow_change: Sequence[str] = (),
+        messages: Sequence[str] = (),
         notes: Sequence[str] = (),
         origin: SettingsOrigin = SettingsOrigin(),
         watchdog: Watchdog | None = None,
@@ -135,6 +137,8 @@ class Trainer:
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
             self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
+        for message in messages:
+            self.reporter.info(message)
         self._note(*notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
 

@@ -1,29 +1,51 @@
 """`vitpar eval`: evaluate saved weights."""
 
 import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from vitpar.errors import DataError
+from vitpar.text import printable
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import warn
+from vitpar_cli.outputs import data_table, progress_bar, refuse_unwritable, warn
 from vitpar_cli.saved_model import CheckpointDir, saved_model
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.training.evaluate import Evaluation, Predictions
+    from vitpar.training.input import ImageSet
+    from vitpar.training.prediction_file import PredictionFile
+
 
 def evaluate(
     checkpoint: CheckpointDir,
     data: Annotated[
-        Path | None,
-        o.setting(
-            "data.path", "--data", to=str, metavar="DIR", help="Packed data.  \\[default: what it was trained on]"
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            metavar="DIR",
+            help="Packed data; repeat it for several data sets.  \\[default: what it was trained on]",
+            rich_help_panel="Model and data",
         ),
     ] = None,
     split: Annotated[str, typer.Option("--data-split", help="Split to evaluate: val or train.")] = "val",
+    predictions: Annotated[
+        Path | None,
+        typer.Option(
+            "--predictions",
+            metavar="FILE.parquet",
+            help="Write a row for each image: label, predicted class, probability, and the 5 most probable classes.",
+        ),
+    ] = None,
     mesh: Annotated[str, typer.Option("--mesh", metavar="STRATEGY", help="Mesh to evaluate under.")] = "dp1",
     batch_size: o.BatchSize = None,
     precision: o.Precision = None,
@@ -32,42 +54,105 @@ def evaluate(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Evaluate saved weights on a complete split of a data set, under any mesh, independent of the training mesh.
+    """Evaluate saved weights on a complete split of data sets, under any mesh, independent of the training mesh.
 
-    If the path is a run, evaluates its final weights or, if the run has not ended, its newest checkpoint.
+    If the path is a run, evaluates its final weights or, if the run has not ended, its newest checkpoint. Results are
+    the images, the loss, top-1 and top-5 accuracy and the expected calibration error (15 bins).
 
     Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
+
+    Example: vitpar eval --checkpoint runs/mine --data data_shards/one --data data_shards/two --predictions all.parquet
     """
-    given = o.checked_settings(evaluate, locals())
+    given, named = o.checked_settings(evaluate, locals()), data or []
+    for path in named:
+        o.refuse_early({"data.path": str(path)})
+    if len({path.resolve() for path in named}) < len(named):
+        raise DataError("--data names a data set twice: keep one")
+    refuse_unwritable(predictions)
+    given["data.path"] = str(named[0]) if named else None
     saved = saved_model(checkpoint, given, assignments, doing="an evaluation", mesh=mesh)
-    from vitpar.errors import DataError
+    from vitpar.data import ShardSet
     from vitpar.training.input import open_split
 
-    images = open_split(saved.recipe, split)
-    if images.num_classes != saved.config.num_classes:
-        raise DataError(
-            f"'{images.place}' has {images.num_classes} classes but the weights in '{saved.folder}' "
-            f"have {saved.config.num_classes}: give the data they were trained on with --data"
-        )
+    sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
+    sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}
+    for images in sets.values():
+        if images.num_classes != saved.config.num_classes:
+            raise DataError(
+                f"'{images.place}' has {images.num_classes} classes but the weights in '{saved.folder}' "
+                f"have {saved.config.num_classes}: give the data they were trained on with --data"
+            )
+        if predictions is not None and not isinstance(images, ShardSet):
+            raise DataError("--predictions needs packed data, since a stream has no order: index its shards")
+    if predictions is not None:
+        from vitpar.training.parquet_file import arrow
+
+        arrow()  # refuses a missing pyarrow before ranks start
     planned = saved.planned(device)
 
     def work(device: "torch.device") -> int:
         import torch.distributed as dist
 
-        from vitpar.training.evaluate import evaluate
+        from vitpar.training.evaluate import TOP, evaluate
         from vitpar.training.input import Input
+        from vitpar.training.prediction_file import PredictionFile
 
         model, warning = planned.built(device)
-        result = evaluate(model, Input(planned.recipe, model), images)
-        if dist.get_rank() == 0:
-            warn(warning, result.warning)
-            if as_json:
-                typer.echo(json.dumps(result.figures))
-            else:
-                typer.echo(
-                    f"{result.samples} images of '{split}': top-1 {result.top1:.2%}, "
-                    f"top-5 {result.top5:.2%}, loss {result.loss:.4f}"
-                )
+        source, reports = Input(planned.recipe, model), dist.get_rank() == 0
+        results: dict[str, Evaluation] = {}
+        with ExitStack() as stack:
+            file = None
+            if predictions is not None and reports:
+                about = {"model": saved.config.name, "weights": str(saved.folder), "split": split}
+                file = stack.enter_context(PredictionFile(predictions, min(TOP, saved.config.num_classes), about))
+            show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
+            for name, images in sets.items():
+                add = None if predictions is None else _adding(file, name, images)
+                results[name] = evaluate(model, source, images, partial(_progress, show, len(images)), add)
+        if reports:
+            warnings = {name: one.warning for name, one in results.items() if one.warning}
+            warn(warning, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
+            _print(results, split, as_json)
         return 0
 
     run_in_world(planned.chosen, planned.kind, work)
+
+
+def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:
+    show(done, total)
+
+
+def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Callable[[Predictions], None]":
+    """Return a function that appends predictions for images of the data set `data` to a file, on the rank that has it.
+
+    Other ranks take part in the evaluation in the same way, so they get a function too.
+    """
+    from vitpar.data import StreamSet
+
+    def add(found: "Predictions") -> None:
+        assert file is not None and not isinstance(images, StreamSet)
+        file.add(data, [images.name(sample) for sample in found.samples.tolist()], found)
+
+    return add
+
+
+def _print(results: "Mapping[str, Evaluation]", split: str, as_json: bool) -> None:
+    """Print the result for each data set: one line or JSON object for one of them, a table or a list for several."""
+    if as_json:
+        figures = [{"data": printable(name), **one.figures} for name, one in results.items()]
+        typer.echo(json.dumps({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures))
+    elif len(results) == 1:
+        (one,) = results.values()
+        typer.echo(
+            f"{one.samples} images of '{split}': top-1 {one.top1:.2%}, top-5 {one.top5:.2%}, loss {one.loss:.4f}, "
+            f"ECE {one.ece:.2%}"
+        )
+    else:
+        table = data_table("data", "images", "top-1", "top-5", "loss", "ECE", title=f"Split '{split}'")
+        for column in table.columns[1:]:
+            column.justify, column.no_wrap = "right", True
+        table.columns[0].overflow = "fold"
+        for name, one in results.items():
+            shares = [f"{share:.2%}" for share in (one.top1, one.top5, one.ece)]
+            table.add_row(Text(printable(name)), f"{one.samples:,}", *shares[:2], f"{one.loss:.4f}", shares[2])
+        Console().print(table)

@@ -25,6 +25,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     if words := regularisation_words(recipe, *rates):
         yield "regularize", words
     yield "precision", precision_words(recipe, header.origin.automatic_precision)
+    if recipe.track.trackers:
+        yield "track", track_words(recipe)
     if words := kernel_words(recipe):
         yield "kernels", words
 
@@ -103,3 +105,9 @@ def kernel_words(recipe: Recipe) -> str:
     if train.attention != "auto":
         words.append(f"attention {train.attention}")
     return ", ".join(words)
+
+
+def track_words(recipe: Recipe) -> str:
+    """Return text such as `tensorboard, wandb (offline)`."""
+    track = recipe.track
+    return ", ".join(f"{name} ({track.wandb_mode})" if name == "wandb" else name for name in track.trackers)

@@ -136,6 +136,12 @@ def test_header_describes_the_training_settings(plain: Shown) -> None:
     ]
 
 
+def test_header_names_the_trackers(plain: Shown) -> None:
+    settings = {"data.path": "x", "train.precision": "fp32", "track.trackers": ["tensorboard", "wandb"]}
+    lines = plain.start(recipe_for(50_000, {**settings, "model.name": "vit_nano_patch2_8"})).splitlines()
+    assert "track      tensorboard, wandb (offline)" in lines
+
+
 def test_header_fits_a_terminal(live: Shown) -> None:
     words = live.start(recipe_for(50_000, {"data.path": "x", "model.name": "vit_nano_patch2_8"}).with_precision("bf16"))
     assert max(map(len, words.splitlines()[:-1])) <= 80

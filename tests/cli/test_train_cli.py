@@ -41,7 +41,7 @@ TRAIN_KEYS = [
     *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
     *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "time"),
 ]
-EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "time"]
+EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "ece", "time"]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Evaluation: exact under every plan with an incomplete last batch, and without side effects on training."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,50 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.evaluated import PLANS, SEED, built, config_of
 from helpers.ranks import RankPool
 from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
-from vitpar import ViTConfig, model_config, parse, validate
+from vitpar import parse
 from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
 from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.parallel import Execution, parallelize
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.input import Input
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
-
-# 17 images make two full batches and one image, so the second of two ranks sees only padding.
-BATCH = 8
-INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
-PLANS: list[tuple[str, dict[str, Any]]] = [
-    ("dp1", {}),
-    ("dp1", {"microbatches": 4}),
-    ("dp2", {}),
-    ("fsdp2", {}),
-    ("tp2", {}),
-    ("pp2", {}),
-    ("pp2", INTERLEAVED),
-    ("pp2xdp2", {"microbatches": 2}),
-]
-
-SEED = 1
-"""Seed whose initial parameters classify at least one image of each split correctly, with every torch version."""
-
-
-def config_of() -> ViTConfig:
-    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2, "dropout": 0.2}
-    return model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
-
-
-def built(device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str) -> tuple[Any, Input]:
-    config = config_of()
-    plan = validate(replace(parse(mesh), **fields), config, BATCH)
-    model = parallelize(config, plan, Execution(BATCH, seed=SEED), device)
-    options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
-    return model, Input(read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH}), model)
 
 
 def evaluated(
@@ -74,6 +43,7 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
     shards = ShardSet.open(data, split)
     prepare, normalize = EvalTransform(8, crop_pct=1.0), Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     samples = top1 = top5 = 0
+    bins: dict[int, list[float]] = {}
     loss = 0.0
     for i in range(len(shards)):
         if shards.name(i) in without:
@@ -84,13 +54,17 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> Evaluation
         better = int((logits > logits[label]).sum())
         samples, top1, top5 = samples + 1, top1 + (better < 1), top5 + (better < 5)
         loss += float(logits.exp().sum().log() - logits[label])
-    return Evaluation(samples, loss / samples, top1 / samples, top5 / samples, Skipped(len(without)))
+        confidence = float(logits.exp().max() / logits.exp().sum())
+        bins.setdefault(math.ceil(confidence * 15), []).append((better < 1) - confidence)
+    ece = sum(abs(sum(differences)) for differences in bins.values()) / samples
+    return Evaluation(samples, loss / samples, top1 / samples, top5 / samples, ece, Skipped(len(without)))
 
 
 def same(result: Evaluation, expected: Evaluation) -> bool:
-    """Return whether counts are equal and the loss agrees up to summation order."""
-    counts = [replace(r, loss=0, skipped=Skipped(r.skipped.times)) for r in (result, expected)]
-    return counts[0] == counts[1] and result.loss == pytest.approx(expected.loss, rel=1e-5)
+    """Return whether counts are equal, and the loss and the calibration error agree up to summation order."""
+    counts = [replace(r, loss=0, ece=0, skipped=Skipped(r.skipped.times)) for r in (result, expected)]
+    measures = [(r.loss, r.ece) for r in (result, expected)]
+    return counts[0] == counts[1] and measures[0] == pytest.approx(measures[1], rel=1e-5)
 
 
 @pytest.fixture(scope="module")

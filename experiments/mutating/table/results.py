@@ -3,6 +3,7 @@
 from mutating.mutation import Mutation
 
 EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
+PREDICTIONS = "tests/training/test_predictions.py::test_one_row_for_each_image_under_every_plan"
 AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
 UPDATE = "                self.optimizer.step(lr)\n"
@@ -12,8 +13,8 @@ MUTATIONS = (
         name="padding-evaluated",
         breaks="Evaluation counts the padding of the last batch as samples.",
         file="src/vitpar/training/evaluate.py",
-        old="(labels != IGNORED).sum()",
-        new="torch.ones_like(labels).sum()",
+        old="usable = (labels != IGNORED).double()",
+        new="usable = torch.ones_like(labels).double()",
         caught_by=(f"pytest {EVALUATION}[val-dp1-{{}}]",),
     ),
     Mutation(
@@ -23,6 +24,22 @@ MUTATIONS = (
         old="if model.first_of_logits:",
         new="if model.gives_logits:",
         caught_by=(f"pytest {EVALUATION}[val-tp2-{{}}]",),
+    ),
+    Mutation(
+        name="padding-predicted",
+        breaks="Predictions have rows for the padding of the last batch.",
+        file="src/vitpar/training/evaluate.py",
+        old="kept = (labels != IGNORED).nonzero().flatten()",
+        new="kept = torch.arange(len(labels))",
+        caught_by=(f"pytest {PREDICTIONS}[dp1-{{}}]",),
+    ),
+    Mutation(
+        name="calibration-unweighted",
+        breaks="The calibration error is the mean over the bins, whatever their number of images.",
+        file="src/vitpar/training/evaluate.py",
+        old="(confidence - correct).abs().sum().item() / samples",
+        new="(confidence - correct).abs().mean().item()",
+        caught_by=(f"pytest {PREDICTIONS}[dp1-{{}}]",),
     ),
     Mutation(
         name="ema-stays",

@@ -1,0 +1,136 @@
+"""`vitpar eval`: several data sets, a file of predictions, and the calibration error."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+
+from helpers.calibration import expected_calibration_error
+from helpers.command_line import Command, refusal
+from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
+from helpers.small_data import VAL, damage, pack_small
+from vitpar.data import ShardSet
+from vitpar.weights.importing import import_weights
+
+KEYS = ["samples", "loss", "top1", "top5", "ece"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two data sets of the same content, one of them with a bad image, and weights."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    shutil.copytree(folder / "data", folder / "spoilt")
+    damage(folder / "spoilt", "val", 3)
+    import_weights(saved(folder / "there", timm_state(), TIMM_CONFIG), folder / "weights")
+    return folder
+
+
+def measures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the figures that rows of a file of predictions have, by numpy."""
+    label, confidence = (np.array([row[name] for row in rows]) for name in ("label", "probability"))
+    best = np.array([row["top5_classes"] for row in rows])
+    hits = best == label[:, None]
+    return {
+        "samples": len(rows),
+        "top1": hits[:, 0].mean(),
+        "top5": hits.any(axis=1).mean(),
+        "ece": expected_calibration_error(confidence, hits[:, 0]),
+    }
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp3", pytest.param("pp2xdp2", marks=pytest.mark.slow)])
+def test_predictions_of_several_data_sets(mesh: str, place: Path, vitpar: Command) -> None:
+    """Neither three ranks nor batches of 12 divide the 17 images."""
+    words = ("--checkpoint", "weights", "--data", "data", "--data", "spoilt", "--set", "data.bad_sample=skip")
+    size = ("--batch-size", "12" if mesh != "dp1" else "5")
+    file = f"{mesh}.parquet"
+    done = vitpar("eval", *words, "--mesh", mesh, *size, "--predictions", file, "--json")
+    assert done.returncode == 0, done.stderr
+    shards = ShardSet.open(place / "data", "val")
+    assert done.stderr.startswith(f"warning: 'spoilt': 1 image skipped: sample '{shards.name(3)}'")
+    found = json.loads(done.stdout)["data_sets"]
+    rows = parquet.read_table(place / file).to_pylist()
+    assert [one["data"] for one in found] == ["data", "spoilt"]
+    for one, numbers in zip(found, (list(range(VAL)), [i for i in range(VAL) if i != 3]), strict=True):
+        assert list(one) == ["data", *KEYS]
+        mine = [row for row in rows if row["data"] == one["data"]]
+        assert [row["index"] for row in mine] == numbers
+        assert [row["key"] for row in mine] == [shards.name(i) for i in numbers]
+        assert [row["label"] for row in mine] == [shards.label(i) for i in numbers]
+        assert measures(mine) == pytest.approx({key: one[key] for key in measures(mine)})
+        assert all(row["predicted"] == row["top5_classes"][0] for row in mine)
+        assert all(row["probability"] == max(row["top5_probabilities"]) for row in mine)
+    assert [row["data"] for row in rows] == ["data"] * VAL + ["spoilt"] * (VAL - 1)
+    about = json.loads(parquet.read_schema(place / file).metadata[b"vitpar"])
+    assert about["weights"] == "weights" and about["split"] == "val"
+    assert not [path for path in place.iterdir() if path.name.startswith(".")]
+
+
+def test_one_data_set_is_a_line_and_several_are_a_table(place: Path, vitpar: Command) -> None:
+    one = vitpar("eval", "--checkpoint", "weights", "--data", "data")
+    assert one.returncode == 0 and one.stderr == "", one.stderr
+    figures = json.loads(vitpar("eval", "--checkpoint", "weights", "--data", "data", "--json").stdout)
+    assert list(figures) == KEYS
+    words = [f"top-1 {figures['top1']:.2%}", f"top-5 {figures['top5']:.2%}", f"loss {figures['loss']:.4f}"]
+    words.append(f"ECE {figures['ece']:.2%}")
+    assert one.stdout == f"{VAL} images of 'val': {', '.join(words)}\n"
+    both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "./spoilt/../data/../data")
+    assert both.returncode == 2 and "--data names a data set twice" in both.stderr
+    shutil.copytree(place / "data", place / "copy [red]")
+    both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "copy [red]")
+    assert both.returncode == 0, both.stderr
+    rows = [line.split() for line in both.stdout.splitlines()]
+    cells = [f"{figures['top1']:.2%}", f"{figures['top5']:.2%}", f"{figures['loss']:.4f}", f"{figures['ece']:.2%}"]
+    assert rows[-2:] == [["data", str(VAL), *cells], ["copy", "[red]", str(VAL), *cells]]
+
+
+SMALL = ["eval", "--checkpoint", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*SMALL, "--data", "data", "--data", "gone"], "no data set at 'gone'"),
+        ([*SMALL, "--data", "data", "--data", "data"], "--data names a data set twice"),
+        ([*SMALL, "--data", "data", "--predictions", "gone/p.parquet"], "cannot write gone/p.parquet"),
+        ([*SMALL, "--data", "data", "--data", "digits"], "'digits' has 3 classes but the weights in 'weights' have 7"),
+        (
+            [*SMALL, "--predictions", "p.parquet", "--set", "stream.val=x.tar", "--set", "stream.train=x.tar"],
+            "--predictions needs packed data, since a stream has no order",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused(
+    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    if "digits" in words:
+        _pack_three_classes(place / "digits")
+    if "stream.val=x.tar" in words:
+        words = [*words, *(f"--set=stream.{key}" for key in ("samples=9", "val_samples=9", "classes=7"))]
+    assert message in refusal(words, monkeypatch, capsys)
+    assert not (place / "p.parquet").exists()
+
+
+def _pack_three_classes(folder: Path) -> None:
+    from helpers.tiny_images import write_tree
+    from vitpar.data import pack
+
+    write_tree(folder.parent / "tree")
+    pack(folder.parent / "tree", folder)
+
+
+def test_missing_pyarrow_is_refused_before_ranks_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    words = [*SMALL, "--data", "data", "--mesh", "dp2", "--predictions", "p.parquet", "--batch-size", "4"]
+    assert "pip install 'vitpar[parquet]'" in refusal(words, monkeypatch, capsys)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from helpers.html_pages import Page
 from vitpar.data.images import BadImage
-from vitpar.runs.predictions import ClassResult, Predictions
+from vitpar.runs.predictions import ClassResult, PredictedImages
 from vitpar.runs.sheet import MOST_CLASSES, SIDE, sheet, thumbnail
 
 LABELS = [0, 0, 0, 1, 1, 2]
@@ -16,13 +16,13 @@ PREDICTED = [0, 1, 1, 1, 2, 2]
 SHARES = [0.9, 0.6, 0.8, 0.7, 0.99, 0.5]
 
 
-def found_with(labels: list[int], predicted: list[int], shares: list[float], names: tuple[str, ...]) -> Predictions:
+def found_with(labels: list[int], predicted: list[int], shares: list[float], names: tuple[str, ...]) -> PredictedImages:
     columns = [np.array(labels, dtype=np.int64), np.array(predicted, dtype=np.int64), np.array(shares)]
-    return Predictions(np.arange(len(labels)) * 10, *columns, names)
+    return PredictedImages(np.arange(len(labels)) * 10, *columns, names)
 
 
 @pytest.fixture
-def found() -> Predictions:
+def found() -> PredictedImages:
     return found_with(LABELS, PREDICTED, SHARES, ("cat", "dog", "cow", "unused"))
 
 
@@ -32,14 +32,14 @@ def encoded(width: int = 4, height: int = 4) -> bytes:
     return file.getvalue()
 
 
-def test_confusion_counts_classes_and_predictions(found: Predictions) -> None:
+def test_confusion_counts_classes_and_predictions(found: PredictedImages) -> None:
     assert found.confusion([0, 1, 2]).tolist() == [[1, 2, 0], [0, 1, 1], [0, 0, 1]]
     assert found.confusion([2, 0]).tolist() == [[1, 0], [0, 1]]
     assert found.accuracy == 0.5 and found.most_confused(3) == [0, 1, 2]
     assert found.most_confused(2) == [0, 1], "those with the most errors: 2 and 3 against 1"
 
 
-def test_classes_are_sorted_by_accuracy(found: Predictions) -> None:
+def test_classes_are_sorted_by_accuracy(found: PredictedImages) -> None:
     assert found.classes() == [
         ClassResult(0, images=3, right=1, predicted=1, confused_with=1, confusions=2),
         ClassResult(1, images=2, right=1, predicted=3, confused_with=2, confusions=1),
@@ -47,17 +47,17 @@ def test_classes_are_sorted_by_accuracy(found: Predictions) -> None:
     ]
 
 
-def test_mistakes_begin_with_the_most_confident(found: Predictions) -> None:
+def test_mistakes_begin_with_the_most_confident(found: PredictedImages) -> None:
     assert found.mistakes(2) == [4, 2] and found.mistakes(9) == [4, 2, 1]
 
 
-def test_the_drawn_images_are_always_the_same(found: Predictions) -> None:
+def test_the_drawn_images_are_always_the_same(found: PredictedImages) -> None:
     drawn = found.drawn(4)
     assert drawn == sorted(set(drawn)) == found.drawn(4) and len(drawn) == 4
     assert found.drawn(100) == list(range(6))
 
 
-def test_the_sheet_shows_images_with_prediction_and_label(found: Predictions) -> None:
+def test_the_sheet_shows_images_with_prediction_and_label(found: PredictedImages) -> None:
     read: list[int] = []
 
     def reader(sample: int) -> bytes:

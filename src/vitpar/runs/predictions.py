@@ -38,7 +38,7 @@ class ClassResult:
 
 
 @dataclass(frozen=True)
-class Predictions:
+class PredictedImages:
     """Most probable class of every image that could be read."""
 
     samples: Numbers
@@ -126,7 +126,7 @@ def predict(
     images: NotedImages,
     class_names: Sequence[str],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Predictions:
+) -> PredictedImages:
     """Predict the classes of all images. Those that cannot be read are left out.
 
     model: on one rank.
@@ -145,4 +145,4 @@ def predict(
         shares.append(share.numpy())
     rows = np.array(samples, dtype=np.int64)
     labels = np.asarray(images.labels)[rows].astype(np.int64)
-    return Predictions(rows, labels, np.concatenate(best), np.concatenate(shares), tuple(class_names))
+    return PredictedImages(rows, labels, np.concatenate(best), np.concatenate(shares), tuple(class_names))

@@ -10,7 +10,7 @@ from html import escape
 from vitpar.data.images import BadImage, decode
 from vitpar.pages.document import table
 from vitpar.runs.charts import percent
-from vitpar.runs.predictions import ClassResult, Predictions
+from vitpar.runs.predictions import ClassResult, PredictedImages
 from vitpar.text import count, shown
 
 MOST_IMAGES = 200
@@ -40,7 +40,7 @@ SHEET_STYLE = """
 """Rules of style of these sections."""
 
 
-def sheet(found: Predictions, read: Callable[[int], bytes], images: int, about: str) -> str:
+def sheet(found: PredictedImages, read: Callable[[int], bytes], images: int, about: str) -> str:
     """Return the sections on predictions.
 
     read: returns the encoded image of a sample, or raises BadImage.
@@ -80,7 +80,7 @@ def thumbnail(data: bytes) -> str:
     return f'<img src="data:image/{kind};base64,{text}"{" class=tiny" * tiny} alt="">'
 
 
-def _figures(found: Predictions, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
+def _figures(found: PredictedImages, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
     """Return the images of some rows, each with its prediction, and its class if that differs."""
     figures = []
     for row in rows:
@@ -95,12 +95,12 @@ def _figures(found: Predictions, rows: Sequence[int], read: Callable[[int], byte
     return f'<div class="sheet">{"".join(figures)}</div>'
 
 
-def _name(found: Predictions, number: int) -> str:
+def _name(found: PredictedImages, number: int) -> str:
     """Return the name of a class as HTML."""
     return escape(shown(found.class_names[number]))
 
 
-def _confusion(found: Predictions) -> str:
+def _confusion(found: PredictedImages) -> str:
     """Return the confusion matrix as a table. The colour of a cell is its share of the row's images."""
     classes = found.most_confused(MOST_CLASSES)
     matrix = found.confusion(classes)
@@ -125,7 +125,7 @@ def _confusion(found: Predictions) -> str:
     return f'<p class="note">{note}</p><div class="scroll">{table_}</div>'
 
 
-def _classes(found: Predictions) -> str:
+def _classes(found: PredictedImages) -> str:
     """Return the table of classes, the least accurate first."""
     results = found.classes()
     heads = ("class", "images", "accuracy", "precision", "most often taken for")
@@ -139,7 +139,7 @@ def _classes(found: Predictions) -> str:
     return f"{first}<details><summary>{words}</summary>{more}</details>"
 
 
-def _class_row(found: Predictions, result: ClassResult) -> list[str]:
+def _class_row(found: PredictedImages, result: ClassResult) -> list[str]:
     confused = "" if result.confused_with is None else f"{_name(found, result.confused_with)} ({result.confusions:,})"
     return [
         _name(found, result.number),

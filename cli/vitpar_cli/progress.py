@@ -47,6 +47,7 @@ class ConsoleReporter(Reporter):
         self._clock = clock
         self._live: _LiveLine | None = None
         self._printed = float("-inf")
+        self._loss = Sparkline(1)
 
     def started(self, header: RunHeader) -> None:
         """Print the header of the run."""

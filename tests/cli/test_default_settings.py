@@ -49,6 +49,7 @@ def test_data_without_a_recipe_trains_with_the_defaults(default_run: tuple[Path,
     assert f"warning: the batch of 40 images is larger than the training set of {IMAGES}" in words
 
 
+@pytest.mark.slow
 def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
     folder, _ = default_run
     done = vitpar("train", "--recipe", "run/recipe.toml", "--run-dir", "again")

@@ -13,6 +13,9 @@ MODEL = ("--model", "own_model.py:Mixer")
 SMALL = ("--set", "model.options.depth=2", "--set", "model.options.width=16", "--set", "model.image_size=8")
 
 
+pytestmark = pytest.mark.slow  # tests/test_examples.py trains the same model
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
@@ -46,13 +49,11 @@ def test_evaluation_needs_the_file(trained: Path, vitpar: Command) -> None:
     assert done.returncode == 0 and "top-1" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_check_passes_under_a_layerwise_plan(vitpar: Command, place: Path) -> None:
     done = vitpar("check", *MODEL, *SMALL, "--mesh", "pp2: 0=tp2+sp, *=fsdp2+ckpt", "--batch-size", "16")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_search_plans_for_it(vitpar: Command, place: Path) -> None:
     done = vitpar("search", *MODEL, "--cluster", "2xH100", "--batch-size", "64")
     assert done.returncode == 0 and "--model own_model.py:Mixer" in done.stdout, done.stderr

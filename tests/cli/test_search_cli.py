@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from helpers.html_pages import Page
 from vitpar import __version__
 from vitpar.errors import PlannerError, UserError
 from vitpar.models import model_config
@@ -55,26 +55,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return invoke
 
 
-class Page(HTMLParser):
-    """HTML parser that collects unclosed tags and every resource that the page would load."""
-
-    EMPTY = ("meta", "circle", "line", "rect", "polyline", "br")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loaded += [str(value) for name, value in attrs if name in ("src", "href")]
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.EMPTY:
-            assert self.open.pop() == tag
-
-
 def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path) -> None:
     names = ("plan.json", "report.html", "trace.json")
     plan, report, trace = (tmp_path / name for name in names)
@@ -82,11 +62,9 @@ def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path) -> 
     best = read_plan(plan)
     assert words.startswith(str(best)) and "why not" in words and "times are estimates" in words
     assert best.world_size == 8
-    page = Page()
-    page.feed(report.read_text())
-    assert page.open == [] and page.loaded == []
     text = report.read_text()
-    assert text.count("<svg") >= 5 and "http" not in text and "Why not" in text
+    assert Page(text).outside == []
+    assert text.count("<svg") >= 5 and "://" not in text and "Why not" in text
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"} and all(event.get("dur", 0) >= 0 for event in events)
 

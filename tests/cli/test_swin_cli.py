@@ -77,7 +77,7 @@ def test_run_resumes_under_another_plan_and_is_evaluated(place: Path, vitpar: Co
     assert found["loss"] == pytest.approx(rows_of(place / "resumed", "eval")[-1]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("source", ["there", "swin.pth"])
+@pytest.mark.parametrize("source", ["there", pytest.param("swin.pth", marks=pytest.mark.slow)])
 def test_timms_weights_are_imported_and_trained(source: str, place: Path, vitpar: Command) -> None:
     size = () if source == "there" else ("--image-size", "8")
     out = f"{source}-imported"

@@ -188,6 +188,7 @@ def test_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command
     assert any(name in done.stderr for name in spoilt)
 
 
+@pytest.mark.slow
 def test_skipped_bad_images_are_counted_equally_under_every_mesh(
     place: Path, spoilt: list[str], vitpar: Command
 ) -> None:

@@ -62,7 +62,7 @@ def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.M
     shown = CliRunner().invoke(app, [*base, "--ranks", "1,4", "--report", str(report)])
     assert "weak scaling" in shown.stdout and "100.0%" in shown.stdout and "estimates" in shown.stdout
     page = report.read_text()
-    assert page.count("<svg") == 1 and "Strong scaling" in page and "http" not in page
+    assert page.count("<svg") == 1 and "Strong scaling" in page and "://" not in page
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
     assert all(point["at_most_better_by"] >= 0 for point in found["weak"])

@@ -51,7 +51,7 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
     text = page_of(run)[0].text
     for words in (
         "complete",
-        "loss 0.5856, top-1 87.0 %, top-5 99.0 %",
+        "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %",
         "87.0 % after step 60",
         "1,280 images/s on average",
         "1 GB at most on rank 0",

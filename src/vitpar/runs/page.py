@@ -17,6 +17,8 @@ from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.text import count, shown, size
 
+HYPHEN = "\u2011"
+"""Hyphen at which no line breaks."""
 MOST_RUNS = len(COLOURS)
 """Maximum number of runs in a report: one for each colour."""
 MOST_SHOWN = 12
@@ -76,8 +78,8 @@ def _results(run: RunRecord) -> dict[str, str]:
         best = f"{percent(float(top1[index]))} after step {metrics.eval['step'][index]:,.0f}"
     loss, accuracy, five = (run.last(name) for name in ("loss", "top1", "top5"))
     result = "" if loss is None else f"loss {loss:.4f}"
-    result += "" if accuracy is None else f", top-1 {percent(accuracy)}"
-    result += "" if five is None else f", top-5 {percent(five)}"
+    result += "" if accuracy is None else f", top{HYPHEN}1 {percent(accuracy)}"
+    result += "" if five is None else f", top{HYPHEN}5 {percent(five)}"
     train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
     memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
     wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())

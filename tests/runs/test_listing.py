@@ -8,6 +8,7 @@ import pytest
 
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from vitpar.errors import DataError
+from vitpar.limits import MAX_TEXT_BYTES
 from vitpar.runs.listing import runs_in
 
 
@@ -51,3 +52,13 @@ def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_run_itself_can_be_named(tmp_path: Path) -> None:
     assert [run.name for run in runs_in(write_run(tmp_path / "mine", []))] == ["mine"]
+
+
+def test_a_log_that_cannot_be_read_does_not_hide_other_runs(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        write_run(tmp_path / name, [train_row(1)])
+    with (tmp_path / "bad" / "log.txt").open("a") as file:
+        file.truncate(MAX_TEXT_BYTES + 1)
+    found = {run.name: run for run in runs_in(tmp_path)}
+    assert found["good"].state == "complete" and found["bad"].state == "failed"
+    assert found["bad"].note.startswith("cannot read") and "more than" in found["bad"].note

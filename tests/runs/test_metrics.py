@@ -8,7 +8,7 @@ import pytest
 
 from helpers.run_folders import eval_row, train_row
 from vitpar.limits import MAX_LINE_BYTES
-from vitpar.runs import metrics
+from vitpar.runs import lines, metrics
 from vitpar.runs.metrics import read_metrics
 
 
@@ -103,6 +103,15 @@ def test_a_run_without_rows_has_empty_columns(content: str, tmp_path: Path) -> N
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "m", train_row(1))
-    monkeypatch.setattr(metrics, "MAX_TEXT_BYTES", 10)
+    monkeypatch.setattr(lines, "MAX_TEXT_BYTES", 10)
     with pytest.raises(OSError, match="more than 10 bytes"):
         read_metrics(path)
+
+
+def test_a_file_that_is_no_text_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = written(tmp_path / "m", train_row(1))
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size + 2 * lines.CHUNKS * MAX_LINE_BYTES)
+    path.write_bytes(path.read_bytes() + b"\n" + json.dumps(train_row(2)).encode())
+    found = read_metrics(path)
+    assert (found.steps, found.damaged) == (1, 1)

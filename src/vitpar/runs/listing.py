@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitpar.errors import DataError
-from vitpar.io import open_regular
-from vitpar.limits import MAX_LINE_BYTES
 from vitpar.runs.folder import LOG, METRICS, RunRecord, RunState
+from vitpar.runs.lines import lines_of
 from vitpar.text import shown
 
 RECENT = 200
@@ -55,16 +53,27 @@ def runs_in(folder: Path) -> list[RunSummary]:
     if not folder.is_dir():
         raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
     places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
-    found = [summary(RunRecord(path)) for path in places]
+    found = [_summary_or_error(RunRecord(path)) for path in places]
     return sorted(found, key=lambda run: (run.age_seconds, run.name))
 
 
+def _summary_or_error(run: RunRecord) -> RunSummary:
+    """Return the summary of a run, or one that says why it cannot be read."""
+    try:
+        return summary(run)
+    except DataError as error:
+        return RunSummary(run.name, "failed", "?", 0, None, None, None, None, run.age_seconds, str(error))
+
+
 def summary(run: RunRecord) -> RunSummary:
-    """Return the summary of a run. Metrics that cannot be read are left out."""
+    """Return the summary of a run. Metrics that cannot be read are left out.
+
+    Raises DataError for a log that cannot be read.
+    """
     evaluation: dict[str, Any] = {}
     newest: deque[bytes] = deque(maxlen=RECENT)
     with suppress(OSError):
-        for line in _lines(run.path / METRICS):
+        for line in filter(None, lines_of(run.path / METRICS)):
             if b'"eval"' in line:
                 evaluation = _row(line) or evaluation
             else:
@@ -86,13 +95,6 @@ def summary(run: RunRecord) -> RunSummary:
         run.age_seconds,
         run.note,
     )
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; longer ones than a row can be are cut."""
-    with open_regular(path) as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            yield line
 
 
 def _row(line: bytes) -> dict[str, Any]:

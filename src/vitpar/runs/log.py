@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitpar.io import open_regular
-from vitpar.limits import MAX_LINE_BYTES, MAX_TEXT_BYTES
+from vitpar.runs.lines import lines_of
 
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
 _START = re.compile(
@@ -99,12 +98,9 @@ def read_log(path: Path) -> RunLog:
 
 def _texts(path: Path) -> Iterator[str]:
     """Yield the text of every line without its date, cut to `_LONGEST` characters."""
-    size = 0
-    with open_regular(path) as file:
-        while (line := file.readline(MAX_LINE_BYTES)) and size < MAX_TEXT_BYTES:
-            size += len(line)
-            if said := _LINE.match(line[:_LONGEST].decode("utf-8", "replace").rstrip("\n")):
-                yield said[1]
+    for line in filter(None, lines_of(path)):
+        if said := _LINE.match(line[:_LONGEST].decode("utf-8", "replace").rstrip("\n")):
+            yield said[1]
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,6 @@ may leave its last line incomplete.
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.io import open_regular
-from vitpar.limits import MAX_COUNT, MAX_LINE_BYTES, MAX_MEASURE, MAX_TEXT_BYTES
+from vitpar.limits import MAX_COUNT, MAX_MEASURE
+from vitpar.runs.lines import lines_of
 
 Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
@@ -94,16 +93,11 @@ def rows(path: Path) -> Iterator[dict[str, Any] | None]:
 
     Raises OSError, also for a file that is too large.
     """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
-            raise OSError(0, f"it has more than {MAX_TEXT_BYTES:,} bytes", str(path))
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(MAX_LINE_BYTES)
-                yield None
-            elif line.strip():
-                yield _row(line)
+    for line in lines_of(path):
+        if line is None:
+            yield None
+        elif line.strip():
+            yield _row(line)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Run `vitpar` in a separate process on the CPU, as a user would."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -32,7 +33,15 @@ def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> 
     command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=place, env=clean_environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command,
+        cwd=place,
+        env=clean_environment(),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        # A shell that runs the tests in the background has Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

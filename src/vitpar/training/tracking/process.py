@@ -26,7 +26,7 @@ from vitpar.training.tracking.writers import WRITERS
 NICENESS = 10
 """Priority below that of the training, which computes on the same cores."""
 LINGER_S = 120
-"""Seconds after the end of the input at which the process is killed, if the training does not wait for it."""
+"""Seconds after the end of the input at which the process is killed, for a run that no longer waits for it."""
 
 
 def write_all(lines: Iterable[bytes]) -> None:

@@ -19,9 +19,10 @@ from vitpar import parse
 from vitpar.data import EvalTransform, Normalize, ShardSet
 from vitpar.data.images import decode
 from vitpar.errors import DataError
+from vitpar.models import IGNORED
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.training.evaluate import Evaluation, Predictions, evaluate
+from vitpar.training.evaluate import Evaluation, Predictions, _calibration_error, _count, evaluate
 from vitpar.training.prediction_file import PredictionFile
 
 Rows = list[tuple[int, int, list[int], list[float]]]
@@ -97,6 +98,23 @@ def test_unreadable_images_have_no_row(mesh: str, tmp_path: Path, ranks: Callabl
     rows, result = ranks(parse(mesh).world_size).run(predicted, folder, mesh, {}, "skip")[0]
     assert [row[0] for row in rows] == [i for i in range(VAL) if i not in bad]
     assert result.samples == len(rows) == VAL - 2 and result.skipped.times == 2
+
+
+def test_calibration_error_is_that_of_the_formula() -> None:
+    """Labels are drawn such that some bins are too confident and others too little, so that the bins matter."""
+    draw = np.random.default_rng(0)
+    logits = torch.from_numpy(draw.normal(0, 2, (400, CLASSES)))
+    shares = logits.softmax(dim=1).numpy()
+    labels = torch.tensor([draw.choice(CLASSES, p=row) for row in shares])
+    kept = torch.arange(400) % 10 > 0
+    sums = _count(logits[:150], labels[:150].where(kept[:150], IGNORED))
+    sums += _count(logits[150:], labels[150:].where(kept[150:], IGNORED))
+    confidence, correct = shares.max(axis=1), shares.argmax(axis=1) == labels.numpy()
+    found = _calibration_error(sums)
+    used = kept.numpy()
+    assert found == pytest.approx(expected_calibration_error(confidence[used], correct[used]), rel=1e-9)
+    for other in (1, 10, 14, 16, 20):
+        assert found != pytest.approx(expected_calibration_error(confidence[used], correct[used], other), rel=1e-3)
 
 
 def found_for(samples: list[int], top: int = 5) -> Predictions:

@@ -4,6 +4,7 @@ from mutating.mutation import Mutation
 
 EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
 PREDICTIONS = "tests/training/test_predictions.py::test_one_row_for_each_image_under_every_plan"
+CALIBRATION = "tests/training/test_predictions.py::test_calibration_error_is_that_of_the_formula"
 AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
 UPDATE = "                self.optimizer.step(lr)\n"
@@ -38,8 +39,8 @@ MUTATIONS = (
         breaks="The calibration error is the mean over the bins, whatever their number of images.",
         file="src/vitpar/training/evaluate.py",
         old="(confidence - correct).abs().sum().item() / samples",
-        new="(confidence - correct).abs().mean().item()",
-        caught_by=(f"pytest {PREDICTIONS}[dp1-{{}}]",),
+        new="(confidence - correct).abs().mean().item() / samples",
+        caught_by=(f"pytest {CALIBRATION}",),
     ),
     Mutation(
         name="ema-stays",

@@ -122,8 +122,7 @@ def evaluate(
     samples, loss, top1, top5 = sums[:4].tolist()
     if not samples:
         raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")
-    confidence, correct = sums[4:].view(2, BINS)
-    ece = (confidence - correct).abs().sum().item() / samples
+    ece = _calibration_error(sums)
     promised = len(images) if isinstance(images, StreamSet) else None
     figures = (int(samples), loss / samples, top1 / samples, top5 / samples, ece)
     return Evaluation(*figures, source.skipped(loader), promised)
@@ -146,6 +145,12 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
     bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
     binned = logits.new_zeros(2, BINS).index_add_(1, bins, torch.stack([usable * confidence, hits[:, 0]]))
     return torch.cat([torch.stack([usable.sum(), loss, hits[:, 0].sum(), hits.sum()]), binned.flatten()])
+
+
+def _calibration_error(sums: Tensor) -> float:
+    """Return the expected calibration error from the summed sums of `_count`."""
+    samples, (confidence, correct) = sums[0].item(), sums[4:].view(2, BINS)
+    return (confidence - correct).abs().sum().item() / samples
 
 
 def _predictions(logits: Tensor | None, rows: Tensor, labels: Tensor, top: int, first: int) -> Predictions:

@@ -49,7 +49,7 @@ for (const svg of document.querySelectorAll('figure.chart svg')) {
 }
 parent.postMessage(JSON.stringify(found), '*');
 </script></body>"""
-"""Script that presses all buttons, and tells the page around it what can be seen."""
+"""Script that presses all buttons, and reports to the page around it what can be seen."""
 AROUND = """<script>addEventListener('message', event => { document.body.dataset.found = event.data; });</script>
 <iframe src="looked.html" width="WIDTH" height="1000"></iframe>"""
 """Page around it, since the windows of a headless browser have a minimum width."""

@@ -213,7 +213,7 @@ def _drawings(
 
 
 def _thinned(marks: Sequence[tuple[RunMark, float]]) -> list[tuple[RunMark, float]]:
-    """Return the marks that can be told apart: of a run and kind at most one in 9 units of width.
+    """Return the marks that can be distinguished: of a run and kind at most one in 9 units of width.
 
     marks: each with its horizontal position in the drawing.
     """

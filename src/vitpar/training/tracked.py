@@ -161,6 +161,6 @@ def _identity(folder: Path, trackers: Sequence[str]) -> tuple[str, list[str]]:
         found = read_json(path, MAX_TRACK_FILE_BYTES)
         if _ID.fullmatch(found["id"]):
             run_id, before = found["id"], [name for name in found["trackers"] if isinstance(name, str)]
-    with suppress(OSError):  # then a resumed run begins anew in the trackers
+    with suppress(OSError):  # then a resumed run is a new one for the trackers
         write_text(path, json.dumps({"id": run_id, "trackers": sorted({*before, *trackers})}))
     return run_id, before

@@ -34,7 +34,7 @@ class TrackerWriter(Protocol):
 class TensorBoardWriter:
     """Writer of event files to the folder `tensorboard` of the run.
 
-    A resumed run writes a further file. It tells readers to drop the steps that the run repeats.
+    A resumed run writes a further file. It makes readers drop the steps that the run repeats.
     """
 
     def __init__(self, run: TrackedRun) -> None:

@@ -255,3 +255,8 @@ def test_waits_are_averaged_over_their_log_interval(tmp_path: Path) -> None:
     rows = [train_row(1, step_ms=200.0, data_ms=50.0), train_row(2, data_ms=10.0), train_row(3, data_ms=150.0)]
     share = waiting_share(RunRecord(write_run(tmp_path / "mine", [*rows, train_row(4, step_ms=50.0, data_ms=99.0)])))
     np.testing.assert_allclose(share, [0.25, 0.8, 0.8, 1.0])
+
+
+def test_no_line_breaks_between_a_number_and_its_unit_or_inside_top_1(tmp_path: Path) -> None:
+    _, html = page_of(write_run(tmp_path / "mine", usual_rows(), mesh="dp2"))
+    assert "loss 0.5856, top\u20111&nbsp;87.0&nbsp;%, top\u20115&nbsp;99.0&nbsp;%" in html

@@ -22,9 +22,6 @@ SMOOTHING = {"off": 0.0, "light": 0.03, "strong": 0.12}
 """Width of the window of smoothing, as a fraction of all rows, by the name of its button."""
 USUAL_SMOOTHING = "light"
 """Smoothing that is chosen at first."""
-"""Width of the window of smoothing, as a fraction of all rows, by the name of its button."""
-USUAL_SMOOTHING = "light"
-"""Smoothing that is chosen at first."""
 COLOURS = (
     ("#2f5bd0", "#5b8cff"),
     ("#c44e00", "#ff7d33"),

@@ -241,7 +241,7 @@ def _duration(hours: float) -> str:
 
 def _unbroken(html: str) -> str:
     """Return HTML in which numbers and their units stay on one line."""
-    return re.sub(r"(?<=\d) (?=(?:%|[MG]B|images/s|min|s|h|M)(?:\W|$))|(?<=top-\d) ", "&nbsp;", html)
+    return re.sub(rf"(?<=\d) (?=(?:%|[MG]B|images/s|min|s|h|M)(?:\W|$))|(?<=top{HYPHEN}\d) ", "&nbsp;", html)
 
 
 def _style(runs: int) -> str:

@@ -12,6 +12,10 @@
 - start: seconds to the first batch, and memory of all processes of the loader.
 - scale: an index of the size of ImageNet-1k and -21k, without images: seconds to open it and to look up the batch at
   sample 1,000,000, and the memory this takes. Also the speed of indexing shards.
+- cores: images per second of CPU time for images of several sizes, with RandAugment and without, and the cores that a
+  GPU needs for models.
+- cache: images per second of CPU time with decoded images in memory and without, in the first and second epoch.
+  --small FOLDER names a packed data set of images of 32 pixels, such as CIFAR-10.
 """
 
 import argparse
@@ -39,6 +43,7 @@ from rich.table import Table
 
 from bench.big_index import own_memory, probe_index, write_index
 from bench.header import header
+from bench.input_cost import TABLES as INPUT_COST
 from bench.loaders import (
     BATCH,
     image_folder,
@@ -66,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="JPEG files, also in folders  [default: made up]")
+    parser.add_argument("--small", type=Path, metavar="FOLDER", help="packed images of 32 pixels  [default: made up]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
     parser.add_argument("--probe", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -78,6 +84,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         sizes = _write(folder, options.images)
+        if options.small:
+            (folder / "small").symlink_to(options.small.resolve())
         facts["images"] += f", {len(sizes)} of {statistics.fmean(sizes) / 1e3:.0f} kB"
         for name, value in facts.items():
             console.print(f"- {name}: {value}", soft_wrap=True)
@@ -294,6 +302,7 @@ TABLES: dict[str, Callable[[Path], tuple[Table, Any]]] = {
     "container": container,
     "start": start,
     "scale": scale,
+    **INPUT_COST,
 }
 
 if __name__ == "__main__":

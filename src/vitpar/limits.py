@@ -88,6 +88,7 @@ MAX_SCANS = _most(100, "scans of a JPEG")
 MAX_DECODED_BYTES = _most(
     128 * MIB, "decoded or resized image, at 3 bytes a pixel; a larger JPEG is decoded at half its size", "bytes"
 )
+MAX_CACHE_BYTES = _most(1024 * 1024 * MIB, "decoded images in a machine's memory (`data.cache_gb`)", "bytes")
 
 # Messages.
 MAX_QUOTED_CHARS = _most(200, "quotation of the input in a message", "characters")

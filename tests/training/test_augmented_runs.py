@@ -1,4 +1,4 @@
-"""Augmentation, mixup and cutmix under a mesh: equal losses and gradient norms for every plan."""
+"""Augmentation, mixup and cutmix under a mesh: equal losses and gradient norms for every plan, cached images too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +19,16 @@ def test_augmented_and_mixed_images_do_not_depend_on_the_mesh(ranks: Callable[[i
         **{"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 0.8},
         **{"data.shuffle_window": 12, "data.shuffle_block": 4, "model.drop_path": 0.1, "train.batch_size": 8},
     }
-    for mesh, size in (("dp1", 1), ("fsdp4", 4)):
-        recipe = recipe_of(data, mesh, **settings, **{"train.log_every": 1})
-        ranks(size).run(train, recipe, tmp_path / mesh)
+    for name, mesh, size, cache in (
+        ("dp1", "dp1", 1, "none"),
+        ("cached", "dp1", 1, "memory"),
+        ("fsdp4", "fsdp4", 4, "memory"),
+    ):
+        recipe = recipe_of(data, mesh, **settings, **{"train.log_every": 1, "data.cache": cache})
+        ranks(size).run(train, recipe, tmp_path / name)
+    assert losses_of(tmp_path / "cached") == losses_of(tmp_path / "dp1")
+    log = (tmp_path / "fsdp4" / "log.txt").read_text()
+    assert "decoded images are cached: about 0.0266 MB, in at most" in log
     assert losses_of(tmp_path / "fsdp4") == pytest.approx(losses_of(tmp_path / "dp1"), rel=1e-5)
     norms = [[row["grad_norm"] for row in rows_of(tmp_path / mesh)] for mesh in ("fsdp4", "dp1")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from helpers.tiny_images import write_tree
 from vitpar.data import pack
-from vitpar.training.input import WATCHED_STEPS, InputWatch, decoding_threads
+from vitpar.training.input import decoding_threads
+from vitpar.training.input_watch import WATCHED_STEPS, InputWatch
 from vitpar.training.recipe import Recipe
 from vitpar_cli.data import app
 
@@ -23,11 +24,17 @@ def test_slow_input_is_reported_once_with_a_remedy() -> None:
     assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, WATCHED_STEPS - 1, 40)]) is None
     words = watch.look(rows(WATCHED_STEPS + 1, 5, 40))
     assert words == (
-        "training waits for images 40% of the time: raise data.workers (it is 2, and a rank has 8 cores here)"
+        "training waits for images 40% of the time (about 4 decoding threads a rank would keep up): raise data.workers "
+        "(it is 2, and a rank has 8 cores here)"
     )
     assert watch.look(rows(90, 50, 90)) is None
     words = InputWatch(8, 8).look(rows(2, WATCHED_STEPS, 50))
     assert words is not None and "8 decoding threads on 8 cores" in words and "--short-side" in words
+    assert "about 16 decoding threads a rank would keep up)" in words
+    words = InputWatch(0, 4).look(rows(2, WATCHED_STEPS, 50))
+    assert words is not None and "it is 0" in words and "would keep up" not in words
+    words = InputWatch(1, 0.25).look(rows(2, WATCHED_STEPS, 100))
+    assert words is not None and "1 decoding threads on 0.25 cores a rank: pack smaller images" in words
 
 
 def test_fast_input_is_not_reported() -> None:
@@ -35,19 +42,15 @@ def test_fast_input_is_not_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "ranks", "threads"),
-    [("cuda", 16, 1, 15), ("cuda", 192, 8, 16), ("cuda", 2, 2, 1), ("cpu", 16, 1, 2), ("cpu", 2, 8, 1)],
+    ("device", "cores", "threads"),
+    [("cuda", 16, 15), ("cuda", 24, 16), ("cuda", 1, 1), ("cuda", 12.5, 11), ("cpu", 16, 2), ("cpu", 0.25, 1)],
 )
-def test_decoding_threads_follow_the_cores_per_rank(
-    device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vitpar.launch.resources.cpu_cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+def test_decoding_threads_follow_the_cores_of_a_rank(device: str, cores: float, threads: int) -> None:
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}})
-    assert decoding_threads(recipe, device) == threads
+    assert decoding_threads(recipe, device, cores) == threads
     assert "workers" not in recipe.to_toml()
     named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})
-    assert decoding_threads(named, device) == 0
+    assert decoding_threads(named, device, cores) == 0
 
 
 def test_preview_shows_samples_and_their_augmentations(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_streaming_recipe_survives_writing_and_reading(tmp_path: Path) -> None:
         ),
         ({"augment.mixup": 0.8}, "augment.mixup is 0.8, which a stream does not support"),
         ({"augment.cutmix": 1.0}, "augment.cutmix is 1.0, which a stream does not support"),
+        ({"data.cache": "memory"}, "data.cache is memory, which a stream does not support"),
         ({"data.shuffle_window": 512}, "data.shuffle_window is 512, which a stream does not support"),
     ],
     ids=str,

@@ -50,6 +50,7 @@ class Loaded:
 
     def __init__(self, recipe: Recipe, model: ParallelModel, images: ImageSet) -> None:
         self._images, self._input, self._samples = images, Input(recipe, model), 0
+        self._input.cache(images)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vitpar.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from vitpar.data.cache import CachedSet, ImageCache, decoded_bytes
     from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skipped, TrainLoader
     from vitpar.data.randomness import SampleOrder
     from vitpar.data.shards.index import Labels, index, scan
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 _LAZY = {
+    "vitpar.data.cache": (
+        "CachedSet",
+        "ImageCache",
+        "decoded_bytes",
+    ),
     "vitpar.data.loader": (
         "Batch",
         "EvalLoader",
@@ -67,8 +73,10 @@ _LAZY = {
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
     "Batch",
+    "CachedSet",
     "EvalLoader",
     "EvalTransform",
+    "ImageCache",
     "Labels",
     "Loader",
     "LoaderSettings",
@@ -85,6 +93,7 @@ __all__ = [
     "StreamSet",
     "TrainLoader",
     "TrainTransform",
+    "decoded_bytes",
     "index",
     "pack",
     "parse_policy",

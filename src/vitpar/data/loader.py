@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.cache import CachedSet
 from vitpar.data.images import BadImage, decode
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
@@ -175,6 +176,7 @@ class Loader:
         assert inside.all(), f"rows {rows} are not all within a batch of {self.batch_size}"
         self.start = start
         self.skipped = Skipped()
+        self._cache: CachedSet | None = None
         self._size, self._transform, self._pin_memory = len(data), transform, settings.get("pin_memory", False)
 
     def _jobs(self) -> Generator[BatchJob]:
@@ -241,14 +243,22 @@ class Loader:
             if sample == IGNORED:
                 continue
             try:
-                image = decode(job.source.read(sample), strict=not job.source.checked)
-                pixels[place] = self._transformed(image, int(job.keys[row])).numpy()
+                pixels[place] = self._transformed(self._decoded(job.source, sample), int(job.keys[row])).numpy()
             except BadImage as error:
                 problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
                 job.labels[row] = IGNORED
                 job.skipped.append(problem)
+
+    def _decoded(self, source: Encoded, sample: int) -> NDArray[np.uint8]:
+        """Return the decoded image, uint8 [height, width, 3]. No transform writes to it, since it may be cached."""
+        image = self._cache.get(sample) if self._cache else None
+        if image is None:
+            image = decode(source.read(sample), strict=not source.checked)
+            if self._cache:
+                self._cache.put(sample, image)
+        return image
 
     def _transformed(self, image: NDArray[np.uint8], key: int) -> Tensor:
         transform = self._transform
@@ -266,6 +276,7 @@ class TrainLoader(Loader):
 
     order: order of all samples of `shards`.
     start: global samples seen before the first batch.
+    cache: decoded images of `shards`, which loaders share. It changes only the speed.
 
     A skipped bad sample is IGNORED only on ranks that decode it; other ranks keep its label.
     """
@@ -277,11 +288,12 @@ class TrainLoader(Loader):
         *,
         order: SampleOrder,
         start: int = 0,
+        cache: CachedSet | None = None,
         **settings: Unpack[LoaderSettings],
     ) -> None:
         assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
         super().__init__(shards, transform, start, **settings)
-        self._shards, self._order = shards, order
+        self._shards, self._order, self._cache = shards, order, cache
 
     def _jobs(self) -> Generator[BatchJob]:
         checked = -1
@@ -299,11 +311,20 @@ class EvalLoader(Loader):
 
     The last batch is padded with label IGNORED. Every rank yields the same number of batches; the rows of a rank may
     be only padding.
+
+    cache: decoded images of `images`, which loaders share. It changes only the speed.
     """
 
-    def __init__(self, images: Labelled, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+    def __init__(
+        self,
+        images: Labelled,
+        transform: EvalTransform,
+        *,
+        cache: CachedSet | None = None,
+        **settings: Unpack[LoaderSettings],
+    ) -> None:
         super().__init__(images, transform, **settings)
-        self._images = images
+        self._images, self._cache = images, cache
 
     def __len__(self) -> int:
         return -(-len(self._images) // self.batch_size)

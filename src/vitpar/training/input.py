@@ -1,10 +1,8 @@
 """Input of a rank: from packed or streamed images to the device tensors of a step, as the recipe says."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from vitpar.data import (
     Batch,
+    CachedSet,
     EvalLoader,
     EvalTransform,
     Labels,
@@ -34,11 +33,12 @@ from vitpar.data.image_files import NotedImages
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
-from vitpar.launch.resources import cpu_share
+from vitpar.launch.machine import own_machine
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.text import count
+from vitpar.training.input_cache import make_cache
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
@@ -47,21 +47,18 @@ Given = tuple[Tensor | None, Tensor, Tensor]
 """Images, labels and keys on the device, as ``ParallelModel.forward_backward`` takes them."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
 """Most decoding threads of a rank by default. On CPUs the model computes on the same cores."""
-WATCHED_STEPS = 20
-"""Steps to measure before a warning, without the first, which fills the queue."""
-WAITING_SHARE = 0.15
-"""Fraction of the time spent waiting for images from which the user is warned."""
 
 
-def decoding_threads(recipe: Recipe, device_type: str) -> int:
+def decoding_threads(recipe: Recipe, device_type: str, cores: float) -> int:
     """Return the decoding threads of a rank: ``data.workers``, or by default its share of the machine's cores.
 
     By default a rank with a GPU leaves one core to the thread that launches kernels. The number changes the speed only.
+
+    cores: cores of the rank (``Machine.cores``).
     """
     if recipe.data.workers is not None:
         return recipe.data.workers
-    cores = cpu_share(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return max(1, min(MOST_THREADS[device_type], cores - 1 if device_type == "cuda" else cores))
+    return max(1, min(MOST_THREADS[device_type], int(cores) - 1 if device_type == "cuda" else int(cores)))
 
 
 def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet | None]:
@@ -132,10 +129,16 @@ class Input:
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
+
+    machine: the ranks of this machine, and their cores.
+    workers: decoding threads of this rank.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
+        self.machine = own_machine()
+        self.workers = decoding_threads(recipe, model.device.type, self.machine.cores)
+        self._cached: dict[object, CachedSet] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self._normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
@@ -145,6 +148,22 @@ class Input:
         for ranks in model.image_groups:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
+
+    def cache(self, *sets: ImageSet | None) -> str | None:
+        """Keep decoded images of `sets` in memory from now on, if the recipe says so, and return a message. Collective.
+
+        sets: data that is read more than once; None and streams are not cached.
+
+        Raises DataError, on all ranks, if there is no memory for it.
+        """
+        packed = [images for images in sets if isinstance(images, ShardSet)]
+        if self._recipe.data.cache == "none" or not packed:
+            return None
+        decodes = bool(self.train_rows or self._share(self._rows))
+        cache, message = make_cache(self._recipe, self.machine, packed, decodes)
+        if cache is not None:
+            self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
+        return message
 
     def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
         """Return a loader of all global batches after `start` samples, without end.
@@ -159,7 +178,8 @@ class Input:
             seed, settings = self._recipe.train.seed, self._settings(self._rows)
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
-        return TrainLoader(images, self._train, order=order, start=start, **self._settings(self._needed()))
+        settings, cache = self._settings(self._needed()), self._cached.get(images)
+        return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
 
     @property
     def train_rows(self) -> list[int]:
@@ -174,7 +194,7 @@ class Input:
         """
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
-        return EvalLoader(images, self._eval, **self._settings(self._rows))
+        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._rows))
 
     def skipped(self, loader: Loader) -> Skipped:
         """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
@@ -283,7 +303,7 @@ class Input:
         return {
             "batch_size": self._model.batch_size,
             "rows": self._share(rows),
-            "workers": decoding_threads(self._recipe, self._model.device.type),
+            "workers": self.workers,
             "bad_sample": self._recipe.data.bad_sample,
             "pin_memory": self._model.device.type == "cuda",
         }
@@ -323,36 +343,3 @@ def synthetic_batch(model: ParallelModel) -> Given:
         images = torch.randn(shape, device=device).to(model.precision.compute)
     numbers = torch.arange(size, device=device)
     return images, numbers % c.num_classes, numbers
-
-
-class InputWatch:
-    """Detector of runs that wait for their images.
-
-    workers: decoding threads of a rank.
-    cores: cores of a rank.
-    first: number of the first step.
-    """
-
-    def __init__(self, workers: int, cores: int, first: int = 1) -> None:
-        self._workers, self._cores, self._first = workers, cores, first
-        self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
-
-    def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
-        """Return a warning for the user, once in a run; else None.
-
-        rows: new rows of metrics.jsonl.
-        """
-        for row in rows:
-            if row["step"] > self._first:
-                self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]
-                self._taken += row["step_ms"]
-        if self._said or self._steps < WATCHED_STEPS or self._waited < WAITING_SHARE * self._taken:
-            return None
-        self._said = True
-        share = f"training waits for images {self._waited / self._taken:.0%} of the time"
-        if self._workers < self._cores:
-            return f"{share}: raise data.workers (it is {self._workers}, and a rank has {self._cores} cores here)"
-        return (
-            f"{share}, with {self._workers} decoding threads on {self._cores} cores a rank: pack smaller images "
-            "(`vitpar data pack --short-side`), augment less, or use more cores"
-        )

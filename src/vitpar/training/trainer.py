@@ -23,7 +23,8 @@ from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader, SettingsOrigin
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.input import ImageSet, Input, InputWatch, decoding_threads, open_data
+from vitpar.training.input import ImageSet, Input, open_data
+from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
 from vitpar.training.recipe import Recipe
@@ -125,6 +126,7 @@ class Trainer:
                 self._resume(found, allow_change, resuming)
             elif recipe.model.weights is not None:
                 self.reporter.info(begin(self.model, recipe, self.ema))
+            cached = self.input.cache(self.train_set, self.val_set)
         except (CheckpointError, DataError, RecipeError):
             if self.folder:
                 self.folder.discard()
@@ -137,7 +139,7 @@ class Trainer:
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
             self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
-        for message in messages:
+        for message in (*messages, *filter(None, [cached])):
             self.reporter.info(message)
         self._note(*notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
@@ -158,8 +160,7 @@ class Trainer:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        threads = decoding_threads(self.recipe, self.device.type)
-        self.watch = InputWatch(threads, torch.get_num_threads(), first=self.done + 1)
+        self.watch = InputWatch(self.input.workers, self.input.machine.cores, first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()

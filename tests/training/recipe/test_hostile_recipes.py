@@ -107,7 +107,7 @@ def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
 
 ABSURD = "9" * 400
 SETTINGS = {
-    "data": ("shuffle_window", "shuffle_block", "workers"),
+    "data": ("shuffle_window", "shuffle_block", "workers", "cache_gb"),
     "stream": ("samples", "val_samples", "classes", "shuffle_buffer"),
     "augment": ("repeats",),
     "lr_schedule": ("warmup_steps", "warmup_epochs"),

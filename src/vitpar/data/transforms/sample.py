@@ -39,6 +39,17 @@ def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Int
     return F.interpolate(pixels[None], (height, width), mode=interpolation, antialias=True)[0]
 
 
+def _drawn(pixels: Tensor) -> Image.Image:
+    """Return pixels, uint8 [3, height, width], as Pillow's image.
+
+    Resizing returns one plane a channel. Pillow merges planes in a sixth of the time of reading interleaved channels.
+    """
+    if not pixels.is_contiguous():
+        return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    size = pixels.shape[2], pixels.shape[1]
+    return Image.merge("RGB", [Image.frombuffer("L", size, plane, "raw", "L", 0, 1) for plane in pixels.numpy()])
+
+
 def _check_size(size: int, interpolation: str) -> None:
     if size < 1:
         raise RecipeError(f"image size {size} is not a positive number of pixels")
@@ -98,7 +109,7 @@ class TrainTransform:
         pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
         pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
         if self.policy or any(self.color_jitter):
-            drawn = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            drawn = _drawn(pixels)
             drawn = self.policy(drawn, draws, self._fill()) if self.policy else drawn
             pixels = torch.from_numpy(np.array(self._jittered(drawn, draws))).permute(2, 0, 1)
         if draws.uniform() < self.erase:

@@ -50,7 +50,7 @@ A written recipe leaves them out for the other kinds. So it can be read with ano
 own defaults.
 """
 
-STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window")
+STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache")
 """Settings that a stream does not support."""
 
 EFFECTS: tuple[Effect[Recipe], ...] = (
@@ -98,6 +98,12 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         ("faults.max_skipped",),
         lambda recipe: recipe.faults.non_finite == "skip",
         "{key} is {value}, but faults.non_finite 'stop' skips nothing: leave it out, or set faults.non_finite to skip",
+    ),
+    Effect(
+        ("data.cache_gb",),
+        lambda recipe: recipe.data.cache == "memory",
+        "{key} is {value}, which does nothing with data.cache '{case.data.cache}': leave it out, or set data.cache to "
+        "memory",
     ),
     Effect(
         STREAM_CANNOT,
@@ -167,7 +173,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         augment="…",
         stream="…",
         train="seed",
-        data="path crop_scale crop_ratio flip interpolation mean std shuffle_window shuffle_block workers bad_sample",
+        data="path crop_scale crop_ratio flip interpolation mean std shuffle_window shuffle_block workers cache "
+        "cache_gb bad_sample",
     ),
 }
 """Settings that each kind of command uses. ``section.…`` stands for all of a section; a training uses all settings."""

@@ -21,7 +21,16 @@ from vitpar.training.recipe import Recipe, read_recipe
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
     *("stream.val", "stream.val_samples", "stream.allow_pipe"),
-    *("data.path", "data.workers", "parallel.…", "communication.…", "checkpoint.…", "faults.…"),
+    *(
+        "data.path",
+        "data.workers",
+        "data.cache",
+        "data.cache_gb",
+        "parallel.…",
+        "communication.…",
+        "checkpoint.…",
+        "faults.…",
+    ),
     "track.…",
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.

@@ -6,7 +6,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from vitpar.limits import MAX_BATCH_SIZE, MAX_BUFFERED_SAMPLES, MAX_CLASSES, MAX_SAMPLES, MAX_WORKERS
+from vitpar.limits import (
+    MAX_BATCH_SIZE,
+    MAX_BUFFERED_SAMPLES,
+    MAX_CACHE_BYTES,
+    MAX_CLASSES,
+    MAX_SAMPLES,
+    MAX_WORKERS,
+)
 from vitpar.training.recipe.sections.base import Section
 
 
@@ -112,6 +119,10 @@ class DataSection(Section):
     """Neighbouring samples that stay in one window."""
     workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
     """Decoding threads of a rank; 0 decodes in the main thread; chosen by the rank's cores if unset."""
+    cache: Literal["none", "memory"] = "none"
+    """Place of decoded images for later epochs: none, or memory that the ranks of a machine share."""
+    cache_gb: float | None = Field(None, gt=0, le=MAX_CACHE_BYTES / 1e9)
+    """Most memory of a machine for cached images, in GB; half of what is available at the start if unset."""
     bad_sample: Literal["fail", "skip"] = "fail"
     """Reaction to an image that cannot be decoded: stop the run, or skip and count it."""
 

@@ -1,0 +1,180 @@
+"""Decoded images in memory, at their stored size, shared by the ranks of a machine.
+
+Every epoch gives a rank other images, so ranks that each kept their own would find few of them in the second epoch.
+They share one file without a name instead, which the system removes with the last process that has it open, however
+that ends.
+
+Images are stored in the order in which they are first decoded, until the limit, and stay. With a new order every epoch,
+no choice of images to keep finds more of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpar.data.images import BadImage, image_size
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.errors import DataError
+from vitpar.limits import MAX_CACHE_BYTES
+
+_UNIT = 256  # bytes that an image is rounded up to: 32 bits then number the units of 1 TiB
+_SIDE = 1 << 16  # height and width of a stored image are below it
+_BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
+_NEXT, _FULL = range(2)  # first free unit, and whether an image did not fit
+_HEAD = 2  # numbers before the entries
+_HEADERS = 200  # images whose size is read for an estimate
+
+
+class ImageCache:
+    """Decoded images of several sets in one memory, which other processes may open too.
+
+    lengths: number of images of each set.
+    limit: most bytes of images. Memory is taken as they are stored; the index takes 8 bytes an image.
+    opened: path of the file of another process's cache with the same arguments; None for a new one.
+
+    Any thread may read and store. Raises DataError for a file that cannot be opened, or of another size.
+    """
+
+    def __init__(self, lengths: Sequence[int], limit: int, opened: str | None = None) -> None:
+        assert _UNIT <= limit <= MAX_CACHE_BYTES, f"a limit of {limit} bytes"
+        self._firsts = [0, *accumulate(lengths)]
+        numbers = _HEAD + self._firsts[-1]
+        begin = -(-8 * numbers // _UNIT) * _UNIT
+        self._units = limit // _UNIT
+        size = begin + self._units * _UNIT
+        self._file = _file(size, opened)
+        # A file of memory takes no memory for pages that were never written.
+        self._memory = mmap.mmap(self._file, size)
+        self._numbers = np.frombuffer(self._memory, np.int64, numbers)
+        self._pixels = np.frombuffer(self._memory, np.uint8, self._units * _UNIT, offset=begin)
+        self._threads = threading.Lock()
+
+    @property
+    def path(self) -> str | None:
+        """Path at which other processes of this machine can open the file while this one lives; None for no file."""
+        return None if self._file < 0 else f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all images stored so far, by any process."""
+        return int(self._numbers[_NEXT]) * _UNIT
+
+    def part(self, number: int) -> CachedSet:
+        """Return the images of one of the sets."""
+        return CachedSet(self, self._firsts[number])
+
+    def get(self, i: int) -> NDArray[np.uint8] | None:
+        """Return stored image `i` of all sets, uint8 [height, width, 3], not to be written to; None if there is none.
+
+        One 64-bit number says where it is and how large, so a reader never sees half of an entry.
+        """
+        entry = int(self._numbers[_HEAD + i])
+        width, height, unit = entry % _SIDE, (entry >> 16) % _SIDE, entry >> 32
+        if not height:
+            return None
+        begin = (unit - 1) * _UNIT
+        return self._pixels[begin : begin + 3 * height * width].reshape(height, width, 3)
+
+    def put(self, i: int, image: NDArray[np.uint8]) -> None:
+        """Store image `i`, unless it is stored already or does not fit.
+
+        image: uint8 [height, width, 3].
+        """
+        height, width, _ = image.shape
+        place, units = _HEAD + i, -(-image.nbytes // _UNIT)
+        if self._numbers[_FULL] or self._numbers[place] or max(height, width) >= _SIDE:
+            return
+        with self._alone():
+            unit = int(self._numbers[_NEXT])
+            if self._numbers[place]:
+                return
+            if unit + units > self._units:
+                self._numbers[_FULL] = 1
+                return
+            self._numbers[_NEXT] = unit + units
+            self._numbers[place] = _BEING_STORED
+        begin = unit * _UNIT
+        self._pixels[begin : begin + image.nbytes] = image.reshape(-1)
+        with self._alone():  # taking the lock also makes the pixels visible before their entry
+            self._numbers[place] = (unit + 1) << 32 | height << 16 | width
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Exclude other threads, and other processes. The system ends a lock with its process."""
+        with self._threads:
+            if self._file >= 0:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                if self._file >= 0:
+                    fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def __del__(self) -> None:
+        # Views of images keep the mapping itself alive; only the descriptor is closed.
+        if getattr(self, "_file", -1) >= 0:
+            os.close(self._file)
+
+
+def _file(size: int, opened: str | None) -> int:
+    """Return the descriptor of a file of memory of `size` bytes; -1 if the system has none, for a private mapping.
+
+    opened: path of the file to open; None for a new one.
+    """
+    if opened is None:
+        if not hasattr(os, "memfd_create"):
+            return -1
+        file = os.memfd_create("vitpar-images")
+        os.ftruncate(file, size)
+        return file
+    try:
+        file = os.open(opened, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(
+            f"the cache of another rank cannot be opened ({error.strerror}): set data.cache to none"
+        ) from None
+    if os.fstat(file).st_size != size:
+        os.close(file)
+        raise DataError("the cache of another rank has another size: start all ranks with the same recipe and data")
+    return file
+
+
+class CachedSet:
+    """Decoded images of one set in a cache.
+
+    cache: the cache.
+    first: number of the set's first image in it.
+    """
+
+    def __init__(self, cache: ImageCache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def get(self, i: int) -> NDArray[np.uint8] | None:
+        """Return image `i` of the set as `ImageCache.get` does."""
+        return self._cache.get(self._first + i)
+
+    def put(self, i: int, image: NDArray[np.uint8]) -> None:
+        """Store image `i` of the set as `ImageCache.put` does."""
+        self._cache.put(self._first + i, image)
+
+
+def decoded_bytes(images: ShardSet) -> int:
+    """Estimate the bytes of all decoded images, from the headers of some that are spread evenly over the set.
+
+    Raises DataError for a shard that is missing, too short or was replaced.
+    """
+    sizes = []
+    for i in np.unique(np.linspace(0, len(images) - 1, _HEADERS).astype(int)):
+        with suppress(BadImage):
+            width, height = image_size(images.read(int(i)))
+            sizes.append(-(-3 * width * height // _UNIT) * _UNIT)
+    return round(len(images) * float(np.mean(sizes))) if sizes else 0

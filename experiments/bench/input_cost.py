@@ -30,8 +30,9 @@ from vitpar.data import (
     parse_policy,
 )
 
-# Batch and milliseconds of a step in bf16 on an H200, as `dry_bench.py` estimates them (dry_bench_2026-11-25.md).
-STEPS = {"B/16": (512, 141.6), "L/16": (256, 228.8), "H/14": (128, 306.0), "g/14": (128, 473.1)}
+# Model, batch and milliseconds of a step in bf16 on an H200 as `dry_bench.py` estimates them (dry_bench_2026-11-25.md),
+# first as `gpu_models.py` predicts it.
+STEPS = (("B/16", 512, 122.0), ("B/16", 512, 141.6), ("L/16", 256, 228.8), ("H/14", 128, 306.0), ("g/14", 128, 473.1))
 POLICY = "rand-m10-n2-p1"
 """The policy of `imagenet_vit_small.toml`. Its mixup is computed on the device."""
 SIDES = (320, 256)
@@ -41,20 +42,20 @@ SMALL = 4000  # images that are made up where no small data set is given
 
 
 def cores(folder: Path) -> tuple[Table, Any]:
-    """Measure images/s of one core by the size of stored images, and the cores that GPUs then need."""
-    sets = {"as published": ShardSet.open(folder / "packed", "train")}
+    """Measure images/s of a core by the size of stored images, and the cores that a GPU then needs for each model."""
+    sets = {"published": ShardSet.open(folder / "packed", "train")}
     for side in SIDES:
         place = folder / f"packed-{side}"
         pack(folder / "source", place, val_fraction=0, shard_samples=100, reencode=Reencode(side))
-        sets[f"shorter side {side}, quality 90"] = ShardSet.open(place, "train")
+        sets[f"{side} px"] = ShardSet.open(place, "train")
     transforms = {
         "crop, flip": TrainTransform(SIZE),
-        "and RandAugment": TrainTransform(SIZE, policy=parse_policy(POLICY)),
+        "RandAugment too": TrainTransform(SIZE, policy=parse_policy(POLICY)),
     }
     sources: dict[str, tuple[ShardSet, CachedSet | None]] = {name: (shards, None) for name, shards in sets.items()}
     for name, shards in sets.items():
         cache = ImageCache([len(shards)], 2 * decoded_bytes(shards)).part(0)
-        sources[f"{name}, cached in memory"] = shards, cache
+        sources[f"{name}, cached"] = shards, cache
     streams = {
         (name, augmented): _batches(shards, transform, cache)
         for name, (shards, cache) in sources.items()
@@ -67,9 +68,9 @@ def cores(folder: Path) -> tuple[Table, Any]:
     for _ in range(ROUNDS):
         for key, stream in streams.items():
             rates[key].append(_rate(stream))
-    wanted = {name: batch / ms * 1e3 for name, (batch, ms) in STEPS.items()}
-    heads = [f"{name}, {rate:,.0f} images/s" for name, rate in wanted.items()]
-    table = Table("stored images", "kB", "augmentation", "images/s of a core", "spread", *heads, box=box.MARKDOWN)
+    wanted = [batch / ms * 1e3 for _, batch, ms in STEPS]
+    heads = [f"{name} {rate:,.0f}/s" for (name, *_), rate in zip(STEPS, wanted, strict=True)]
+    table = Table("stored images", "kB", "augmentation", "images/s", "spread", *heads, box=box.MARKDOWN)
     for (name, augmented), values in rates.items():
         shards, cache = sources[name]
         middle = statistics.median(values)
@@ -80,7 +81,7 @@ def cores(folder: Path) -> tuple[Table, Any]:
             augmented,
             f"{middle:,.0f}",
             f"{min(values):,.0f} to {max(values):,.0f}",
-            *(f"{rate / middle:.1f}" for rate in wanted.values()),
+            *(f"{rate / middle:.1f}" for rate in wanted),
         )
     return table, [{"stored": key[0], "augmentation": key[1], "images_per_second": rates[key]} for key in rates]
 

@@ -33,7 +33,7 @@ from vitpar.data.image_files import NotedImages
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.stream.urls import expand
 from vitpar.errors import DataError
-from vitpar.launch.machine import own_machine
+from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
@@ -54,7 +54,7 @@ def decoding_threads(recipe: Recipe, device_type: str, cores: float) -> int:
 
     By default a rank with a GPU leaves one core to the thread that launches kernels. The number changes the speed only.
 
-    cores: cores of the rank (``Machine.cores``).
+    cores: cores of the rank (``LocalRanks.cores``).
     """
     if recipe.data.workers is not None:
         return recipe.data.workers
@@ -130,14 +130,14 @@ class Input:
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
 
-    machine: the ranks of this machine, and their cores.
+    local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
         self._recipe, self._model = recipe, model
-        self.machine = own_machine()
-        self.workers = decoding_threads(recipe, model.device.type, self.machine.cores)
+        self.local = local_ranks()
+        self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self._normalize = replace(normalize, compiled=model.execution.compile)
@@ -160,7 +160,7 @@ class Input:
         if self._recipe.data.cache == "none" or not packed:
             return None
         decodes = bool(self.train_rows or self._share(self._rows))
-        cache, message = make_cache(self._recipe, self.machine, packed, decodes)
+        cache, message = make_cache(self._recipe, self.local, packed, decodes)
         if cache is not None:
             self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
         return message

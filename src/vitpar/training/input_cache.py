@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from vitpar.data import ImageCache, ShardSet, decoded_bytes
 from vitpar.errors import DataError
-from vitpar.launch.machine import Machine, available_memory
+from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
 from vitpar.limits import MAX_CACHE_BYTES
 from vitpar.text import size
@@ -18,7 +18,7 @@ _LEAST = 1 << 20  # bytes of a cache that is worth making
 
 
 def make_cache(
-    recipe: Recipe, machine: Machine, sets: Sequence[ShardSet], decodes: bool
+    recipe: Recipe, local: LocalRanks, sets: Sequence[ShardSet], decodes: bool
 ) -> tuple[ImageCache | None, str]:
     """Return a cache of the images of `sets`, and a message about it, which is the same on all ranks. Collective.
 
@@ -28,12 +28,12 @@ def make_cache(
     machine's memory. Raises DataError, on all ranks, if there is no memory for a cache, or if it cannot be shared.
     """
     lengths, decoding = [len(images) for images in sets], all_gather_json(decodes)
-    first = next((rank for rank in machine.ranks if decoding[rank]), None)
+    first = next((rank for rank in local.ranks if decoding[rank]), None)
     makes = dist.get_rank() == first
     cache, error, limit, whole = None, None, 0, 0
     if makes:
         try:
-            limit = _limit(recipe, machine)
+            limit = _limit(recipe, local)
             cache = ImageCache(lengths, limit)
             whole = sum(map(decoded_bytes, sets)) if dist.get_rank() == decoding.index(True) else 0
         except (DataError, OSError) as refused:
@@ -51,7 +51,7 @@ def make_cache(
     return cache, _message(limit, whole)
 
 
-def _limit(recipe: Recipe, machine: Machine) -> int:
+def _limit(recipe: Recipe, local: LocalRanks) -> int:
     """Return the most bytes of this rank's cache.
 
     Raises DataError if they are too few.
@@ -65,7 +65,7 @@ def _limit(recipe: Recipe, machine: Machine) -> int:
             f"data.cache_gb is {wanted:g}, but {size(available)} of memory are available: set a smaller number, or "
             "data.cache to none"
         )
-    limit = min(int(most * len(machine.ranks) / machine.size), MAX_CACHE_BYTES)
+    limit = min(int(most * len(local.ranks) / local.size), MAX_CACHE_BYTES)
     if limit < _LEAST:
         raise DataError(f"{size(limit)} of memory are too few to cache images: set data.cache to none")
     return limit

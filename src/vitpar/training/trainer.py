@@ -160,7 +160,7 @@ class Trainer:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        self.watch = InputWatch(self.input.workers, self.input.machine.cores, first=self.done + 1)
+        self.watch = InputWatch(self.input.workers, self.input.local.cores, first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()

@@ -1,4 +1,4 @@
-"""What the ranks of one machine share: its cores, its memory, and memory that one of them gives to the others."""
+"""The ranks of one machine, and its cores and memory, which they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalRanks:
     """Place of this rank among those of its machine."""
 
     ranks: tuple[int, ...]
@@ -32,8 +32,8 @@ class Machine:
     """Cores of this rank. A core that several ranks may use is divided among them."""
 
 
-def own_machine() -> Machine:
-    """Return this rank's machine. Collective.
+def local_ranks() -> LocalRanks:
+    """Return the ranks of this rank's machine. Collective.
 
     Launchers may bind each rank to cores of its own, or none, so ranks compare the cores that they may use.
     """
@@ -41,8 +41,8 @@ def own_machine() -> Machine:
     return _placed(all_gather_json(mine), dist.get_rank())
 
 
-def _placed(ranks: Sequence[Any], rank: int) -> Machine:
-    """Return the machine of `rank`.
+def _placed(ranks: Sequence[Any], rank: int) -> LocalRanks:
+    """Return the ranks of the machine of `rank`.
 
     ranks: what each rank says of itself.
     """
@@ -55,7 +55,7 @@ def _placed(ranks: Sequence[Any], rank: int) -> Machine:
             for core in range(first, last + 1):
                 users[core] = users.get(core, 0) + 1
     cores = sum(1 / users[core] for first, last in own["cores"] for core in range(first, last + 1))
-    return Machine(near, len(here), cores)
+    return LocalRanks(near, len(here), cores)
 
 
 def _name(boot: Path) -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vitpar.launch import machine
-from vitpar.launch.machine import _left, _placed, _ranges
+from vitpar.launch import local_ranks
+from vitpar.launch.local_ranks import _left, _placed, _ranges
 
 
 def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
@@ -43,7 +43,7 @@ def test_cores_are_sent_as_ranges() -> None:
 
 
 def test_memory_is_limited_by_every_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(local_ranks, "_CGROUPS", tmp_path)
     job = tmp_path / "job"
     task = job / "task"
     task.mkdir(parents=True)

@@ -1,0 +1,112 @@
+"""The cache of decoded images that the ranks of a machine make together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.ranks import RankPool
+from helpers.small_data import pack_small
+from helpers.trained import recipe_of
+from vitpar.data import ShardSet
+from vitpar.errors import DataError
+from vitpar.launch.local_ranks import LocalRanks
+from vitpar.launch.world_group import barrier
+from vitpar.training import input_cache
+from vitpar.training.input_cache import make_cache
+
+IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+BOTH = (0, 1)
+
+
+def made(
+    device: torch.device, data: Path, near: bool, decoding: tuple[int, ...], gb: float | None, fails: bool = False
+) -> tuple[Any, ...]:
+    """Make a cache on two ranks, store an image on the last that decodes, and return what this rank then has.
+
+    The machine has 1 GB of memory.
+
+    near: whether the ranks are in one container.
+    decoding: ranks that decode.
+    fails: whether rank 1 cannot open the cache of rank 0.
+    """
+    rank = dist.get_rank()
+    local = LocalRanks(BOTH if near else (rank,), 2, 1.0)
+    input_cache.available_memory = lambda: 10**9
+    sets = [ShardSet.open(data, split) for split in ("train", "val")]
+    if fails:
+        input_cache.ImageCache = lambda *args: refuse(args)  # type: ignore[assignment, misc]
+    recipe = recipe_of(data, "dp2", **{"data.cache": "memory", "data.cache_gb": gb})
+    try:
+        cache, message = make_cache(recipe, local, sets, rank in decoding)
+    except DataError as error:
+        return ("refused", str(error))
+    finally:
+        input_cache.ImageCache, input_cache.available_memory = ImageCache, available_memory  # type: ignore[misc]
+    if cache is not None and rank == max(decoding):
+        cache.part(1).put(2, IMAGE)
+    barrier()
+    found = None if cache is None else cache.part(1).get(2)
+    room = None if cache is None else cache._units * 256
+    barrier()
+    return (message, room, found is not None and np.array_equal(found, IMAGE))
+
+
+ImageCache, available_memory = input_cache.ImageCache, input_cache.available_memory
+
+
+def refuse(args: tuple[Any, ...]) -> Any:
+    if len(args) == 3:
+        raise DataError("there is no such file")
+    return ImageCache(*args)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize(
+    ("near", "decoding", "gb", "rooms", "found"),
+    [
+        (True, BOTH, 0.0024, [2_400_000, 2_400_000], [True, True]),
+        (True, (1,), 0.0024, [None, 2_400_000], [False, True]),
+        (False, BOTH, 0.0024, [1_199_872, 1_199_872], [False, True]),
+        (True, BOTH, None, [500_000_000, 500_000_000], [True, True]),
+    ],
+)
+def test_ranks_of_a_container_have_one_cache(
+    ranks: Callable[[int], RankPool],
+    data: Path,
+    near: bool,
+    decoding: tuple[int, ...],
+    gb: float | None,
+    rooms: list[int | None],
+    found: list[bool],
+) -> None:
+    """Containers of one machine divide its memory. Ranks that do not decode have no cache."""
+    results = ranks(2).run(made, data, near, decoding, gb)
+    assert len({message for message, *_ in results}) == 1
+    assert results[0][0].startswith("decoded images are cached: about 0.0266 MB, in at most ")
+    assert [room for _, room, _ in results] == rooms and [same for *_, same in results] == found
+
+
+@pytest.mark.parametrize(
+    ("gb", "fails", "message"),
+    [
+        (2, False, "data.cache_gb is 2, but 1 GB of memory are available: set a smaller number, or"),
+        (1e-6, False, "are too few to cache images: set data.cache to none"),
+        (0.002, True, "rank 1: there is no such file"),
+    ],
+)
+def test_failure_of_one_rank_is_reported_by_all(
+    ranks: Callable[[int], RankPool], data: Path, gb: float, fails: bool, message: str
+) -> None:
+    results = ranks(2).run(made, data, True, BOTH, gb, fails)
+    assert [kind for kind, *_ in results] == ["refused", "refused"]
+    assert all(message in words for _, words in results), results

@@ -125,7 +125,7 @@ def _compute(
             compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
-            layer.forward = torch.compile(layer.forward)
+            layer.forward = torch.compile(layer.forward, dynamic=False)
     if strategy.checkpoint and execution.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
     return found

@@ -49,7 +49,7 @@ class ImageCache:
         self._firsts = [0, *accumulate(lengths)]
         numbers = _HEAD + self._firsts[-1]
         begin = -(-8 * numbers // _UNIT) * _UNIT
-        self._units = limit // _UNIT
+        self._begin, self._units = begin, limit // _UNIT
         size = begin + self._units * _UNIT
         self._file = _file(size, opened)
         # A file of memory takes no memory for pages that were never written.
@@ -102,10 +102,25 @@ class ImageCache:
                 return
             self._numbers[_NEXT] = unit + units
             self._numbers[place] = _BEING_STORED
-        begin = unit * _UNIT
-        self._pixels[begin : begin + image.nbytes] = image.reshape(-1)
+        if not self._written(unit * _UNIT, np.ascontiguousarray(image)):
+            self._numbers[_FULL] = 1
+            return
         with self._alone():  # taking the lock also makes the pixels visible before their entry
             self._numbers[place] = (unit + 1) << 32 | height << 16 | width
+
+    def _written(self, begin: int, image: NDArray[np.uint8]) -> bool:
+        """Write an image at byte `begin` of the pixels, and return whether there was memory for it.
+
+        Writing to the file takes half of the time of writing to its mapping, where each new page is an interrupt, and
+        without memory it fails instead of ending the process.
+        """
+        if self._file < 0:
+            self._pixels[begin : begin + image.nbytes] = image.reshape(-1)
+            return True
+        try:
+            return os.pwrite(self._file, image, self._begin + begin) == image.nbytes
+        except OSError:
+            return False
 
     @contextmanager
     def _alone(self) -> Generator[None]:

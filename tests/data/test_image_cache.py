@@ -239,3 +239,24 @@ def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> N
 
 def test_estimate_of_decoded_bytes(packed: Path) -> None:
     assert decoded_bytes(ShardSet.open(packed, "train")) == 21 * 512, "360 bytes take two units of 256"
+
+
+def test_without_memory_images_are_decoded_as_before(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> int:
+        raise OSError("Cannot allocate memory")
+
+    train = ShardSet.open(packed, "train")
+    cache = ImageCache([21], ROOM)
+    cache.put(3, decode(train.read(3)))
+    monkeypatch.setattr(os, "pwrite", fails)
+    assert_same(batches(train, 6, cache=cache.part(0)), batches(train, 6))
+    assert [i for i in range(21) if cache.get(i) is not None] == [3]
+
+
+def test_one_rank_needs_no_file(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")  # as outside Linux
+    train = ShardSet.open(packed, "train")
+    cache = ImageCache([21], ROOM)
+    assert cache.path is None
+    assert_same(batches(train, 6, cache=cache.part(0), workers=3), batches(train, 6))
+    assert all(np.array_equal(cache.get(i), decode(train.read(i))) for i in range(21))  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ class ImageCache:
             self._pixels[begin : begin + image.nbytes] = image.reshape(-1)
             return True
         try:
-            return os.pwrite(self._file, image, self._begin + begin) == image.nbytes
+            return os.pwrite(self._file, image.data, self._begin + begin) == image.nbytes
         except OSError:
             return False
 

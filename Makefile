@@ -76,7 +76,7 @@ bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and plan
 	$(BIN)/python experiments/bench_cpu.py
 	$(BIN)/python experiments/bench_plans.py
 
-bench-data: $(READY)  ## Compare data loaders: decoding, reading, start, memory, large indices
+bench-data: $(READY)  ## Compare data loaders: decoding, reading, start, memory, large indices; cores that a GPU needs, cached images
 	$(BIN)/python experiments/bench_data.py
 
 bench-checkpoint: $(READY)  ## Compare ways to save, restarts with cold starts; a run that is killed every minute

@@ -139,6 +139,7 @@ class Trainer:
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
             self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
+        self.watch = InputWatch(self.input.workers, self.input.local.cores, first=self.done + 1)
         for message in (*messages, *filter(None, [cached])):
             self.reporter.info(message)
         self._note(*notes, *trained.warnings, self.attention.warning)
@@ -160,7 +161,6 @@ class Trainer:
         train = self.recipe.train
         eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
         self._start()
-        self.watch = InputWatch(self.input.workers, self.input.local.cores, first=self.done + 1)
         log = StepLog(self.recipe, self.config, self.model, self.done)
         last: Evaluation | None = None
         log.resume_clock()

@@ -55,6 +55,8 @@ class Row:
 
 NORM = 1  # the gradient norm takes one all-reduce under any plan
 FOUR = {"microbatches": 4}
+ZBV = {"schedule": "zbvzerobubble", "virtual_stages": 2, **FOUR}
+ZBV_SENT = {"send": 8, "receive": 8, "reduce_scatter": 4 * 2 * (2 + 2)}
 TABLE = (
     Row("dp1", "one rank has nobody to send to", {}),
     Row("dp2", "an all-reduce of gradients, which layers as small as these share", {"all_reduce": 1 + NORM}),
@@ -134,6 +136,15 @@ TABLE = (
         "a block's all-reduces for every micro-batch, and the head's in the last stage",
         {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2) + NORM},
         {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2 + 1) + NORM, "all_gather": 4},
+    ),
+    Row(
+        "pp2xtp2+sp",
+        "a block gathers 2 inputs in forward and again for its weights, and 2 gradients; 2 sums in forward and 2 in "
+        "backward; the first rank has the head, too; partial gradients are summed once",
+        ZBV_SENT | {"all_gather": 4 * (2 * (2 + 2 + 2) + 2), "all_reduce": 4 + 1 + NORM},
+        ZBV_SENT | {"all_gather": 4 * 2 * (2 + 2 + 2), "all_reduce": 1 + NORM},
+        plan=ZBV,
+        model={"depth": 4},
     ),
     Row(
         "pp2xfsdp2",

@@ -6,9 +6,9 @@ MUTATIONS = (
     Mutation(
         name="tp-backward-sum",
         breaks="The gradient at the input of a column-parallel layer is not summed over the tensor-parallel ranks.",
-        file="src/vitpar/parallel/collective.py",
-        old="        return all_reduce(gradient, ctx.group), None\n",
-        new="        return gradient, None\n",
+        file="src/vitpar/parallel/linear.py",
+        old="        summing = start_all_reduce(_for_input(gradient, operands), group)\n",
+        new="        summing = _for_input(gradient, operands)\n",
         caught_by=("vitpar check --mesh tp2",),
     ),
     Mutation(

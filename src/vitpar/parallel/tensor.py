@@ -43,15 +43,14 @@ from vitpar.models.layers import Layer
 from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
-    copy_to_tp_region,
     gather_from_tp_region,
-    gathered_linear,
     reduce_from_tp_region,
     reduce_scatter_to_tp_region,
     scatter_to_tp_region,
     split_layer_norm,
     split_rms_norm,
 )
+from vitpar.parallel.linear import column_linear, gathered_linear
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
 from vitpar.strategy.splits import feature_axis, mode_of, parameter_splits
@@ -77,9 +76,9 @@ def _group(module: SplitModule, axis: str) -> ProcessGroup:
     return module.tensor_mesh.get_group(axis)
 
 
-def _product(module: SplitModule, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(module: SplitModule, x: Tensor) -> Tensor:
     linear = float8.linear if _in_float8(module) else F.linear
-    return linear(x, to_local(module.weight), bias)
+    return linear(x, to_local(module.weight), None)
 
 
 def _gathered_product(module: SplitModule, x: Tensor, dim: int, axis: str) -> Tensor:
@@ -99,7 +98,7 @@ def _plus_bias(module: SplitModule, y: Tensor) -> Tensor:
 
 def _column(module: SplitModule, x: Tensor) -> Tensor:
     bias = None if module.bias is None else to_local(module.bias)
-    return _product(module, copy_to_tp_region(x, _group(module, "j")), bias)
+    return column_linear(x, to_local(module.weight), bias, _group(module, "j"), _in_float8(module))
 
 
 def _row(module: SplitModule, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Work:
     forward_sent: float
     """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float
-    """Seconds of tensor-parallel communication in backward; the rank waits for it."""
+    """Seconds of tensor-parallel communication in backward that the rank waits for: without what products hide."""
     saved: float
     """Bytes kept from forward to backward."""
     workspace: float
@@ -102,6 +102,8 @@ class PipelinePosition:
     """When parameters are gathered and gradients reduced, by kind of layer."""
     data: int
     """Number of parts that dp and fsdp split the batch into."""
+    splits: bool
+    """Whether the schedule splits backward into gradients of inputs and of weights."""
     computes: int
     """Cache key: equal for all positions with the same `Work` for equal rows per data-parallel rank."""
     keeps: int

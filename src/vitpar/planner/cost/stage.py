@@ -6,7 +6,8 @@ Communication overlaps with computing where the runtime overlaps it:
 
 | communication                             | on a CPU (gloo)     | on GPUs (nccl)                                    |
 |-------------------------------------------|---------------------|---------------------------------------------------|
-| activations: along tensor axes            | blocks              | blocks                                            |
+| activations: along tensor axes            | blocks; in backward, what a linear layer gathers or sums for one of its |
+|                                           | gradients overlaps with the product of the other                        |
 | activations: between different layouts    | blocks              | blocks                                            |
 | all-gather of parameters                  | blocks              | overlaps with the previous layer                  |
 | gradients of layers under ``fully_shard`` | blocks              | overlaps with the following layers; blocks in a   |

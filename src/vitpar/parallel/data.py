@@ -88,7 +88,15 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        self._total = torch.cat([_gradient(p).flatten() for p in self._parameters]).to(self._dtype)
+        gradients = [_gradient(p) for p in self._parameters]
+        # Each gradient is read once and written once. Gradients that are views of a message from the start (DDP's
+        # gradient_as_bucket_view) save nothing: the first backward of a step would read both and write the sum, or copy
+        # as here, instead of keeping the tensor that the product has written.
+        if gradients[0].dtype is self._dtype:
+            self._total = torch.cat([gradient.flatten() for gradient in gradients])
+        else:
+            self._total = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=self._dtype)
+            torch._foreach_copy_(self._parts(), gradients)
         self._running = dist.all_reduce(self._total, group=self._group, async_op=True)
         if self._total.dtype is self._parameters[0].dtype:
             # From here on the gradients are views of the message, so that the memory backward wrote to is freed at

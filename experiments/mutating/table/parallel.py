@@ -22,11 +22,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="sp-partial-sums",
-        breaks="No partial gradient is summed over the tensor-parallel ranks.",
+        breaks="No partial gradient of a layer under fully_shard is summed over the tensor-parallel ranks.",
         file="src/vitpar/parallel/model.py",
         old="            self._tensor_sums.run()\n",
         new="",
-        caught_by=("vitpar check --mesh tp2+sp",),
+        caught_by=("vitpar check --mesh tp2xfsdp2+sp",),
     ),
     Mutation(
         name="sp-one-partial-bias",

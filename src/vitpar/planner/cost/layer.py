@@ -127,7 +127,15 @@ class LayerCosts:
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
         wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
-        parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
+        parameters = (
+            self._sizes_key(strategy),
+            strategy.tensor_flag,
+            tp,
+            wrapped,
+            groups.shard,
+            groups.replicate,
+            groups.partial,
+        )
         return PipelinePosition(
             strategy,
             tensor_name(strategy),
@@ -215,12 +223,16 @@ class LayerCosts:
                 # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
                 gather += self._moved(elements.local_numel * precision.parameters.itemsize)
                 reduce += self._moved(elements.local_numel * precision.reduce.itemsize)
-        if copies:
-            # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
-            size = elements.local_numel * precision.reduce.itemsize
-            reduce += self.links.seconds("all_reduce", groups.replicate, size)
-            # One collective follows the other: their buffers do not add up.
-            reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
+        # Layers without fully_shard sum partial gradients together with those of replicas.
+        joint = 0 if wrapped else elements.sums.get("j", 0)
+        apart = (elements.local_numel - joint) * copies
+        # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
+        for summed, group in ((apart, groups.replicate), (joint, groups.partial)):
+            size = summed * precision.reduce.itemsize
+            if size:
+                reduce += self.links.seconds("all_reduce", group, size)
+                # One collective follows the other: their buffers do not add up.
+                reducing = max(reducing, self.links.scratch("all_reduce", group, size))
         if not trained:
             unreduced = reduce = reducing = 0.0
         return LayerParameters(
@@ -235,7 +247,8 @@ class LayerCosts:
             offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,
-            sums=elements.sums if trained else {},
+            message=(apart + joint) * precision.parameters.itemsize * (trained and not wrapped),
+            sums=elements.sums if trained and wrapped else {},
         )
 
     def _moved(self, size: float) -> float:

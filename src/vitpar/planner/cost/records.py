@@ -59,8 +59,10 @@ class LayerParameters:
     """Transient bytes of the collective that gathers."""
     reducing: float
     """Transient bytes of the collectives that reduce."""
+    message: float
+    """Bytes of gradients that `GradientSum` sums; 0 under ``fully_shard``."""
     sums: Mapping[str, int]
-    """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
+    """Elements of partial gradients to be summed after the last backward over a tensor axis, by axis name."""
 
     @property
     def trained_elements(self) -> int:

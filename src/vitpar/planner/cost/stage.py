@@ -339,7 +339,9 @@ def least_load(
     # activations are freed, hence their subtraction.
     workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
     fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.gradient_bytes, 0.0
-    if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
+    if not execution.wrapped:
+        reducing = (weights.reducing + fresh + weights.message) * (weights.message > 0)
+    elif execution.reduced != "end of step":
         reducing = weights.reducing + 2 * fresh
     working_once, again = max(workspace + fresh, reducing - work.saved), execution.wrapped and every
     shard, trained = (0.0, 0.0) if weights.offloaded else (weights.local_bytes, weights.gradient_bytes)

@@ -58,7 +58,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("parallel/parallelize.py", "parallelize", "wraps the layers of this rank, in order"),
             ("strategy/execution.py", "Rules", "says what a step does with each layer's parameters"),
             ("parallel/tensor.py", "apply_tensor_parallel", "splits a layer's products by `strategy/splits.py`"),
-            ("parallel/collective.py", "gathered_linear", "sends and receives, forward and backward"),
+            ("parallel/linear.py", "gathered_linear", "sends and receives, forward and backward"),
         ),
     ),
     "From a tar file to the device": (

@@ -55,6 +55,8 @@ class Row:
 
 NORM = 1  # the gradient norm takes one all-reduce under any plan
 FOUR = {"microbatches": 4}
+ZBV = {"schedule": "zbvzerobubble", "virtual_stages": 2, **FOUR}
+ZBV_SENT = {"send": 8, "receive": 8, "reduce_scatter": 4 * 2 * (2 + 2)}
 TABLE = (
     Row("dp1", "one rank has nobody to send to", {}),
     Row("dp2", "an all-reduce of gradients, which layers as small as these share", {"all_reduce": 1 + NORM}),
@@ -121,6 +123,16 @@ TABLE = (
         {"all_reduce": 2 * (2 + 2) + 1 + 2 + NORM, "all_gather": 2},
         model={"qk_norm": True, "distillation": True},
     ),
+    Row(
+        "dp2xtp2+sp",
+        "gradients of split parameters are summed over dp, others over dp and tp at once; the head sums classes",
+        {"all_gather": 2 * (2 + 4) + 2, "reduce_scatter": 2 * (2 + 2), "all_reduce": 2 + 1 + NORM},
+    ),
+    Row(
+        "tp2xfsdp2+sp",
+        "under fully_shard partial gradients are summed after backward",
+        {"all_gather": 4 + 3 + 2 * (2 + 4) + 2, "reduce_scatter": 4 + 2 * (2 + 2), "all_reduce": 1 + 1 + NORM},
+    ),
     Row("pp2", "4 micro-batches over one border, there and back", {"send": 4, "receive": 4, "all_reduce": NORM}),
     Row(
         "pp2",
@@ -134,6 +146,15 @@ TABLE = (
         "a block's all-reduces for every micro-batch, and the head's in the last stage",
         {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2) + NORM},
         {"send": 4, "receive": 4, "all_reduce": 4 * (2 + 2 + 1) + NORM, "all_gather": 4},
+    ),
+    Row(
+        "pp2xtp2+sp",
+        "a block gathers 2 inputs in forward and again for its weights, and 2 gradients; 2 sums in forward and 2 in "
+        "backward; the first rank has the head, too; partial gradients are summed once",
+        ZBV_SENT | {"all_gather": 4 * (2 * (2 + 2 + 2) + 2), "all_reduce": 4 + 1 + NORM},
+        ZBV_SENT | {"all_gather": 4 * 2 * (2 + 2 + 2), "all_reduce": 1 + NORM},
+        plan=ZBV,
+        model={"depth": 4},
     ),
     Row(
         "pp2xfsdp2",
@@ -213,6 +234,11 @@ def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str,
         ("dp2", {}, {"all_reduce": 1}),
         ("fsdp2", {"all_gather": 4}, {"all_gather": 3, "reduce_scatter": 4}),
         ("tp2", {"all_reduce": 2 * 2 + 1}, {"all_reduce": 2 * 2, "all_gather": 1}),
+        (  # the sum of partial gradients starts in backward
+            "tp2+sp",
+            {"all_gather": 2 * 2 + 1, "reduce_scatter": 2 * 2, "all_reduce": 1},
+            {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 2, "all_reduce": 1},
+        ),
     ],
 )
 def test_collectives_of_forward_and_backward_separately(

@@ -167,26 +167,35 @@ def test_only_sharded_or_offloaded_layers_are_wrapped(
     assert set(ranks(2).run(wrapped, mesh, plan)) == {expected}
 
 
-def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
-    """Return the bytes of gradient messages for fp32 and bf16 reduction, and whether gradients agree up to rounding."""
-    found = {}
+def summed_in_bf16(device: torch.device) -> tuple[list[int], bool, dict[str, int]]:
+    """Compare sums of gradients in bf16 with sums in fp32; runs on every rank.
+
+    Returns the bytes of the messages in fp32 and bf16, whether gradients agree up to rounding, and the operations that
+    a step in bf16 has more of than one in fp32.
+    """
+    found, counts = {}, []
     for reduce_dtype in (None, "bf16"):
         plan = validate(parse("dp2"), CONFIG, 8)
         execution = Execution(8, precision="bf16", reduce_dtype=reduce_dtype)
         model = parallelize(CONFIG, plan, execution, device)
-        model.forward_backward(*batch(model))
+        with Counted() as counted:
+            model.forward_backward(*batch(model))
+        counts.append(counted.found)
         gradients = {name: p.grad for name, p in model.named_parameters()}
         assert all(g is not None and g.dtype is torch.float32 for g in gradients.values())
         found[reduce_dtype] = sum(size for _, size in model.gradient_messages), gradients
     (wide, exact), (narrow, rounded) = found[None], found["bf16"]
     near = all(torch.allclose(exact[name], rounded[name], rtol=0.02, atol=1e-3) for name in exact)
     differ = any(not torch.equal(exact[name], rounded[name]) for name in exact)
-    return [wide, narrow], near and differ
+    more = {name: counts[1][name] - counts[0][name] for name in ("cat", "_to_copy", "_foreach_copy_")}
+    return [wide, narrow], near and differ, more
 
 
 def test_reduce_dtype_halves_the_gradient_messages_of_replicas(ranks: Callable[[int], RankPool]) -> None:
-    for (wide, narrow), right in ranks(2).run(summed_in_bf16):
+    for (wide, narrow), right, more in ranks(2).run(summed_in_bf16):
         assert wide == 2 * narrow and right
+        # From gradients to the message and back, without a message in fp32 between.
+        assert more == {"cat": -1, "_to_copy": 0, "_foreach_copy_": 2}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from helpers.plans import CASES, Case, representatives, shared_out
 from helpers.ranks import RankPool
 from vitpar.check import CheckResult
 from vitpar.parallel import data as data_parallel
+from vitpar.parallel import model as parallel_model
 
 QUICK = {str(case) for case in representatives(CASES)}
 TABLE = shared_out(sorted(CASES, key=lambda case: case.ranks), QUICK)
@@ -83,17 +84,20 @@ def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
         real(layer, mesh, *settings)
         layer.set_gradient_divide_factor(divisor(layer, mesh.size()))
 
-    class Spoilt(data_parallel.GradientSum):
-        def __init__(self, layers: Any, group: Any, *more: Any) -> None:
-            super().__init__(layers, group, *more)
-            self._divisors = [divisor(layer, group.size()) for layer in layers for _ in layer.parameters()]
+    def gradient_sums(layers: Any, *more: Any) -> Any:
+        layers = list(layers)
+        module_of.update({id(parameter): layer for layer, _ in layers for parameter in layer.parameters()})
+        return data_parallel.gradient_sums(layers, *more)
 
+    class Spoilt(data_parallel.GradientSum):
         def wait(self) -> None:
             super().wait()
-            for parameter, by in zip(self._parameters, self._divisors, strict=True):
-                parameter.grad /= by
+            for parameter in self._parameters:
+                parameter.grad /= divisor(module_of[id(parameter)], self._group.size())
 
+    module_of: dict[int, Any] = {}
     patch.setattr(data_parallel, "GradientSum", Spoilt)
+    patch.setattr(parallel_model, "gradient_sums", gradient_sums)
     patch.setattr(parallelize, "shard", shard)
 
 

@@ -214,6 +214,23 @@ def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
     assert taken == pytest.approx(20 + 2 / 3) and found == apart
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_products_hide_sums_of_tensor_parallelism_in_backward(factor: float) -> None:
+    """Only for as long as the product beside them takes, and not if a schedule computes it at another time."""
+    per_byte, width, tokens = 6.5e-5, 64, 17
+    overlap = None if factor == 1 else Overlap(compute=factor, communication=factor)
+    costs = LayerCosts(CONFIG, machine(per_byte=per_byte, overlap=overlap), model())
+    sent, head = per_byte * 4 * tokens * width, per_byte * 4 * (CONFIG.num_classes + width)
+    flops = 2 * tokens * 12 * width**2 + 4 * tokens**2 * width
+    # 2 s of backward compute two products for each in forward; those of weights hide a sum each.
+    products = [2 * 2 * tokens * outputs * width**2 / (2 * flops) for outputs in (3, 4)]
+    hidden = sum(min(product * factor, sent * factor) * (2 / factor - 1) for product in products)
+    assert products[0] < sent < products[1]
+    assert step("tp2", 1, costs).time["tensor"] == pytest.approx(8 * (4 * sent - hidden) + head)
+    apart = step("pp2xtp2", 2, costs, schedule="zbvzerobubble", virtual_stages=2, microbatches=2)
+    assert apart.time["tensor"] == pytest.approx(2 * (4 * 4 * sent + head))
+
+
 def test_layer_takes_until_the_last_process_on_shared_cores_is_done() -> None:
     readings = tuple(
         Timing(size=size, seconds=seconds, skew=skew, spread=0, samples=1)

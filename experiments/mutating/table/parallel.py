@@ -6,9 +6,9 @@ MUTATIONS = (
     Mutation(
         name="tp-backward-sum",
         breaks="The gradient at the input of a column-parallel layer is not summed over the tensor-parallel ranks.",
-        file="src/vitpar/parallel/collective.py",
-        old="        return all_reduce(gradient, ctx.group), None\n",
-        new="        return gradient, None\n",
+        file="src/vitpar/parallel/linear.py",
+        old="        summing = start_all_reduce(_for_input(gradient, operands), group)\n",
+        new="        summing = _for_input(gradient, operands)\n",
         caught_by=("vitpar check --mesh tp2",),
     ),
     Mutation(
@@ -22,11 +22,11 @@ MUTATIONS = (
     ),
     Mutation(
         name="sp-partial-sums",
-        breaks="No partial gradient is summed over the tensor-parallel ranks.",
+        breaks="No partial gradient of a layer under fully_shard is summed over the tensor-parallel ranks.",
         file="src/vitpar/parallel/model.py",
         old="            self._tensor_sums.run()\n",
         new="",
-        caught_by=("vitpar check --mesh tp2+sp",),
+        caught_by=("vitpar check --mesh tp2xfsdp2+sp",),
     ),
     Mutation(
         name="sp-one-partial-bias",

@@ -11,49 +11,55 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vitpar.parallel import float8
-
 _ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks. Not differentiable."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
+    return finish(start_all_reduce(x, group), group)
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the ranks' tensors concatenated along `dim`, in rank order. Not differentiable."""
-    if group.size() == 1:
-        return x
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
-    return whole if dim == 0 else torch.cat(whole.chunk(group.size()), dim=dim)
+    return finish_all_gather(start_all_gather(x, group), dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part along `dim` of the sum over the ranks. Not differentiable."""
+    return finish(start_reduce_scatter(x, dim, group), group)
+
+
+# A collective that was started returns the tensor of its result, which has no values before it is finished. Whatever is
+# computed in between overlaps with the communication, in eager mode: the compiler may move either of them.
+
+
+def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Start the sum over the ranks."""
+    return x if group.size() == 1 else _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Start to gather the ranks' tensors, for `finish_all_gather`."""
+    return x if group.size() == 1 else _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Start to sum over the ranks, for this rank's part along `dim`."""
     if group.size() == 1:
         return x
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size(), dim=dim))
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
+    return _ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name)
 
 
-class _CopyToTPRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+def finish(started: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the result of a started sum."""
+    return started if group.size() == 1 else _ops.wait_tensor(started)
 
 
-def copy_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `x` unchanged and all-reduce its gradient (Megatron's f): each rank computes a different part with `x`.
-
-    Forward Replicate -> Replicate, backward Partial -> Replicate.
-    """
-    return _CopyToTPRegion.apply(x, group)
+def finish_all_gather(started: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the gathered tensors concatenated along `dim`, in rank order."""
+    whole = finish(started, group)
+    return whole if dim == 0 or group.size() == 1 else torch.cat(whole.chunk(group.size()), dim=dim)
 
 
 class _ReduceFromTPRegion(torch.autograd.Function):
@@ -132,40 +138,6 @@ def scatter_to_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     Forward Replicate -> Shard(dim), backward Shard(dim) -> Replicate (all-gather).
     """
     return _ScatterToTPRegion.apply(x, dim, group)
-
-
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
-        # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
-        ctx.save_for_backward(x, weight)
-        whole = all_gather(x, dim, group)
-        return float8.product(whole, weight) if in_float8 else torch.nn.functional.linear(whole, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        for_x = for_weight = None
-        if ctx.needs_input_grad[1]:
-            whole = all_gather(x, ctx.dim, ctx.group)
-            # Not in float8 either way: the sum over all tokens loses the most precision (vitpar.parallel.float8).
-            for_weight = gradient.flatten(0, -2).mT @ whole.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            partial = float8.product(gradient, weight.t(), fast=False) if ctx.in_float8 else gradient @ weight
-            for_x = reduce_scatter(partial, ctx.dim, ctx.group)
-        return for_x, for_weight, None, None, None
-
-
-def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool = False) -> Tensor:
-    """Return ``linear(all_gather(x, dim), weight)``; backward gathers `x` again instead of keeping the gathered tensor.
-
-    x: this rank's part along `dim`, [..., in / n] or [rows / n, ..., in].
-    weight: this rank's weight [out, in].
-    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
-    Backward reduce-scatters the gradient of `x`, Partial -> Shard(dim), as each rank's weight contributes to all of it.
-    """
-    return _GatheredLinear.apply(x, weight, dim, group, in_float8)
 
 
 def _wide(x: Tensor) -> Tensor:

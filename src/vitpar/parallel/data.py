@@ -11,7 +11,7 @@ Exception: schedules with a separate backward for weights look for gradients at 
 ``fully_shard`` makes the 16-bit copies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vitpar.parallel.mesh import data_mesh, size
+from vitpar.parallel.mesh import data_mesh, partial_group, size
 from vitpar.sharded import to_local
 from vitpar.strategy.execution import LayerExecution
 
@@ -57,29 +57,28 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPoli
 
 
 class GradientSum:
-    """All-reduce of the gradients of some plain layers, in one message.
+    """All-reduce of gradients of plain layers, in one message.
 
     It starts when the step's last backward has produced the last of these gradients, and overlaps with the backward of
     the earlier layers.
 
-    group: data-parallel ranks to sum over.
+    parameters: those whose gradients are summed.
+    group: ranks to sum over.
     backwards: number of backwards in a step, one per micro-batch; None if the schedule computes gradients where hooks
-        do not see them. Then the all-reduce starts in `wait`.
+        do not see them. Then `start` starts the all-reduce.
     dtype: data type of the message.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], group: dist.ProcessGroup, backwards: int | None, dtype: torch.dtype
+        self, parameters: Sequence[Tensor], group: dist.ProcessGroup, backwards: int | None, dtype: torch.dtype
     ) -> None:
-        self._parameters = [
-            parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad
-        ]
-        self._group, self._dtype = group, dtype
+        self._parameters, self._group, self._dtype = parameters, group, dtype
         self._expected = self._missing = (backwards or 0) * len(self._parameters)
         self._running: dist.Work | None = None
-        if backwards is not None:
-            for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for parameter in (self._parameters if backwards is not None else ())
+        ]
 
     def _accumulated(self, parameter: Tensor) -> None:
         self._missing -= 1
@@ -88,7 +87,15 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        self._total = torch.cat([_gradient(p).flatten() for p in self._parameters]).to(self._dtype)
+        gradients = [_gradient(p) for p in self._parameters]
+        # Each gradient is read once and written once. Gradients that are views of a message from the start (DDP's
+        # gradient_as_bucket_view) save nothing: the first backward of a step would read both and write the sum, or copy
+        # as here, instead of keeping the tensor that the product has written.
+        if gradients[0].dtype is self._dtype:
+            self._total = torch.cat([gradient.flatten() for gradient in gradients])
+        else:
+            self._total = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=self._dtype)
+            torch._foreach_copy_(self._parts(), gradients)
         self._running = dist.all_reduce(self._total, group=self._group, async_op=True)
         if self._total.dtype is self._parameters[0].dtype:
             # From here on the gradients are views of the message, so that the memory backward wrote to is freed at
@@ -107,13 +114,21 @@ class GradientSum:
     @property
     def message(self) -> tuple[dist.ProcessGroup, int]:
         """Process group and bytes of the all-reduce."""
-        return self._group, sum(to_local(p).numel() for p in self._parameters) * self._dtype.itemsize
+        return self._group, _elements(self._parameters) * self._dtype.itemsize
 
-    def wait(self) -> None:
-        """Wait until the gradients are the sums. Call it after the step's last backward."""
+    def drop(self) -> None:
+        """Sum nothing from here on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def start(self) -> None:
+        """Start the all-reduce if backward did not. Call it after the step's last backward, before `wait`."""
         if self._running is None:
             assert not self._expected, "not every parameter of the layers has a gradient"
             self._start()
+
+    def wait(self) -> None:
+        """Wait until the gradients are the sums."""
         assert self._running is not None
         self._running.wait()
         if self._total.dtype is not self._parameters[0].dtype:
@@ -129,31 +144,54 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def gradient_sums(
     layers: Iterable[tuple[nn.Module, DeviceMesh]],
+    partial: Collection[Tensor],
     backwards: int | None,
     dtype: torch.dtype,
     bucket_cap_mb: float | None = None,
 ) -> list[GradientSum]:
     """Return the gradient sums of layers that ``fully_shard`` does not wrap, given in order with their meshes.
 
-    Frozen layers have none.
+    Gradients are summed over replicas, partial ones over these and the tensor-parallel axis at once. Frozen layers have
+    none.
 
+    partial: parameters of these layers whose gradients are partial over the axis j.
     dtype: data type to sum in.
     bucket_cap_mb: largest message in MiB that gradients of neighbouring layers share; None for `BUCKET_MB`.
     """
-    cap = BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
-    buckets: list[tuple[DeviceMesh, list[nn.Module]]] = []
-    filled = 0.0
+    cap = (BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20 / dtype.itemsize
+    over_j = {id(parameter) for parameter in partial}
+    buckets: list[tuple[dist.ProcessGroup, list[Tensor]]] = []
+    open_: dict[dist.ProcessGroup, list[Tensor]] = {}
     for layer, mesh in reversed(list(layers)):  # the order in which backward reaches them
-        if size(mesh, "replicate") == 1 or not any(p.requires_grad for p in layer.parameters()):
-            continue
-        megabytes = sum(to_local(p).numel() for p in layer.parameters()) * dtype.itemsize / 2**20
-        filled += megabytes
-        if buckets and buckets[-1][0] is mesh and filled <= cap:
-            buckets[-1][1].append(layer)
-        else:
-            buckets.append((mesh, [layer]))
-            filled = megabytes
-    return [GradientSum(bucket, mesh.get_group("replicate"), backwards, dtype) for mesh, bucket in buckets]
+        mine = _by_group((p for p in layer.parameters() if p.requires_grad), mesh, over_j)
+        for group, parameters in mine.items():
+            if group not in open_ or _elements(open_[group]) + _elements(parameters) > cap:
+                open_[group] = []
+                buckets.append((group, open_[group]))
+            open_[group] += parameters
+        if mine:  # only neighbours share a message: one of far layers would start late
+            open_ = {group: open_[group] for group in mine}
+    return [GradientSum(bucket, group, backwards, dtype) for group, bucket in buckets]
+
+
+def _by_group(
+    parameters: Iterable[Tensor], mesh: DeviceMesh, over_j: Collection[int]
+) -> dict[dist.ProcessGroup, list[Tensor]]:
+    """Return parameters by the ranks over which their gradients are summed, without those that need no sum.
+
+    over_j: ids of parameters whose gradients are partial over j.
+    """
+    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for parameter in parameters:
+        if id(parameter) in over_j:
+            found.setdefault(partial_group(mesh), []).append(parameter)
+        elif size(mesh, "replicate") > 1:
+            found.setdefault(mesh.get_group("replicate"), []).append(parameter)
+    return found
+
+
+def _elements(parameters: Iterable[Tensor]) -> int:
+    return sum(to_local(parameter).numel() for parameter in parameters)
 
 
 def prefetch(forward: Sequence[nn.Module], backward: Sequence[nn.Module], ahead: int | None) -> None:

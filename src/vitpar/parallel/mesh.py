@@ -64,6 +64,16 @@ def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh[axes] if axes else None
 
 
+def partial_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the ranks over which gradients are summed that are partial over j: those along replicate and j.
+
+    Collective at the first call for a layer's mesh with both axes, because it creates process groups.
+    """
+    if size(mesh, "replicate") == 1:
+        return mesh.get_group("j")
+    return mesh["replicate", "j"]._flatten().get_group()
+
+
 def size(mesh: DeviceMesh, axis: str) -> int:
     """Return the degree of an axis, 1 if the mesh leaves it out."""
     names = mesh.mesh_dim_names or ()

@@ -6,7 +6,7 @@ has no dp axis would get gradients 2 to 4 times too large, and the loss curve un
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -47,7 +47,7 @@ class ParallelModel:
 
     pipe: mesh (pp, stage) over the world.
     meshes: mesh of each layer, by name.
-    partial: parameters whose gradients are partial over tensor-parallel axes.
+    partial: parameters whose gradients are partial over tensor-parallel axes, by layer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ParallelModel:
         pipe: DeviceMesh,
         stages: dict[int, StageModule],
         meshes: dict[str, DeviceMesh],
-        partial: Sequence[PartialGradient],
+        partial: Mapping[str, Sequence[PartialGradient]],
         device: torch.device,
     ) -> None:
         self.config, self.plan, self.execution, self.device = config, plan, execution, device
@@ -88,11 +88,15 @@ class ParallelModel:
         # Schedules with a separate backward for weights do not trigger the hooks that count gradients.
         backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
-        self._gradient_sums = gradient_sums(by_mesh, backwards, precision.reduce, execution.communication.bucket_cap_mb)
+        in_sums = [gradient.parameter for name in plain for gradient in partial[name]]
+        self._gradient_sums = gradient_sums(
+            by_mesh, in_sums, backwards, precision.reduce, execution.communication.bucket_cap_mb
+        )
         copied = [layer for name, layer in plain.items() if executions[name].low_precision_copies]
         self.low_precision_params = LowPrecisionParams(copied, precision.compute)
         """16-bit copies of the parameters of layers without ``fully_shard``."""
-        self._tensor_sums = TensorSums(partial, device)
+        wrapped = [gradient for name in layers if name not in plain for gradient in partial[name]]
+        self._tensor_sums = TensorSums(wrapped, device)
         self._schedule = None
         if plan.pipeline_degree > 1:
             pipeline = []
@@ -181,6 +185,8 @@ class ParallelModel:
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
             for total in self._gradient_sums:
+                total.start()
+            for total in self._gradient_sums:
                 total.wait()
             self._tensor_sums.run()
         if not losses:
@@ -198,6 +204,11 @@ class ParallelModel:
         total = part.detach().double()
         all_reduce_(total)
         return total
+
+    def drop_gradient_sums(self) -> None:
+        """Leave gradients of layers without ``fully_shard`` unreduced from here on, to run single layers."""
+        while self._gradient_sums:
+            self._gradient_sums.pop().drop()
 
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).

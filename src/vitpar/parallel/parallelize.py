@@ -28,7 +28,7 @@ from vitpar.models.layers import Layer
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import compute_in_float8, float8_fault
-from vitpar.parallel.mesh import layer_mesh, pipeline_mesh, tensor_mesh
+from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import StageModule, travel_layouts
 from vitpar.parallel.precision import Precision, resolve_precision
@@ -66,14 +66,17 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
     # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
     tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}
-    parts, partial_gradients = stage_layers(config, plan), []
+    for strategy, mesh in meshes.items():
+        if size(mesh, "j") > 1 and not rules.wraps(strategy):
+            partial_group(mesh)  # made here, where all ranks are: each has only the layers of its stages
+    parts, partial_gradients = stage_layers(config, plan), {}
     stages = {}
     for index in stages_of_rank(pipe.get_local_rank("pp"), plan):
         with torch.device("meta"):
             stage = StageModule(config, parts[index]).to(precision.parameters)
         for name, layer in stage.layers().items():
             strategy = strategies[name]
-            partial_gradients += _compute(
+            partial_gradients[name] = _compute(
                 name, layer, strategy, tensor_axes[strategy], executions[name], precision.float8, execution.compile
             )
         _shard(stage, executions, by_name, precision, execution.communication.prefetch)

@@ -21,7 +21,8 @@ in 3d j and k. The axes i and d of 2d, 2.5d and 3d split the batch, so they are 
 - Norms of split features all-reduce their statistics: DTensor's ``layer_norm`` would all-gather the features.
 - Biases are added after the reduction; on a Partial output every rank would add them once.
 - If a parameter is replicated along an axis whose ranks see different samples or heads, its gradient is partial there.
-  `ParameterSplit.sums` names these axes, and `TensorSums` sums such gradients once per step.
+  `ParameterSplit.sums` names these axes, and such gradients are summed once per step: with those of replicas, or for
+  layers under ``fully_shard`` by `TensorSums`.
 
 Parameters are DTensors, so that sharding, gradients and checkpoints know their layout. The arithmetic runs on local
 tensors between the explicit collectives of ``vitpar.parallel.collective``.
@@ -43,15 +44,14 @@ from vitpar.models.layers import Layer
 from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
-    copy_to_tp_region,
     gather_from_tp_region,
-    gathered_linear,
     reduce_from_tp_region,
     reduce_scatter_to_tp_region,
     scatter_to_tp_region,
     split_layer_norm,
     split_rms_norm,
 )
+from vitpar.parallel.linear import column_linear, gathered_linear
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
 from vitpar.strategy.splits import feature_axis, mode_of, parameter_splits
@@ -77,9 +77,9 @@ def _group(module: SplitModule, axis: str) -> ProcessGroup:
     return module.tensor_mesh.get_group(axis)
 
 
-def _product(module: SplitModule, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(module: SplitModule, x: Tensor) -> Tensor:
     linear = float8.linear if _in_float8(module) else F.linear
-    return linear(x, to_local(module.weight), bias)
+    return linear(x, to_local(module.weight), None)
 
 
 def _gathered_product(module: SplitModule, x: Tensor, dim: int, axis: str) -> Tensor:
@@ -99,7 +99,7 @@ def _plus_bias(module: SplitModule, y: Tensor) -> Tensor:
 
 def _column(module: SplitModule, x: Tensor) -> Tensor:
     bias = None if module.bias is None else to_local(module.bias)
-    return _product(module, copy_to_tp_region(x, _group(module, "j")), bias)
+    return column_linear(x, to_local(module.weight), bias, _group(module, "j"), _in_float8(module))
 
 
 def _row(module: SplitModule, x: Tensor) -> Tensor:
@@ -221,14 +221,20 @@ class PartialGradient:
     name: str
     """Name of the parameter in `module`."""
     group: ProcessGroup
-    """Ranks whose gradients add up to the complete one."""
+    """Ranks along a tensor-parallel axis whose gradients add up to the complete one."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter."""
+        found: Tensor = getattr(self.module, self.name)
+        return found
 
 
 def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
     """Split the parameters of `layer` in place and replace the forwards of its split modules.
 
     mesh: tensor-parallel axes of the layer's mesh.
-    Returns the parameters whose gradients are partial; `TensorSums` must sum them in every step.
+    Returns the parameters whose gradients are partial; they must be summed in every step.
     """
     found = []
     forwards, splits = FORWARDS[mode_of(strategy)], parameter_splits(layer.description, strategy)
@@ -261,11 +267,12 @@ def _place(module: nn.Module, name: str, axes: Mapping[str, int], mesh: DeviceMe
 
 
 class TensorSums:
-    """Sums of gradients that are partial over tensor-parallel axes: one all-reduce per group, after the last backward.
+    """Sums of partial gradients of layers under ``fully_shard``: one all-reduce per group, after the last backward.
 
     upstream: ``to_local()`` gives a gradient the placement of its parameter, so DTensor never reduces the partial
     gradient of a replicated parameter (torchtitan#1805, #2416, #2532, #3412, #4054). These sums replace that reduction,
-    in one message per group instead of one per parameter.
+    in one message per group instead of one per parameter. Those of other layers are part of the sums over replicas
+    (``vitpar.parallel.data.gradient_sums``), which overlap with backward.
 
     device: device that the groups communicate on. Offloaded gradients are on another one.
     """
@@ -279,7 +286,7 @@ class TensorSums:
     @property
     def messages(self) -> list[tuple[ProcessGroup, int]]:
         """Process group and bytes of each all-reduce."""
-        parameters = {group: [getattr(p.module, p.name) for p in found] for group, found in self._by_group.items()}
+        parameters = {group: [p.parameter for p in found] for group, found in self._by_group.items()}
         return [(group, sum(to_local(p).nbytes for p in found)) for group, found in parameters.items()]
 
     def run(self) -> None:
@@ -289,7 +296,9 @@ class TensorSums:
         of a parameter under ``fully_shard`` its final value.
         """
         for group, partial in self._by_group.items():
-            shards = [to_local(getattr(p.module, p.name).grad) for p in partial]
+            gradients = [gradient for p in partial if (gradient := p.parameter.grad) is not None]
+            assert len(gradients) == len(partial), "not every parameter has a gradient"
+            shards = [to_local(gradient) for gradient in gradients]
             kinds = {(shard.dtype, shard.device) for shard in shards}
             # A fixed order: ranks that took a set's order could match messages of different dtypes.
             for kind in sorted(kinds, key=str):

@@ -70,6 +70,35 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     return forward, backward + again
 
 
+class Beside(NamedTuple):
+    """Collective that runs in backward beside a matrix product."""
+
+    collective: Collective
+    """The collective."""
+    times: int
+    """Number of times that it runs."""
+    share: float
+    """FLOPs of the product over those of the layer's backward, recomputation included."""
+
+
+def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: int) -> list[Beside]:
+    """Return what of a layer's communication in backward runs beside products, for a micro-batch as in `layer_traffic`.
+
+    It does so only if one backward computes all gradients: not under a schedule that splits it.
+    """
+    side = dict(strategy.tensor_shape)["j"]
+    if side == 1 or layer.backward in ("nothing", "inputs"):
+        return []
+    # layer.flops are those of three passes, one of them forward.
+    passes, found = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
+    for number, part in enumerate(layer.parts):
+        sent = _RULES[mode_of(strategy)].get(part.role, _none)(part, rows // strategy.data_parallel, side)
+        if sent.beside and (number > 0 or layer.backward == "all"):
+            share = part.flops / (passes * layer.flops)
+            found += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
+    return found
+
+
 class _PartTraffic(NamedTuple):
     """Traffic of a part."""
 
@@ -83,6 +112,8 @@ class _PartTraffic(NamedTuple):
     """Collectives of backward that only the gradients of weights need."""
     last: Collective | None = None
     """Collective after the product in forward."""
+    beside: bool = False
+    """Whether what only one gradient needs is sent while the product of the other one is computed."""
 
 
 _Rule = Callable[[Part, int, int], _PartTraffic]
@@ -105,7 +136,7 @@ def _whole(part: Part, images: int, side: int) -> tuple[Callable[[str], Collecti
 
 def _column(part: Part, images: int, side: int) -> _PartTraffic:
     taken, _ = _whole(part, images, side)
-    return _PartTraffic(for_input=Counter([taken("all_reduce")]))
+    return _PartTraffic(for_input=Counter([taken("all_reduce")]), beside=True)
 
 
 def _row(part: Part, images: int, side: int) -> _PartTraffic:
@@ -124,7 +155,7 @@ def _column_sp(part: Part, images: int, side: int) -> _PartTraffic:
     # Backward gathers again: the gathered input is not kept for the gradient of the weight.
     taken, _ = _whole(part, images, side)
     gather, scatter = Counter([taken("all_gather")]), Counter([taken("reduce_scatter")])
-    return _PartTraffic(gather, for_input=scatter, for_weights=gather)
+    return _PartTraffic(gather, for_input=scatter, for_weights=gather, beside=True)
 
 
 def _row_sp(part: Part, images: int, side: int) -> _PartTraffic:
@@ -148,7 +179,7 @@ def _features(axis: str, *, pooled: bool = False) -> _Rule:
         (taken, _), times = part.product or (0, 0), part.tokens if pooled else 1
         gather, scatter = (Collective(kind, axis, side, cells * taken) for kind in ("all_gather", "reduce_scatter"))
         gathers = Counter({gather: times})
-        return _PartTraffic(gathers, for_input=Counter({scatter: times}), for_weights=gathers)
+        return _PartTraffic(gathers, for_input=Counter({scatter: times}), for_weights=gathers, beside=True)
 
     return rule
 
@@ -193,6 +224,7 @@ def _cube(part: Part, images: int, side: int) -> _PartTraffic:
         for_input=Counter([Collective("reduce_scatter", gathered, side, taken)]),
         for_weights=Counter([gather]),
         last=last,
+        beside=True,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
@@ -14,7 +16,7 @@ from vitpar.planner.profile.activations import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, Rules
-from vitpar.strategy.traffic import Traffic, layer_traffic
+from vitpar.strategy.traffic import Traffic, layer_traffic, traffic_beside_products
 
 
 class LayerCosts:
@@ -124,14 +126,23 @@ class LayerCosts:
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
         wrapped = rules.wraps(strategy)
-        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k
-        parameters = self._sizes_key(strategy), strategy.tensor_flag, tp, wrapped, groups.shard, groups.replicate
+        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
+        parameters = (
+            self._sizes_key(strategy),
+            strategy.tensor_flag,
+            tp,
+            wrapped,
+            groups.shard,
+            groups.replicate,
+            groups.partial,
+        )
         return PipelinePosition(
             strategy,
             tensor_name(strategy),
             groups,
             {kind: rules.of(strategy, layer.name) for kind, layer in self.config.kinds.items()},
             data,
+            where.splits,
             computes=self._alike.setdefault(arithmetic, len(self._alike)),
             keeps=self._alike.setdefault(parameters, len(self._alike)),
         )
@@ -155,7 +166,7 @@ class LayerCosts:
             weight_grad_time=weights,
             skew=(profile.forward.skew(here), profile.backward.skew(here) if layer.backward != "nothing" else 0.0),
             forward_sent=self._sent(forward, position.groups),
-            backward_sent=self._sent(backward, position.groups),
+            backward_sent=self._sent(backward, position.groups) - self._hidden(kind, position, rows, seconds),
             saved=saved,
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
             workspace=workspace + max(self._scratch(t, position.groups) for t in (forward, backward)),
@@ -212,12 +223,16 @@ class LayerCosts:
                 # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
                 gather += self._moved(elements.local_numel * precision.parameters.itemsize)
                 reduce += self._moved(elements.local_numel * precision.reduce.itemsize)
-        if copies:
-            # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
-            size = elements.local_numel * precision.reduce.itemsize
-            reduce += self.links.seconds("all_reduce", groups.replicate, size)
-            # One collective follows the other: their buffers do not add up.
-            reducing = max(reducing, self.links.scratch("all_reduce", groups.replicate, size))
+        # Layers without fully_shard sum partial gradients together with those of replicas.
+        joint = 0 if wrapped else elements.sums.get("j", 0)
+        apart = (elements.local_numel - joint) * copies
+        # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
+        for summed, group in ((apart, groups.replicate), (joint, groups.partial)):
+            size = summed * precision.reduce.itemsize
+            if size:
+                reduce += self.links.seconds("all_reduce", group, size)
+                # One collective follows the other: their buffers do not add up.
+                reducing = max(reducing, self.links.scratch("all_reduce", group, size))
         if not trained:
             unreduced = reduce = reducing = 0.0
         return LayerParameters(
@@ -232,7 +247,8 @@ class LayerCosts:
             offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,
-            sums=elements.sums if trained else {},
+            message=(apart + joint) * precision.parameters.itemsize * (trained and not wrapped),
+            sums=elements.sums if trained and wrapped else {},
         )
 
     def _moved(self, size: float) -> float:
@@ -284,6 +300,22 @@ class LayerCosts:
             times * self.links.seconds(c.operation, along[c.axis], c.elements * self.precision.compute.itemsize)
             for c, times in traffic.items()
         )
+
+    def _hidden(self, kind: LayerKind, position: PipelinePosition, rows: int, backward: float) -> float:
+        """Return the seconds by which backward is shorter because products run beside its communication.
+
+        backward: seconds of computing.
+        """
+        if position.splits:
+            return 0.0
+        overlap, hidden = self.hardware.overlap, 0.0
+        slow = (overlap.compute, overlap.communication) if overlap else (1.0, 1.0)
+        for collective, times, share in traffic_beside_products(self.config.kinds[kind], position.strategy, rows):
+            sending = self._sent(Counter({collective: times}), position.groups)
+            # Both run, each at its slower speed, until one of them is done.
+            both = min(share * backward * slow[0], sending * slow[1])
+            hidden += both * (1 / slow[0] + 1 / slow[1] - 1)
+        return hidden
 
 
 def _squares(strategy: Strategy) -> int:

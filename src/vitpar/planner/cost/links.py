@@ -100,6 +100,8 @@ class Groups:
     """Ranks along the tensor axis j."""
     k: RankGroup
     """Ranks along the tensor axis k, of 3d."""
+    partial: RankGroup
+    """Ranks that sum gradients which are partial over j: those along replicate and j."""
     stage: RankGroup
     """All ranks of the pipeline stage."""
 
@@ -126,6 +128,7 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         shard=group(*sharding_axes(strategy)),
         j=group("j"),
         k=group("k"),
+        partial=group(*replicating_axes(strategy), "j"),
         stage=group(*axes),
     )
 

@@ -180,11 +180,8 @@ class _Walk:
                 # Offloaded gradients leave the device as soon as they are reduced.
                 self._hold(here, 0.0 if layer.weights.offloaded else weights.local_bytes)
             elif not layer.execution.wrapped:
-                # `GradientSum` copies gradients into one message; a layer without replicas (reduce == 0) sends none.
-                sent = last and weights.reduce
-                self._moment(
-                    left, weights.reducing * bool(sent), gradients=fresh + (weights.local_bytes if sent else 0.0)
-                )
+                # `GradientSum` copies gradients into one message.
+                self._moment(left, weights.reducing * last, gradients=fresh + weights.message * last)
                 self._hold(here, weights.local_bytes)
             else:
                 # Gradients that wait for a later reduction keep their unreduced size.

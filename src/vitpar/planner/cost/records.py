@@ -26,7 +26,7 @@ class Work:
     forward_sent: float
     """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float
-    """Seconds of tensor-parallel communication in backward; the rank waits for it."""
+    """Seconds of tensor-parallel communication in backward that the rank waits for: without what products hide."""
     saved: float
     """Bytes kept from forward to backward."""
     workspace: float
@@ -59,8 +59,10 @@ class LayerParameters:
     """Transient bytes of the collective that gathers."""
     reducing: float
     """Transient bytes of the collectives that reduce."""
+    message: float
+    """Bytes of gradients that `GradientSum` sums; 0 under ``fully_shard``."""
     sums: Mapping[str, int]
-    """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
+    """Elements of partial gradients to be summed after the last backward over a tensor axis, by axis name."""
 
     @property
     def trained_elements(self) -> int:
@@ -102,6 +104,8 @@ class PipelinePosition:
     """When parameters are gathered and gradients reduced, by kind of layer."""
     data: int
     """Number of parts that dp and fsdp split the batch into."""
+    splits: bool
+    """Whether the schedule splits backward into gradients of inputs and of weights."""
     computes: int
     """Cache key: equal for all positions with the same `Work` for equal rows per data-parallel rank."""
     keeps: int

@@ -6,7 +6,8 @@ Communication overlaps with computing where the runtime overlaps it:
 
 | communication                             | on a CPU (gloo)     | on GPUs (nccl)                                    |
 |-------------------------------------------|---------------------|---------------------------------------------------|
-| activations: along tensor axes            | blocks              | blocks                                            |
+| activations: along tensor axes            | blocks; in backward, what a linear layer gathers or sums for one of its |
+|                                           | gradients overlaps with the product of the other                        |
 | activations: between different layouts    | blocks              | blocks                                            |
 | all-gather of parameters                  | blocks              | overlaps with the previous layer                  |
 | gradients of layers under ``fully_shard`` | blocks              | overlaps with the following layers; blocks in a   |
@@ -338,7 +339,9 @@ def least_load(
     # activations are freed, hence their subtraction.
     workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
     fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.gradient_bytes, 0.0
-    if execution.reduced != "end of step" if execution.wrapped else weights.reduce > 0:
+    if not execution.wrapped:
+        reducing = (weights.reducing + fresh + weights.message) * (weights.message > 0)
+    elif execution.reduced != "end of step":
         reducing = weights.reducing + 2 * fresh
     working_once, again = max(workspace + fresh, reducing - work.saved), execution.wrapped and every
     shard, trained = (0.0, 0.0) if weights.offloaded else (weights.local_bytes, weights.gradient_bytes)

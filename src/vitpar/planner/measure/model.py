@@ -136,6 +136,7 @@ class LayerBench:
         self.unit = token_layout(self._strategy)[0].rows // self.groups
         self._pending: list[tuple[Tensor, Tensor]] = []
         self.syncing(False)
+        model.drop_gradient_sums()
         stage.train()
 
     def syncing(self, sync: bool) -> None:

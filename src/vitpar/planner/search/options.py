@@ -344,6 +344,7 @@ def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
         weights.local_bytes * here,
         weights.gathering,
         weights.reducing,
+        weights.message,
         *(float(weights.sums.get(axis, 0)) for axis in ("j", "k")),
     )
 

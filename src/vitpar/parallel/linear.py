@@ -1,0 +1,164 @@
+"""Linear layers that need their complete input on every rank, and whose backward communicates while it computes.
+
+| order in backward | `column_linear`                 | `gathered_linear`                   |
+|-------------------|---------------------------------|-------------------------------------|
+| 1                 |                                 | start to gather the input           |
+| 2                 | gradient of the input           | gradient of the input               |
+| 3                 | start its all-reduce            | start its reduce-scatter            |
+| 4                 |                                 | wait for the gathered input         |
+| 5                 | gradient of the weight          | gradient of the weight              |
+| 6                 | wait for the all-reduce         | wait for the reduce-scatter         |
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from vitpar.parallel import float8
+from vitpar.parallel.collective import (
+    all_gather,
+    all_reduce,
+    finish,
+    finish_all_gather,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: bool = False
+) -> Tensor:
+    """Return ``linear(x, weight, bias)``; backward all-reduces the gradient of `x` (Megatron's f).
+
+    x: replicated, [..., in]; its gradient is Partial -> Replicate, as each rank's weight contributes to all of it.
+    weight, bias: this rank's [out, in] and [out].
+    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
+    """
+    return _ColumnLinear.apply(x, weight, bias, group, in_float8)
+
+
+def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool = False) -> Tensor:
+    """Return ``linear(all_gather(x, dim), weight)``; backward gathers `x` again instead of keeping the gathered tensor.
+
+    x: this rank's part along `dim`, [..., in / n] or [rows / n, ..., in].
+    weight: this rank's weight [out, in].
+    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
+    Backward reduce-scatters the gradient of `x`, Partial -> Shard(dim), as each rank's weight contributes to all of it.
+    """
+    return _GatheredLinear.apply(x, weight, dim, group, in_float8)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: bool
+    ) -> Tensor:
+        ctx.group, ctx.in_float8 = group, in_float8
+        ctx.save_for_backward(x, weight)
+        # The bias in the product: added to its output, it costs two passes over it.
+        return (float8.product if in_float8 else torch.nn.functional.linear)(x, weight, bias=bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        for_x, for_weight = _gradients(ctx, gradient, None)
+        for_bias = gradient.flatten(0, -2).sum(0) if _needed(ctx, 2) else None
+        return for_x, for_weight, for_bias, None, None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
+        # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
+        ctx.save_for_backward(x, weight)
+        whole = all_gather(x, dim, group)
+        return float8.product(whole, weight) if in_float8 else torch.nn.functional.linear(whole, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        return *_gradients(ctx, gradient, ctx.dim), None, None, None
+
+
+def _gradients(ctx: Any, gradient: Tensor, dim: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight, or None for one that is not needed.
+
+    dim: the dim along which ranks hold parts of the input; None if each has all of it.
+    """
+    x, weight = ctx.saved_tensors
+    group, needs_x, needs_weight = ctx.group, _needed(ctx, 0), _needed(ctx, 1)
+    for_x = for_weight = None
+    if needs_x:
+        operands = [gradient, weight]
+        if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
+            operands = [*float8.scaled_rows(gradient.flatten(0, -2)), *float8.scaled_rows(weight.t())]
+        if needs_weight:
+            return (_compiled if torch.compiler.is_compiling() else _overlapped)(
+                gradient, x, operands, dim, group.group_name
+            )
+        partial = _for_input(gradient, operands)
+        for_x = all_reduce(partial, group) if dim is None else reduce_scatter(partial, dim, group)
+    elif needs_weight:
+        for_weight = _for_weight(gradient, x if dim is None else all_gather(x, dim, group))
+    return for_x, for_weight
+
+
+def _needed(ctx: Any, number: int) -> bool:
+    """Return whether the running backward needs the gradient of tensor `number` among the inputs of a function.
+
+    Schedules with a separate backward for weights run a function twice, for the gradients of inputs and for those of
+    weights. `needs_input_grad` is set both times: each would compute and send what only the other one uses.
+    """
+    if torch.compiler.is_compiling() or not ctx.needs_input_grad[number]:  # such schedules refuse compiled blocks
+        return ctx.needs_input_grad[number]
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return True
+
+
+def _for_input(gradient: Tensor, operands: list[Tensor]) -> Tensor:
+    """Return this rank's part of the gradient of the complete input.
+
+    operands: (gradient, weight), or in float8 (gradient, its scales, transposed weight, its scales).
+    """
+    if len(operands) == 2:
+        return operands[0] @ operands[1]
+    a, of_a, b, of_b = operands
+    return float8.multiply(a, of_a, b, of_b, gradient.dtype, fast=False).unflatten(0, gradient.shape[:-1])
+
+
+def _for_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    # Not in float8 either way: the sum over all tokens loses the most precision (vitpar.parallel.float8).
+    return gradient.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+def _overlapped(
+    gradient: Tensor, x: Tensor, operands: list[Tensor], dim: int | None, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of (input, weight), in the order of the table above."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    if dim is None:
+        summing = start_all_reduce(_for_input(gradient, operands), group)
+        for_weight = _for_weight(gradient, x)
+    else:
+        gathering = start_all_gather(x, group)
+        summing = start_reduce_scatter(_for_input(gradient, operands), dim, group)
+        for_weight = _for_weight(gradient, finish_all_gather(gathering, dim, group))
+    return finish(summing, group), for_weight
+
+
+# One operation for the compiler, which cannot look inside. upstream: inductor orders a graph for the least memory
+# (reorder_for_peak_memory), by which waits follow their collectives at once; its passes for overlap sink the gradients
+# of weights to the end of a block.
+_compiled = torch.library.custom_op("vitpar::linear_gradients", _overlapped, mutates_args=())
+
+
+@_compiled.register_fake
+def _(gradient: Tensor, x: Tensor, operands: list[Tensor], dim: int | None, group_name: str) -> tuple[Tensor, Tensor]:
+    features = operands[1].shape[1] if len(operands) == 2 else operands[2].shape[0]
+    return x.new_empty(x.shape), x.new_empty(gradient.shape[-1], features)

@@ -149,8 +149,8 @@ class _BiasOfBranch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        for_bias = _sum_beside(*ctx.saved_tensors[:1], gradient, ctx.saved_tensors[1])
-        return gradient, for_bias if ctx.needs_input_grad[1] else None, None
+        x, scale = ctx.saved_tensors
+        return gradient, _sum_beside(x, gradient, scale) if ctx.needs_input_grad[1] else None, None
 
 
 def sum_bias_of_branch(x: Tensor, bias: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -165,6 +165,7 @@ def sum_bias_of_branch(x: Tensor, bias: Tensor, scale: Tensor | None = None) -> 
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to `total`."""
     total.addmm_(a, b)
 
 

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from bench.dry.work import Graph, Launch
 
 META = torch.device("meta")
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_mm")
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "lift_fresh")
 
 
@@ -139,7 +139,7 @@ def _launch(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     given = [x for x in tree_leaves(result) if _is_tensor(x)]
     size = sum(map(_nbytes, [*taken, *given]))
     if name in PRODUCTS:
-        a, b = [x for x in args if _is_tensor(x)][name in ("addmm", "baddbmm") :][:2]
+        a, b = [x for x in args if _is_tensor(x)][name in ("addmm", "addmm_", "baddbmm") :][:2]
         rows, summed, columns = a.shape[-2], a.shape[-1], b.shape[-1]
         flops = 2 * prod(a.shape) * columns
         dtype = str(a.dtype).removeprefix("torch.")

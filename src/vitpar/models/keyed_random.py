@@ -70,6 +70,13 @@ def drop(x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool, f
     whole_sample: True drops a sample's complete tensor (drop-path), False single elements (dropout).
     first_feature: offset of this rank's features among all features of a token.
     """
-    keep = keyed_uniform(keys, [] if whole_sample else list(x.shape[1:]), first_feature) >= rate
-    keep = keep.view(-1, *(1,) * (x.dim() - 1)) if whole_sample else keep
+    if whole_sample:
+        keep = keeps_sample(keys, rate).view(-1, *(1,) * (x.dim() - 1))
+    else:
+        keep = keyed_uniform(keys, list(x.shape[1:]), first_feature) >= rate
     return x * keep.to(x.dtype) / (1.0 - rate)
+
+
+def keeps_sample(keys: Tensor, rate: Tensor | float) -> Tensor:
+    """Return whether drop-path keeps each sample: bool [batch]. keys: int64 [batch]."""
+    return keyed_uniform(keys, []) >= rate

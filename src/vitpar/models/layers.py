@@ -12,11 +12,11 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from vitpar.models.compiled import kept, linear_by_sample, trains_compiled
 from vitpar.models.config import GATED, ModelConfig
 from vitpar.models.description import LayerDescription
-from vitpar.models.keyed_random import at_place, drop
+from vitpar.models.keyed_random import at_place, drop, keeps_sample
 from vitpar.sharded import to_local
 
 
@@ -37,35 +37,6 @@ def for_every_sample(parameter: Tensor) -> Tensor:
     change both: a DTensor around it hides that from autograd (upstream: AccumulateGrad takes over what it alone holds).
     """
     return _OwnGradient.apply(to_local(parameter))
-
-
-def _trains_compiled() -> bool:
-    """Return whether a compiler traces a training step."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled()
-
-
-def kept_sum(x: Tensor, branch: Tensor) -> Tensor:
-    """Return ``x + branch``, which a compiled block keeps for backward. It is the input of a norm that follows.
-
-    The compiler would keep `branch` and add again in backward. The norm's backward would then read two tensors, and the
-    sums for its weight and bias would join the kernels of the norm before, which also reads `x`: 4 of 56 passes over
-    tokens x width a block on GPUs (experiments/dry_bench.py).
-    """
-    if not _trains_compiled():
-        return x + branch
-    kept: Tensor = checkpoint(_sum, x, branch, use_reentrant=False, preserve_rng_state=False, context_fn=_KEEP)
-    return kept
-
-
-def _sum(x: Tensor, branch: Tensor) -> Tensor:
-    return x + branch
-
-
-def _must_save(*args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
-_KEEP = functools.partial(create_selective_checkpoint_contexts, _must_save)
 
 
 class Layer(nn.Module):
@@ -133,28 +104,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions between the two linear layers of an MLP. The gated ones halve the number of features."""
 
 
-class _SumBySample(torch.autograd.Function):
-    """Linear layer whose gradient of the bias is summed over the tokens of each sample first, then over samples."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        for_x = for_weight = for_bias = None
-        if ctx.needs_input_grad[0]:
-            for_x = gradient @ weight
-        if ctx.needs_input_grad[1]:
-            for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            for_bias = gradient.sum(1, dtype=wide).sum(0).to(gradient.dtype)
-        return for_x, for_weight, for_bias
-
-
 class BeforeActivation(nn.Linear):
     """Linear layer before an activation.
 
@@ -165,9 +114,9 @@ class BeforeActivation(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, features] -> [batch, tokens, features]."""
-        if x.dim() != 3 or not _trains_compiled():
+        if x.dim() != 3 or not trains_compiled():
             return super().forward(x)
-        return _SumBySample.apply(x, self.weight, self.bias)
+        return linear_by_sample(x, self.weight, self.bias)
 
 
 class MLP(nn.Module):
@@ -187,7 +136,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape."""
-        return self.fc2(self.norm(self.activation(self.fc1(x))))
+        return self.fc2(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what `fc2` takes: [batch, tokens, hidden]."""
+        return self.norm(self.activation(self.fc1(x)))
 
 
 class ResidualBlock(Layer):
@@ -228,8 +181,18 @@ class ResidualBlock(Layer):
             x = drop(x, here, self.dropout, whole_sample=False, first_feature=self.first_feature)
         x = x if scale is None else scale(x)
         if keys is not None and self.drops_paths:
-            x = drop(x, at_place(keys, self.place + 2 * number + 1), self.rate, whole_sample=True)
+            x = drop(x, self._path_keys(keys, number), self.rate, whole_sample=True)
         return x
+
+    def path_scale(self, keys: Tensor | None, number: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the factors of branch `number` by stochastic depth, of `dtype` [batch, 1, 1]; None for 1."""
+        if keys is None or not self.drops_paths:
+            return None
+        keep = keeps_sample(self._path_keys(keys, number), self.rate).to(dtype)
+        return kept(torch.div, keep, 1.0 - self.rate).view(-1, 1, 1)
+
+    def _path_keys(self, keys: Tensor, number: int) -> Tensor:
+        return at_place(keys, self.place + 2 * number + 1)
 
 
 class LayeredModel(nn.Module):

@@ -1,12 +1,14 @@
 """Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from vitpar.models.compiled import add_linear, is_plain, kept_sum, scaled, sum_bias_of_branch, trains_compiled, wide
 from vitpar.models.config import block_index
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample, kept_sum
+from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample
 from vitpar.models.vit.attention import Attend, Attention, AttentionPool
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
@@ -125,8 +127,26 @@ class Block(ResidualBlock):
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width]. keys: int64 [batch] or None (nothing is dropped)."""
         keys = keys if self.training else None
+        if trains_compiled() and self._ends_in_products(keys):
+            return self._compiled(x, keys)
         x = kept_sum(x, self.branch(self.attn(self.norm1(x)), keys, 0, self.ls1))
         return x + self.branch(self.mlp(self.norm2(x)), keys, 1, self.ls2)
+
+    def _ends_in_products(self, keys: Tensor | None) -> bool:
+        """Return whether `_compiled` can compute the block: nothing but drop-path follows the products of branches."""
+        if (keys is not None and self.dropout) or self.ls1.gamma is not None or self.ls2.gamma is not None:
+            return False
+        return is_plain(self.attn.proj) and is_plain(self.mlp.fc2)
+
+    def _compiled(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Compute `forward` with the last product and the sums for biases as ``vitpar.models.compiled`` describes."""
+        proj, fc2 = self.attn.proj, self.mlp.fc2
+        first, second = (self.path_scale(keys, number, wide(x)) for number in (0, 1))
+        branch = F.linear(self.attn.attended(self.norm1(x)), proj.weight, proj.bias.detach())
+        x = kept_sum(sum_bias_of_branch(x, proj.bias, first), scaled(branch, first))
+        # Scaling commutes with the product, and costs nothing in the kernel of the activation.
+        hidden = scaled(self.mlp.hidden(self.norm2(x)), second)
+        return add_linear(x, hidden, fc2.weight, fc2.bias, second)
 
 
 class ParallelBlock(ResidualBlock, Attend):

@@ -108,7 +108,11 @@ def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device)
     model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
-        model.named_parameters(), implementation.settings, stacked=config.stacked, layers_above=config.layers_above
+        model.named_parameters(),
+        recipe.optimizer,
+        stacked=config.stacked,
+        layers_above=config.layers_above,
+        implementation=implementation.name,
     )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None

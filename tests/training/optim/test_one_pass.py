@@ -64,16 +64,16 @@ def test_one_pass_is_used_where_it_works(
     monkeypatch.setattr(one_pass, "all_gather_json", lambda mine: [None, mine])
     monkeypatch.setattr(one_pass, "_kernel_fault", lambda device: fault)
     chosen = choose_implementation(OptimizerSection(), precision, device)
-    assert chosen.settings.implementation == ("triton" if because is None else "auto")
+    assert chosen.name == ("triton" if because is None else "auto")
     assert chosen.because == fault, "only what can be repaired is a warning"
     asked = OptimizerSection(implementation="triton")
     if because is None:
-        assert choose_implementation(asked, precision, device).settings == asked
+        assert choose_implementation(asked, precision, device).name == "triton"
     else:
         with pytest.raises(RecipeError, match=f"optimizer.implementation is triton, but {because}: use auto"):
             choose_implementation(asked, precision, device)
     for other in (OptimizerSection(name="lamb"), OptimizerSection(implementation="fused")):
-        assert choose_implementation(other, precision, device).settings is other
+        assert choose_implementation(other, precision, device).name == other.implementation
 
 
 def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

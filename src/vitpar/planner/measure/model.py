@@ -341,8 +341,8 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
     """
     names = tuple(layer.name for layer in subject.config.block_kinds) * blocks
     with built(replace(subject, compile_blocks=False), "dp1", device, names) as model:
-        settings = choose_implementation(OptimizerSection(), subject.precision, device).settings
-        updates = ShardedOptimizer(model.named_parameters(), settings)
+        implementation = choose_implementation(OptimizerSection(), subject.precision, device).name
+        updates = ShardedOptimizer(model.named_parameters(), OptimizerSection(), implementation=implementation)
         parameters = [parameter for _, parameter in model.named_parameters()]
 
         def fill() -> None:

@@ -123,13 +123,20 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
 
 
 def estimate_model(
-    config: ModelConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], *, compiled: bool = False
+    config: ModelConfig,
+    precision: str,
+    hardware: Hardware,
+    tensors: tuple[str, ...],
+    *,
+    compiled: bool = False,
+    one_pass: bool | None = None,
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
     hardware: rates of matrix products and copies.
     tensors: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
     compiled: whether blocks are compiled.
+    one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
@@ -182,7 +189,8 @@ def estimate_model(
             (gather,) = exact([(elements, moved)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
     blocks = "blocks compiled" if compiled else "blocks not compiled"
-    one_pass = hardware.device == "cuda" and precision != "fp64"  # as ``vitpar.training.optim.one_pass`` chooses
+    if one_pass is None:
+        one_pass = hardware.device == "cuda" and precision != "fp64"  # as ``vitpar.training.optim.one_pass`` chooses
     update = update_bytes(precision, one_pass=one_pass)
     profile = ModelProfile(
         model=config_to_json(config),

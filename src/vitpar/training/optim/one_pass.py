@@ -29,25 +29,25 @@ DEVICES = ("cuda",)
 
 
 class ImplementationChoice(NamedTuple):
-    """Settings of the optimizer with its implementation resolved."""
+    """Implementation of the update, and why it is not one pass."""
 
-    settings: OptimizerSection
-    """Settings; the implementation is triton where that is used."""
+    name: str
+    """triton for one pass, else that of the settings."""
     because: str | None = None
-    """Reason why it is not used although it is the default on this device; None otherwise."""
+    """Reason why it is not one pass although that is the default on this device; None otherwise."""
 
 
 def choose_implementation(
     settings: OptimizerSection, precision_name: str, device: torch.device
 ) -> ImplementationChoice:
-    """Return the settings with implementation auto replaced by triton where one pass works. Collective.
+    """Return the implementation of the settings, with triton for auto where one pass works. Collective.
 
     It works for AdamW with float32 parameters, on GPUs where Triton works on every rank: replicas must be equal.
 
     Raises RecipeError if the implementation is triton and does not work.
     """
     if settings.name != "adamw" or settings.implementation not in ("auto", "triton"):
-        return ImplementationChoice(settings)
+        return ImplementationChoice(settings.implementation)
     fault, default = None, False
     if device.type not in DEVICES:
         fault = f"it does not run on a {device.type} device"
@@ -57,10 +57,10 @@ def choose_implementation(
         default = True
         fault = next(filter(None, all_gather_json(_kernel_fault(device))), None)
     if fault is None:
-        return ImplementationChoice(settings.model_copy(update={"implementation": "triton"}))
+        return ImplementationChoice("triton")
     if settings.implementation == "triton":
         raise RecipeError(f"optimizer.implementation is triton, but {fault}: use auto")
-    return ImplementationChoice(settings, fault if default else None)
+    return ImplementationChoice(settings.implementation, fault if default else None)
 
 
 def _kernel_fault(device: torch.device) -> str | None:

@@ -49,6 +49,7 @@ class ShardedOptimizer:
     stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``), which muon separates.
     layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
         decay of the learning rate needs.
+    implementation: that of the update (``one_pass.choose_implementation``); None for that of the settings.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ShardedOptimizer:
         *,
         stacked: Mapping[str, tuple[int, ...]] = {},
         layers_above: Callable[[str], int] | None = None,
+        implementation: str | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
@@ -68,10 +70,11 @@ class ShardedOptimizer:
             if p.requires_grad and (local(p).numel() or not alone)
         }
         groups = _groups(self._pairs, settings, layers_above)
-        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, stacked)
-        self.implementation: str = settings.implementation
+        implementation = implementation or settings.implementation
+        self.torch_optimizer = _torch_optimizer(groups, settings, implementation, self._pairs, stacked)
+        self.implementation = implementation
         """Implementation of the update: triton, or torch's."""
-        if settings.implementation in ("auto", "triton"):
+        if implementation in ("auto", "triton"):
             self.implementation = "triton" if self.one_pass else "fused" if alone else "foreach"
         if self.one_pass:
             for _, shard in self._pairs.values():
@@ -201,7 +204,11 @@ def _groups(
 
 
 def _torch_optimizer(
-    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]
+    groups: list[dict],
+    settings: OptimizerSection,
+    implementation: str,
+    pairs: _Pairs,
+    stacked: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
     moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
@@ -214,10 +221,10 @@ def _torch_optimizer(
         "foreach": {"foreach": True},
         "for-loop": {"foreach": False},
     }
-    options, lr = choices[settings.implementation], settings.lr
+    options, lr = choices[implementation], settings.lr
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
-        case "adamw" if settings.implementation == "triton" and fits(shard for _, shard in pairs.values()):
+        case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
             return OnePassAdamW(groups, lr=lr, **moments)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, **moments, **options)

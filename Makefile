@@ -50,7 +50,7 @@ test-torch:      ## All tests on another version of torch: make test-torch VERSI
 
 soak: $(READY)   ## Hours of tests: 200 faults, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python experiments/fault_soak.py --cycles 200
-	$(BIN)/python -m pytest -m soak tests/parallel/test_matrix.py tests/parallel/test_parity.py
+	$(BIN)/python -m pytest -m soak tests
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
 fuzz: $(READY)   ## Hostile input for every reader of files, URLs and ports, ten minutes

@@ -22,8 +22,8 @@ from vitpar.errors import DataError
 EACH = 15
 PATIENT_S = 40.0
 """Time limit of a case, in seconds; generous, because other tests run in parallel."""
-NEVER_ACCEPTED: tuple[str, ...] = ()
-"""Targets that refuse all of their first cases."""
+TOLERANT = ("run",)
+"""Targets that may accept all of their first cases: their readers leave out the parts that they cannot read."""
 
 
 def planted(kind: str, limit: float = 20.0, last: int = CASES - 1) -> Tally:
@@ -45,7 +45,8 @@ def test_every_reader_survives_its_first_cases() -> None:
     hunt(tallies, cases=EACH, limit=PATIENT_S)
     assert not (wrong := report.findings(tallies)), "\n\n".join(wrong)
     assert {tally.cases for tally in tallies.values()} == {EACH}
-    assert all(0 < tally.accepted < EACH for name, tally in tallies.items() if name not in NEVER_ACCEPTED), tallies
+    for name, tally in tallies.items():
+        assert 0 < tally.accepted < EACH + (name in TOLERANT), tally
 
 
 def test_good_reader_has_no_findings() -> None:

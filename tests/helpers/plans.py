@@ -1,10 +1,11 @@
 """Plans that the tests and the support matrix in the docs cover."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
@@ -292,6 +293,19 @@ def representatives(cases: Sequence[Case]) -> list[Case]:
         missing -= best.features
         found.append(best)
     return found
+
+
+Chosen = TypeVar("Chosen")
+
+
+def shared_out(cases: Sequence[Chosen], quick: Collection[str], name: Callable[[Chosen], str] = str) -> list[Any]:
+    """Return test parameters of `cases`, in their order, so that CI stays within its time limit.
+
+    `make test` runs those named in `quick`, `make test-slow` every second one of the others, `make soak` the rest.
+    """
+    others = [case for case in cases if name(case) not in quick]
+    marks = {name(case): [pytest.mark.soak if n % 2 else pytest.mark.slow] for n, case in enumerate(others)}
+    return [pytest.param(case, marks=marks.get(name(case), []), id=name(case)) for case in cases]
 
 
 @st.composite

@@ -209,10 +209,16 @@ def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], 
         assert not breaks
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("mesh", "count"), [("dp1", 9), ("tp2", 9), ("tp2+sp", 9), ("fsdp2+ckpt", 9), ("pp1: 0-6=dp2, *=tp2", 11)]
+    ("mesh", "count"),
+    [
+        pytest.param("dp1", 9, marks=pytest.mark.slow),
+        pytest.param("tp2", 9, marks=pytest.mark.soak),
+        pytest.param("tp2+sp", 9, marks=pytest.mark.soak),
+        pytest.param("fsdp2+ckpt", 9, marks=pytest.mark.soak),
+        pytest.param("pp1: 0-6=dp2, *=tp2", 11, marks=pytest.mark.slow),
+    ],
 )
 def test_no_block_of_a_swin_runs_eagerly(mesh: str, count: int, ranks: Callable[[int], RankPool]) -> None:
     """Stages have a graph each for shifted windows, windows that are not, and merging, above the compiler's limit of 8.

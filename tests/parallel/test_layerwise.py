@@ -39,7 +39,7 @@ def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> Non
     checked: set[str] = set()
 
     @settings(
-        max_examples=EXAMPLES or 10,
+        max_examples=EXAMPLES or 6,
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
@@ -54,7 +54,7 @@ def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> Non
         assert all(result.passed for result in results), (str(case), results[0].worst)
 
     check()
-    assert len(checked) >= 7, checked
+    assert len(checked) >= 5, checked
     assert any("pp2" in plan or "pp3" in plan for plan in checked)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from helpers.modern_vits import PARTS, modern_config
 from helpers.parity import check
-from helpers.plans import FP64, ZBV, Case
+from helpers.plans import FP64, ZBV, Case, shared_out
 from helpers.ranks import RankPool
 from vitpar import parse, validate
 from vitpar.check import CheckResult
@@ -74,12 +74,11 @@ def words(found: ModernCase) -> str:
     return f"{found.parts} {found}"
 
 
+SORTED = sorted(CASES, key=lambda found: found.ranks)
+
+
 @pytest.mark.parametrize(
-    "found",
-    [
-        pytest.param(found, marks=[pytest.mark.slow] * (f"{found.parts} {found.mesh}" not in QUICK), id=words(found))
-        for found in sorted(CASES, key=lambda found: found.ranks)
-    ],
+    "found", shared_out(SORTED, {words(found) for found in CASES if f"{found.parts} {found.mesh}" in QUICK}, words)
 )
 def test_plan_of_a_modern_model_matches_one_process(found: ModernCase, ranks: Callable[[int], RankPool]) -> None:
     results = ranks(found.ranks).run(run_modern_case, found)

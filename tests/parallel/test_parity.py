@@ -8,19 +8,13 @@ import pytest
 import torch
 
 from helpers.parity import run_case, run_compiled, skip_what_cannot_run
-from helpers.plans import CASES, Case, representatives
+from helpers.plans import CASES, Case, representatives, shared_out
 from helpers.ranks import RankPool
 from vitpar.check import CheckResult
 from vitpar.parallel import data as data_parallel
 
 QUICK = {str(case) for case in representatives(CASES)}
-OTHERS = [str(case) for case in CASES if str(case) not in QUICK]
-# `make test-slow` runs every second one, which keeps CI within its time limit; `make soak` runs the others.
-MARKS = {name: [pytest.mark.soak if number % 2 else pytest.mark.slow] for number, name in enumerate(OTHERS)}
-TABLE = [
-    pytest.param(case, marks=MARKS.get(str(case), []), id=str(case))
-    for case in sorted(CASES, key=lambda case: case.ranks)
-]
+TABLE = shared_out(sorted(CASES, key=lambda case: case.ranks), QUICK)
 
 
 @pytest.mark.parametrize("case", TABLE)
@@ -36,7 +30,7 @@ def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) 
     assert "gradient norm of step 2" in names
 
 
-slow = pytest.mark.slow
+slow, soak = pytest.mark.slow, pytest.mark.soak
 
 
 @pytest.mark.timeout(1200)
@@ -44,7 +38,8 @@ slow = pytest.mark.slow
     "mesh",
     [
         "tp2+ckpt",
-        *(pytest.param(mesh, marks=slow) for mesh in ("dp1", "dp1+ckpt", "dp2", "fsdp2", "tp2", "pp2", "tp2xfsdp2")),
+        *(pytest.param(mesh, marks=slow) for mesh in ("dp1", "fsdp2", "pp2")),
+        *(pytest.param(mesh, marks=soak) for mesh in ("dp1+ckpt", "dp2", "tp2", "tp2xfsdp2")),
     ],
 )
 def test_compiled_blocks_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from helpers.parity import skip_what_cannot_run
-from helpers.plans import representatives
+from helpers.plans import representatives, shared_out
 from helpers.ranks import RankPool
 from helpers.support_matrix import covering, ranks_of
 from helpers.swin_plans import SWIN_CASES, SwinCase, run_swin_case, swin_of_features
@@ -25,13 +25,7 @@ def check_case(case: SwinCase, ranks: Callable[[int], RankPool]) -> None:
         assert {f"{what} {name}" for name in parameters} <= compared
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] * (str(case) not in QUICK), id=str(case))
-        for case in sorted(SWIN_CASES, key=lambda case: case.ranks)
-    ],
-)
+@pytest.mark.parametrize("case", shared_out(sorted(SWIN_CASES, key=lambda case: case.ranks), QUICK))
 def test_plan_of_swin_matches_one_process(case: SwinCase, ranks: Callable[[int], RankPool]) -> None:
     check_case(case, ranks)
 
@@ -41,8 +35,7 @@ def test_table_has_enough_plans_of_swin() -> None:
     assert any(not strategy.has("tp") for case in SWIN_CASES for strategy in case.valid_plan.kinds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", covering(), ids=" ".join)
+@pytest.mark.parametrize("choice", shared_out(covering(), (), " ".join))
 def test_every_pair_of_features_of_swin_matches_one_process(
     choice: tuple[str, ...], ranks: Callable[[int], RankPool]
 ) -> None:

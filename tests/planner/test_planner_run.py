@@ -104,11 +104,11 @@ def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitp
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_predicted_memory_matches_the_measured_memory(vitpar: Command) -> None:
-    """Covers plans of every kind on two ranks.
+    """Covers plans of every kind on two ranks; `make bench-planner` measures more of them.
 
     The short measuring time makes the timings useless, but not the memory.
     """
-    plans = ("dp2", "fsdp2", "tp2", "tp2+sp", "pp2", "dp2+zero1", "fsdp2+ckpt", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
+    plans = ("dp2+zero1", "tp2+sp", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.001", "--device", "cpu")

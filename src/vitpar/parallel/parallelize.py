@@ -125,7 +125,9 @@ def _compute(
             compute_in_float8(name, layer)
         if compile_blocks:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
-            layer.forward = torch.compile(layer.forward)
+            # Not dynamic: by default the second size that the compiler sees, such as that of a Swin's next stage,
+            # becomes symbolic, which costs kernels their constants.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
     if strategy.checkpoint and execution.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
     return found

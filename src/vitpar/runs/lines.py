@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vitpar.io import open_regular
 from vitpar.limits import MAX_LINE_BYTES, MAX_TEXT_BYTES
@@ -33,3 +35,12 @@ def lines_of(path: Path) -> Iterator[bytes | None]:
                 line = file.readline(MAX_LINE_BYTES)
             else:
                 return
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line of JSON; None if the line is none, damaged or hostile."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

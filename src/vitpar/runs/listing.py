@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.runs.folder import LOG, METRICS, RunRecord, RunState
-from vitpar.runs.lines import lines_of
+from vitpar.runs.lines import lines_of, row_of
 from vitpar.text import shown
 
 RECENT = 200
@@ -75,10 +74,10 @@ def summary(run: RunRecord) -> RunSummary:
     with suppress(OSError):
         for line in filter(None, lines_of(run.path / METRICS)):
             if b'"eval"' in line:
-                evaluation = _row(line) or evaluation
+                evaluation = row_of(line) or evaluation
             else:
                 newest.append(line)
-    rows = [row for row in map(_row, newest) if row.get("kind") == "train"]
+    rows = [row for row in map(row_of, newest) if row is not None and row.get("kind") == "train"]
     steps = [int(step) for row in rows if (step := _finite(row.get("step"))) is not None]
     losses = [loss for row in rows if (loss := _finite(row.get("loss"))) is not None]
     rates = [rate for row in rows if (rate := _finite(row.get("images_per_second"))) is not None and rate > 0]
@@ -95,15 +94,6 @@ def summary(run: RunRecord) -> RunSummary:
         run.age_seconds,
         run.note,
     )
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """Return a row, empty if the line is none."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def _finite(value: Any) -> float | None:

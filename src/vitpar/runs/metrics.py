@@ -6,7 +6,6 @@ may leave its last line incomplete.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.limits import MAX_COUNT, MAX_MEASURE
-from vitpar.runs.lines import lines_of
+from vitpar.runs.lines import lines_of, row_of
 
 Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
@@ -97,15 +96,7 @@ def rows(path: Path) -> Iterator[dict[str, Any] | None]:
         if line is None:
             yield None
         elif line.strip():
-            yield _row(line)
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # a damaged line, or a hostile one
-        return None
-    return row if isinstance(row, dict) else None
+            yield row_of(line)
 
 
 def _number(value: Any) -> float:

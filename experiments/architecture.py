@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint", "pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
-    ("ground", ("io", "records", "sharded", "sizes")),
+    ("ground", ("io", "kernels", "records", "sharded", "sizes")),
     ("", ("errors",)),
     ("", ("text",)),
     ("", ("limits", "former_names", "lazy")),

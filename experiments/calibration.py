@@ -111,7 +111,9 @@ def predict(
     config, hardware = model_config(**model), find_cluster(cluster).hardware()
     chosen = validate(replace(parse(plan), microbatches=microbatches), config, batch)
     tensors = (tensor_name(chosen.strategy),)
-    costs = LayerCosts(config, hardware, estimate_model(config, precision, hardware, tensors, compiled=compiled))
+    # Other libraries update in several passes.
+    profile = estimate_model(config, precision, hardware, tensors, compiled=compiled, one_pass=False)
+    costs = LayerCosts(config, hardware, profile)
     found = price(chosen, costs, batch)
     mfu, images = found.mfu(costs), found.images_per_second / hardware.ranks
     assert mfu is not None

@@ -9,6 +9,7 @@ from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision as numbers
 from vitpar.strategy import Plan
+from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep
 
@@ -18,7 +19,9 @@ class VitparStep:
 
     def __init__(self, model: ParallelModel, attention: AttentionChoice) -> None:
         self.model, self.attention = model, attention
-        self._update = TrainStep(model, ShardedOptimizer(model.named_parameters(), OPTIMIZER), clip_grad_norm=CLIP)
+        implementation = choose_implementation(OPTIMIZER, model.execution.precision, model.device).name
+        optimizer = ShardedOptimizer(model.named_parameters(), OPTIMIZER, implementation=implementation)
+        self._update = TrainStep(model, optimizer, clip_grad_norm=CLIP)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         done = self._update(1, LR, images if self.model.takes_images else None, labels)

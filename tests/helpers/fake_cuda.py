@@ -30,6 +30,9 @@ COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default
 NO_META_KERNEL = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
 """In-place operations without a meta kernel in torch; they return nothing, so they can be skipped."""
 
+TRITON = ("vitpar::adamw_",)
+"""In-place operations whose body starts a Triton kernel, which takes addresses; they return nothing."""
+
 
 class Synchronisation(RuntimeError):
     """Error: the host waited for the device."""
@@ -86,6 +89,10 @@ class FakeCuda(FakeTensorMode):
             self._wait("reading a value")
             return torch.ones((), dtype=args[0].dtype).item()
         if func is aten.record_stream.default:
+            return None
+        if func.name() in TRITON:
+            if len(devices := {tensor.device for tensor in tensors}) > 1:
+                raise DeviceMismatch(f"{func} was given tensors on {' and '.join(sorted(map(str, devices)))}")
             return None
         if func.namespace == "vitpar":
             # The fake of a custom operation only describes its output: a mismatch would be in its body.

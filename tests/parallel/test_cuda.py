@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,32 @@ def test_plan_matches_one_process(
 def test_offloaded_layers_match_one_process(mesh: str, tmp_path: Path) -> None:
     found = json.loads(vitpar("check", "--mesh", mesh, "--device", "cuda", "--json", cwd=tmp_path))
     assert found["passed"], found["worst"]
+
+
+def test_adamw_in_one_pass_matches_torch() -> None:
+    """The kernel in machine code, with vector instructions and without; the interpreter tests its formulas."""
+    if find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    from vitpar.kernels.adamw import CHUNK, adamw_
+
+    shapes, beta1, beta2 = ((2 * CHUNK + 3,), (257, 33), (5,)), 0.9, 0.999
+    for dtype, at in ((torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 0)):
+        p, average, m, v = ([torch.randn(shape, device="cuda") for shape in shapes] for _ in range(4))
+        v = [tensor.abs() for tensor in v]
+        g = [torch.randn(at + math.prod(s), device="cuda", dtype=dtype)[at:].view(s) for s in shapes]
+        copies = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+        factor = torch.tensor(0.37, device="cuda")
+        theirs = [[tensor.clone() for tensor in one] for one in (p, [x.float() * factor for x in g], m, v)]
+        expected = [tensor.clone() for tensor in average]
+        adamw_(p, g, m, v, copies, average, factor, [2.0] * 3, [0.1] * 3, [0.05] * 3, beta1, beta2, 1e-8, 0.9)
+        step = [torch.full((), 2.0, device="cuda") for _ in shapes]
+        rates = {"lr": 0.1, "beta1": beta1, "beta2": beta2, "weight_decay": 0.05, "eps": 1e-8}
+        torch._fused_adamw_(*theirs, [], step, amsgrad=False, maximize=False, **rates)
+        torch._foreach_lerp_(expected, theirs[0], 0.1)
+        pairs = zip((*p, *m, *v, *average), (*theirs[0], *theirs[2], *theirs[3], *expected), strict=True)
+        for found, other in pairs:
+            torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(copy, parameter.bfloat16()) for copy, parameter in zip(copies, p, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars", "muon"])

@@ -100,6 +100,44 @@ def test_parameters_are_restored_if_copying_runs_out_of_memory(monkeypatch: pyte
     assert [dict(layer.named_parameters()) for layer in layers] == before
 
 
+def test_copies_written_by_an_optimizer_are_used_until_the_parameter_changes() -> None:
+    layer = nn.Linear(4, 4)
+    params = LowPrecisionParams([layer], torch.bfloat16)
+    for p in layer.parameters():
+        target = params.target(p)
+        assert target is not None and params.target(p) is target
+        target.fill_(7)
+    assert params.target(nn.Parameter(torch.ones(2))) is None
+    params.written(layer.parameters())
+
+    def sevens() -> list[bool]:
+        """Return for weight and bias whether the written copy is used, after a backward through it."""
+        with params.in_place():
+            found = [bool((p == 7).all()) for p in (layer.weight, layer.bias)]
+            layer(torch.ones(2, 4).bfloat16()).sum().backward()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in layer.parameters())
+        return found
+
+    assert sevens() == sevens() == [True, True]
+    with torch.no_grad():
+        layer.weight.detach().mul_(2)  # shares the memory, as a shard that is loaded or averaged
+    assert sevens() == [False, True]
+    params.forget()
+    assert sevens() == [False, False]
+
+
+def test_gradients_stay_in_16_bits_on_request() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(5, 4).bfloat16()
+    params, gradients = LowPrecisionParams([layer], torch.bfloat16), []
+    for keep in (True, False):
+        with params.in_place(keep):
+            layer(x).sum().backward()
+        gradients.append([p.grad for p in layer.parameters()])
+        layer.zero_grad()
+    for kept, converted in zip(*gradients, strict=True):
+        assert kept is not None and kept.dtype is torch.bfloat16 and torch.equal(kept.float(), converted)
+
+
 def test_float32_images_give_the_same_result(device: torch.device) -> None:
     model = built(device)
     images, labels = batch(model)

@@ -6,7 +6,8 @@
 | attention                               | FLOPs in full tiles at ``estimate.ATTENTION`` of that rate        |
 | other kernels of blocks                 | recorded bytes at the sustained rate of memory                    |
 | gaps between kernels                    | ``estimate.GAP`` for each                                         |
-| embed, head, optimizer, norm, clipping  | the planner's estimate                                            |
+| optimizer, norm, clipping               | ``execution.update_bytes`` of one pass on one GPU                 |
+| embed, head                             | the planner's estimate                                            |
 
 Rates and constants are the planner's (``vitpar.planner.profile.estimate``, ``vitpar.clusters``). The host is assumed
 never to delay the GPU.
@@ -23,6 +24,7 @@ from vitpar.models.description import AttentionShape
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import ATTENTION, GAP, estimate_model, tiled_flops
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.strategy.execution import update_bytes
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,11 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
         memory=depth * copy.seconds(work.moved),
         gaps=depth * len(launches) * GAP,
         ends=sum(_layer_seconds(profile, name, batch_size) for name in ("embed", "head")) + profile.microbatch,
-        update=profile.optimizer.seconds(config.parameters),
+        update=copy.seconds(update_bytes(precision, one_pass=True, adds_no_gradients=True) * config.parameters),
     )
     block = config.layers[config.layer_names[1]].kind
-    planner = seconds.ends + seconds.update + depth * _layer_seconds(profile, block, batch_size)
+    optimizer = profile.optimizer.seconds(config.parameters)
+    planner = seconds.ends + optimizer + depth * _layer_seconds(profile, block, batch_size)
     return Estimate(seconds, planner, config.flops * batch_size, rates.peaks["bfloat16"])
 
 

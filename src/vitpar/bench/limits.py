@@ -123,7 +123,8 @@ def update_bytes(trained: TrainingComponents) -> tuple[int, int]:
     """Return the minimum bytes that a rank reads and writes for norm and clipping, and for the update."""
     parameters = _bytes(p for _, p in trained.model.named_parameters() if p.requires_grad)
     state = _bytes(trained.optimizer.state().values())
-    clips = bool(trained.recipe.train.clip_grad_norm or trained.scaler)
+    # One pass clips in the update. It also writes 16-bit copies, which are small beside the rest.
+    clips = bool(trained.recipe.train.clip_grad_norm or trained.scaler) and not trained.optimizer.one_pass
     # Averaging reads the parameters and their average, and writes the average.
     average = 3 * parameters if trained.ema else 0
     return parameters * (3 if clips else 1), 3 * parameters + 2 * state + average

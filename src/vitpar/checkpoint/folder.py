@@ -66,6 +66,8 @@ class Facts(BaseModel):
     """Kernel that computed attention. None leaves the choice to torch."""
     compiled: bool | None = None
     """Whether blocks were compiled."""
+    optimizer: str | None = None
+    """Implementation of the update."""
 
 
 @dataclass(frozen=True)

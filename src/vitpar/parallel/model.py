@@ -34,7 +34,7 @@ from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.strategy.execution import Execution
+from vitpar.strategy.execution import Execution, adds_no_gradients
 from vitpar.strategy.layout import copies
 
 
@@ -66,6 +66,9 @@ class ParallelModel:
         self.precision = precision = resolve_precision(execution.precision, execution.reduce_dtype)
         self.loss_scale: float | Tensor = 1.0
         """Factor on the loss, and so on the gradients, before backward (fp16)."""
+        self.keep_low_precision_gradients = False
+        """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
+        (``vitpar.strategy.execution.adds_no_gradients``)."""
         self._loss = config.build_loss()
         self._count: int | Tensor = self.batch_size
         self.phase: Phase = untimed
@@ -181,7 +184,8 @@ class ParallelModel:
         images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
             with self.phase("forward" if self._schedule is None else "pipeline"):
-                copies.enter_context(self.low_precision_params.in_place())
+                keep = self.keep_low_precision_gradients and adds_no_gradients(self.plan, self.batch.microbatches)
+                copies.enter_context(self.low_precision_params.in_place(keep))
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
             for total in self._gradient_sums:
@@ -281,9 +285,10 @@ class ParallelModel:
         return smallest_microbatch(self.plan) * self.plan.data_parallel
 
     def parameters_changed(self) -> None:
-        """Drop stale gathered copies. Call it after parameters were written by anything but the optimizer."""
+        """Drop gathered and 16-bit copies. Call it after parameters were written by anything but the optimizer."""
         while self._sent:
             self._sent.popleft()[0].wait()
+        self.low_precision_params.forget()
         for stage in self.stages.values():
             free_gathered(stage)
 

@@ -20,11 +20,14 @@ wraps. In other layers `LowPrecisionParams` puts the copies in place of the para
 batch. One autograd operation per layer makes the copies, and its backward converts the gradients: they are float32 as
 soon as backward has passed the layer, and micro-batches accumulate in float32. ``fully_shard`` would make every copy
 twice, through a buffer, and add hooks to every layer (more than half of the host time of a small model's step).
+
+With one rank and one micro-batch nothing is added to a gradient. An optimizer that reads 16-bit gradients
+(``vitpar.training.optim.one_pass``) then gets those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vitpar.errors import RecipeError
-from vitpar.sharded import to_local
+from vitpar.sharded import local, to_local
 from vitpar.strategy.execution import REDUCE_DTYPES
 
 
@@ -105,16 +108,22 @@ class _Copies(torch.autograd.Function):
     """Conversion of several tensors to another dtype, and of their gradients back, by one foreach operation each."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, made: Sequence[Tensor | None], keep_gradients: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         # Parameters without gradient get None in backward, not zeros: see the filter there.
         ctx.set_materialize_grads(False)
-        ctx.kept = tensors[0].dtype
-        return _converted(tensors, dtype)
+        ctx.kept = None if keep_gradients else tensors[0].dtype
+        missing = [tensor for tensor, copy in zip(tensors, made, strict=True) if copy is None]
+        converted = iter(_converted(missing, dtype) if missing else ())
+        return tuple(next(converted) if copy is None else copy.detach() for copy in made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            return None, None, None, *gradients
         found = iter(_converted([g for g in gradients if g is not None], ctx.kept))
-        return None, *(None if g is None else next(found) for g in gradients)
+        return None, None, None, *(None if g is None else next(found) for g in gradients)
 
 
 def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -125,7 +134,11 @@ def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, .
 
 
 class LowPrecisionParams:
-    """Copies, in `dtype`, of the parameters of some layers."""
+    """Copies, in `dtype`, of the parameters of some layers.
+
+    An optimizer may write the copies itself: into each `target`, with `written` after it. They are then used until
+    anything else changes the parameter. Other copies are made for each `in_place`.
+    """
 
     def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -138,10 +151,40 @@ class LowPrecisionParams:
             ]
             for layer in layers
         ]
+        self._targets: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}  # of a parameter when its copy was written
+        self._copied = {holder[name] for places in self._layers for holder, name in places}
+
+    def target(self, parameter: Tensor) -> Tensor | None:
+        """Return the tensor for the 16-bit copy of a parameter's local part; None if the model uses no copy of it."""
+        if parameter not in self._copied:
+            return None
+        if parameter not in self._targets:
+            self._targets[parameter] = torch.empty_like(local(parameter.detach()), dtype=self._dtype)
+        return self._targets[parameter]
+
+    def written(self, parameters: Iterable[Tensor]) -> None:
+        """Use the targets of `parameters`, where they have one, as their copies."""
+        for parameter in parameters:
+            if parameter in self._targets:
+                self._versions[parameter] = local(parameter)._version
+
+    def forget(self) -> None:
+        """Drop the written copies, and their memory."""
+        self._targets.clear()
+        self._versions.clear()
+
+    def _written_copy(self, parameter: Tensor) -> Tensor | None:
+        # A version counts the changes of a tensor, so that a parameter that was loaded or replaced is copied again.
+        current = self._versions.get(parameter) == local(parameter)._version
+        return self._targets[parameter] if current else None
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, keep_gradients: bool = False) -> Iterator[None]:
         """Put copies of the current parameters in their places; on exit, put the parameters back.
+
+        keep_gradients: whether parameters, which must be plain tensors, get gradients in `dtype` instead of their own;
+            micro-batches would then accumulate in `dtype`.
 
         Backward must end inside, too, because checkpointed layers recompute their forward with the copies.
         """
@@ -149,7 +192,11 @@ class LowPrecisionParams:
         try:
             for places in self._layers:
                 parameters = [parameter for holder, name in places if (parameter := holder[name]) is not None]
-                copies = _Copies.apply(self._dtype, *map(to_local, parameters))
+                if keep_gradients:
+                    for parameter in parameters:
+                        parameter.grad_dtype = None  # otherwise autograd converts gradients to float32
+                made = [self._written_copy(parameter) for parameter in parameters]
+                copies = _Copies.apply(self._dtype, made, keep_gradients, *map(to_local, parameters))
                 for (holder, name), parameter, copy in zip(places, parameters, copies, strict=True):
                     kept.append((holder, name, parameter))
                     holder[name] = copy

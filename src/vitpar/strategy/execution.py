@@ -84,6 +84,35 @@ class Execution:
         return Rules.under(plan, self.precision, self.communication, backwards(layers, self.frozen))
 
 
+def adds_no_gradients(plan: Plan, microbatches: int) -> bool:
+    """Return whether a step computes each gradient once, so that it is exact in the type that backward computes in."""
+    return plan.world_size == 1 and microbatches == 1
+
+
+def update_bytes(precision: str, *, one_pass: bool, adds_no_gradients: bool = False) -> int:
+    """Return the bytes that AdamW, clipping and 16-bit copies read and write per trained parameter in a step.
+
+    precision: any but fp64.
+    one_pass: whether one kernel clips, updates and writes 16-bit copies (``vitpar.training.optim.one_pass``).
+    adds_no_gradients: return value of that function.
+
+    | work                               | torch's passes | one pass | one pass, gradients not added |
+    |------------------------------------|----------------|----------|-------------------------------|
+    | gradient from 16 to 32 bits        | 2 + 4          | 2 + 4    |                               |
+    | norm                               | 4              | 4        | 2                             |
+    | clipping                           | 4 + 4          |          |                               |
+    | gradient, parameter, moments       | 16 + 12        | 16 + 12  | 14 + 12                       |
+    | 16-bit copy                        | 4 + 2          | 2        | 2                             |
+
+    Without 16-bit copies the first and last rows are 0, and gradients have 4 bytes.
+    """
+    if precision not in REDUCE_DTYPES:
+        return 32 if one_pass else 40
+    if one_pass:
+        return 30 if adds_no_gradients else 40
+    return 52
+
+
 @dataclass(frozen=True)
 class LayerExecution:
     """Handling of one layer's parameters and gradients in a step."""

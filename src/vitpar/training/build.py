@@ -19,6 +19,7 @@ from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.loss_scale import LossScaler
+from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import resolve_precision
@@ -105,11 +106,17 @@ def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device)
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
     model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device)
+    implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
-        model.named_parameters(), recipe.optimizer, stacked=config.stacked, layers_above=config.layers_above
+        model.named_parameters(),
+        recipe.optimizer,
+        stacked=config.stacked,
+        layers_above=config.layers_above,
+        implementation=implementation.name,
     )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
     ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
-    warnings = tuple(filter(None, (because, slow_here(train.precision, device))))
+    passes = implementation.because and f"AdamW does not run in one pass: {implementation.because}"
+    warnings = tuple(filter(None, (because, passes, slow_here(train.precision, device))))
     return TrainingComponents(recipe, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.norms import clip_, shard_norms, total_norm
+from vitpar.training.optim.norms import clip_factor, multiply_, shard_norms, total_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TrainStep:
         """
         model, phase = self.model, self.model.phase
         scale = self._scaler.scale if self._scaler else 1.0
-        model.loss_scale = scale
+        model.loss_scale, model.keep_low_precision_gradients = scale, self.optimizer.one_pass
         loss = model.forward_backward(images, labels, keys)
         self._after_gradients(number)
         with phase("norm and clipping"):
@@ -88,11 +88,15 @@ class TrainStep:
             norm = norm / scale if self._scaler else norm
             extra = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
-            if not extra.get("skipped") and (self._limit or self._scaler):
-                clip_(gradients, norm, self._limit, scale)
+            factor = None if extra.get("skipped") else clip_factor(norm, self._limit, scale)
+            if factor is not None and not self.optimizer.one_pass:
+                multiply_(gradients, factor)
         with phase("update"):
             if extra.get("skipped"):
                 self.optimizer.skip()
+            elif self.optimizer.one_pass:
+                average = (self.ema.average, self.ema.decay(number)) if self.ema else None
+                self.optimizer.step_in_one_pass(lr, factor, model.low_precision_params, average)
             else:
                 self.optimizer.step(lr)
                 if self.ema:

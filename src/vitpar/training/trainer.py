@@ -135,6 +135,7 @@ class Trainer:
             kernels: dict[str, object] = {
                 "compiled": self.model.execution.compile,
                 "attention": self.attention.to_json(),
+                "optimizer": self.optimizer.implementation,
             }
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
@@ -235,10 +236,15 @@ class Trainer:
         with self.ema.averaged() if self.ema else nullcontext():
             return evaluate(self.model, self.input, images, progress)
 
+    @property
+    def _paths(self) -> dict[str, Any]:
+        """Choices that change the last digits of losses, as in `Facts`."""
+        compiled, attention = self.model.execution.compile, self.attention.backend
+        return {"compiled": compiled, "attention": attention, "optimizer": self.optimizer.implementation}
+
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        paths = {"attention": self.attention.backend, "compiled": self.model.execution.compile}
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **paths)
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
         return texts(facts, self.recipe, self.config, self.plan, self.train_set.class_names)
 
     def _resume(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
@@ -258,7 +264,7 @@ class Trainer:
                 "would change: name another folder with --run-dir"
             )
         self.state.load(found, changed)
-        for name, mine in (("compiled", self.model.execution.compile), ("attention", self.attention.backend)):
+        for name, mine in self._paths.items():
             if (before := getattr(found.facts, name)) not in (None, mine):
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:

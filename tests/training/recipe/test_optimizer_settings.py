@@ -47,6 +47,8 @@ REFUSED = [
     (["name=muon", "momentum=0.0"], r"momentum is 0: set optimizer\.momentum, or nesterov to false"),
     (["name=lamb", "implementation=fused"], r"'fused', which lamb does not support: use 'foreach' or 'auto'"),
     (["name=muon", "implementation=for-loop"], r"'for-loop', which muon does not support: use 'foreach' or 'auto'"),
+    (["name=lamb", "implementation=triton"], r"'triton', which lamb does not support: use 'foreach' or 'auto'"),
+    (["name=sgd", "implementation=triton"], r"'triton', which sgd does not support: use 'fused' or 'auto'"),
     (["name=muon", "adjust_lr_fn=rms"], r"recipe key 'optimizer\.adjust_lr_fn' is 'rms'"),
     (["name=muon", "ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
     (["name=lion"], r"recipe key 'optimizer\.name' is 'lion'"),

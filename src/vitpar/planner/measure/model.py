@@ -42,7 +42,8 @@ from vitpar.sharded import local
 from vitpar.strategy import parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
-from vitpar.training.optim.norms import global_norm
+from vitpar.training.optim.norms import clip_factor, global_norm
+from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 
@@ -341,7 +342,8 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
     """
     names = tuple(layer.name for layer in subject.config.block_kinds) * blocks
     with built(replace(subject, compile_blocks=False), "dp1", device, names) as model:
-        updates = ShardedOptimizer(model.named_parameters(), OptimizerSection())
+        implementation = choose_implementation(OptimizerSection(), subject.precision, device).name
+        updates = ShardedOptimizer(model.named_parameters(), OptimizerSection(), implementation=implementation)
         parameters = [parameter for _, parameter in model.named_parameters()]
 
         def fill() -> None:
@@ -351,8 +353,11 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
         def step() -> None:
             with model.low_precision_params.in_place():
                 pass
-            global_norm(updates.gradients(), model)
-            updates.step(1e-3)
+            norm = global_norm(updates.gradients(), model)
+            if updates.one_pass:
+                updates.step_in_one_pass(1e-3, clip_factor(norm, 1.0), model.low_precision_params, None)
+            else:
+                updates.step(1e-3)
 
         return clock.timings(sum(p.numel() for p in parameters), fill, step)[1]
 

@@ -30,7 +30,6 @@ from vitpar.planner.profile.activations import (
 from vitpar.planner.profile.curves import Curve, exact
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
-    OPTIMIZER_BYTES,
     Bytes,
     Hardware,
     LayerProfile,
@@ -40,6 +39,7 @@ from vitpar.planner.profile.profiles import (
     always_wrapped,
 )
 from vitpar.strategy import Strategy, parse
+from vitpar.strategy.execution import update_bytes
 from vitpar.strategy.layout import row_parts
 from vitpar.strategy.splits import mode_of
 from vitpar.strategy.validate import unsplittable
@@ -66,10 +66,6 @@ Fitted to B/16 and H/14 on an RTX 3090.
 QUANTISING = {True: 2.0, False: 14.0}
 """Passes over a product's inputs that scale them for fp8, by whether blocks are compiled. Counted in
 `parallel.float8`."""
-UPDATE_BYTES = OPTIMIZER_BYTES + 12
-"""Bytes read and written per float32 parameter in a step: AdamW, the norm (4), clipping (8)."""
-COPY_BYTES = 12
-"""Bytes read and written per parameter for its 16-bit copy and for the gradient of the copy."""
 SCALING_LOSS = 0.012
 """Share of computing lost to stragglers with every doubling of the nodes. Published weak scaling from 8 to 128 GPUs is
 94 to 96 %."""
@@ -127,13 +123,20 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
 
 
 def estimate_model(
-    config: ModelConfig, precision: str, hardware: Hardware, tensors: tuple[str, ...], *, compiled: bool = False
+    config: ModelConfig,
+    precision: str,
+    hardware: Hardware,
+    tensors: tuple[str, ...],
+    *,
+    compiled: bool = False,
+    one_pass: bool | None = None,
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
     hardware: rates of matrix products and copies.
     tensors: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
     compiled: whether blocks are compiled.
+    one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
@@ -186,7 +189,9 @@ def estimate_model(
             (gather,) = exact([(elements, moved)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
     blocks = "blocks compiled" if compiled else "blocks not compiled"
-    update = UPDATE_BYTES + (COPY_BYTES if numbers.compute is not numbers.parameters else 0)
+    if one_pass is None:
+        one_pass = hardware.device == "cuda" and precision != "fp64"  # as ``vitpar.training.optim.one_pass`` chooses
+    update = update_bytes(precision, one_pass=one_pass)
     profile = ModelProfile(
         model=config_to_json(config),
         device=hardware.device,

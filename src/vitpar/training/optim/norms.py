@@ -75,8 +75,19 @@ def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float
     norm: global norm of the gradients after the division by `scale`.
     limit: 0 for no clipping.
     """
-    factor: Tensor | float = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else 1.0
-    multiply_(gradients, factor / scale if scale != 1.0 else factor)
+    if (factor := clip_factor(norm, limit, scale)) is not None:
+        multiply_(gradients, factor)
+
+
+def clip_factor(norm: Tensor, limit: float, scale: float = 1.0) -> Tensor | None:
+    """Return the factor by which `clip_` multiplies gradients, 0-dim on the device of `norm`; None for no clipping.
+
+    norm, limit, scale: as there.
+    """
+    if not limit:
+        return None if scale == 1.0 else torch.full_like(norm, 1.0 / scale)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return factor / scale if scale != 1.0 else factor
 
 
 @torch.no_grad()

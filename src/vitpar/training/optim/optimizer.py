@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import PRECISIONS, ParallelModel
+from vitpar.parallel.precision import LowPrecisionParams
 from vitpar.sharded import local, sharded_as
 from vitpar.text import count
 from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.muon import Matrix, Muon
+from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
 
 if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
@@ -47,6 +49,7 @@ class ShardedOptimizer:
     stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``), which muon separates.
     layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
         decay of the learning rate needs.
+    implementation: that of the update (``one_pass.choose_implementation``); None for that of the settings.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ShardedOptimizer:
         *,
         stacked: Mapping[str, tuple[int, ...]] = {},
         layers_above: Callable[[str], int] | None = None,
+        implementation: str | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
@@ -66,7 +70,15 @@ class ShardedOptimizer:
             if p.requires_grad and (local(p).numel() or not alone)
         }
         groups = _groups(self._pairs, settings, layers_above)
-        self.torch_optimizer = _torch_optimizer(groups, settings, self._pairs, stacked)
+        implementation = implementation or settings.implementation
+        self.torch_optimizer = _torch_optimizer(groups, settings, implementation, self._pairs, stacked)
+        self.implementation = implementation
+        """Implementation of the update: triton, or torch's."""
+        if implementation in ("auto", "triton"):
+            self.implementation = "triton" if self.one_pass else "fused" if alone else "foreach"
+        if self.one_pass:
+            for _, shard in self._pairs.values():
+                shard.grad_dtype = None  # gradients may have 16 bits
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that exist and have elements here, by parameter name, sharded like the parameters."""
@@ -119,6 +131,40 @@ class ShardedOptimizer:
             shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._update(lr)
 
+    @property
+    def one_pass(self) -> bool:
+        """Whether clipping, 16-bit copies and the running average can be part of the update."""
+        return isinstance(self.torch_optimizer, OnePassAdamW)
+
+    def step_in_one_pass(
+        self,
+        lr: float,
+        factor: Tensor | None,
+        copies: LowPrecisionParams,
+        average: tuple[Mapping[str, Tensor], float] | None,
+    ) -> None:
+        """Run `step` with gradients times `factor`, and write 16-bit copies and averages of the new parameters.
+
+        factor: 0-dim, on the device; None for 1.
+        copies: 16-bit copies of the model's parameters.
+        average: running averages by name, and their decay; None for no average.
+        """
+        assert isinstance(self.torch_optimizer, OnePassAdamW), "implementation triton"
+        averages, decay = average or ({}, 0.0)
+        updated = {name: pair for name, pair in self._pairs.items() if pair[0].grad is not None}
+        targets = {shard: copies.target(parameter) for parameter, shard in updated.values()}
+        self.torch_optimizer.alongside = Alongside(
+            None if factor is None else factor.float(),
+            {shard: target for shard, target in targets.items() if target is not None},
+            {shard: averages[name] for name, (_, shard) in updated.items() if name in averages},
+            decay,
+        )
+        try:
+            self.step(lr)
+        finally:
+            self.torch_optimizer.alongside = Alongside()
+        copies.written(parameter for parameter, _ in updated.values())
+
     def _update(self, lr: float) -> None:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -158,15 +204,28 @@ def _groups(
 
 
 def _torch_optimizer(
-    groups: list[dict], settings: OptimizerSection, pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]
+    groups: list[dict],
+    settings: OptimizerSection,
+    implementation: str,
+    pairs: _Pairs,
+    stacked: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
     moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
     fused: dict[str, Any] = {"fused": True}
-    choices = {"auto": fused, "fused": fused, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}
-    options, lr = choices[settings.implementation], settings.lr
+    # On a rank whose shards do not fit one pass, triton is fused.
+    choices = {
+        "auto": fused,
+        "triton": fused,
+        "fused": fused,
+        "foreach": {"foreach": True},
+        "for-loop": {"foreach": False},
+    }
+    options, lr = choices[implementation], settings.lr
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
+        case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
+            return OnePassAdamW(groups, lr=lr, **moments)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, **moments, **options)
         case "sgd":

@@ -90,6 +90,11 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "{key} is '{value}', which {case.optimizer.name} does not support: use 'foreach' or 'auto'",
     ),
     Effect(
+        ("optimizer.implementation",),
+        lambda recipe: recipe.optimizer.name != "sgd" or recipe.optimizer.implementation != "triton",
+        "{key} is '{value}', which sgd does not support: use 'fused' or 'auto'",
+    ),
+    Effect(
         ("faults.non_finite",),
         lambda recipe: recipe.train.precision != "fp16",
         "{key} is '{value}', which train.precision fp16 always does through [loss_scale]: leave it out",

@@ -19,8 +19,8 @@ __all__ = [
     "TrainSection",
 ]
 
-Implementation = Literal["auto", "foreach", "fused", "for-loop"]
-"""Torch's optimizer implementations; auto is fused for AdamW and SGD, which alone have it, else foreach."""
+Implementation = Literal["auto", "foreach", "fused", "for-loop", "triton"]
+"""Torch's optimizer implementations, and triton: AdamW in one pass (``vitpar.training.optim.one_pass``)."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 """How the shape of a matrix changes Muon's learning rate, by the names of torch.optim.Muon."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -58,7 +58,8 @@ class OptimizerSection(Section):
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
     """How the shape of a matrix changes its learning rate (muon), by the names of torch.optim.Muon."""
     implementation: Implementation = "auto"
-    """Torch's implementation of the update; auto is fused where the optimizer has it, else foreach."""
+    """Implementation of the update. triton (adamw on GPUs) clips, updates, copies to 16 bits and averages in one pass;
+    the others are torch's. auto is triton where it works, else fused where the optimizer has it, else foreach."""
 
     @model_validator(mode="before")
     @classmethod

@@ -64,8 +64,8 @@ MUTATIONS = (
         name="dp-head-not-reduced",
         breaks="The gradients of the head are not summed over the data-parallel ranks.",
         file="src/vitpar/parallel/data.py",
-        old='size(mesh, "replicate") == 1 or not',
-        new='size(mesh, "replicate") == 1 or hasattr(layer, "fc") or not',
+        old="(p for p in layer.parameters() if p.requires_grad)",
+        new='(p for p in layer.parameters() if p.requires_grad and not hasattr(layer, "fc"))',
         caught_by=("vitpar check --mesh dp2",),
     ),
     Mutation(

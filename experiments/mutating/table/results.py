@@ -86,8 +86,8 @@ MUTATIONS = (
         name="clipping-off",
         breaks="A step does not clip gradients, whatever the recipe says.",
         file="src/vitpar/training/step.py",
-        old="(self._limit or self._scaler):",
-        new="self._scaler:",
+        old="clip_(gradients, norm, self._limit, scale)",
+        new="clip_(gradients, norm, 0.0, scale)",
         caught_by=(f"pytest {RUN}",),
     ),
 )

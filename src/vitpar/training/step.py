@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
-from vitpar.training.optim.norms import clip_factor, multiply_, shard_norms, total_norm
+from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ class TrainStep:
             norm = norm / scale if self._scaler else norm
             extra = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
-            factor = None if extra.get("skipped") else clip_factor(norm, self._limit, scale)
-            if factor is not None and not self.optimizer.one_pass:
-                multiply_(gradients, factor)
+            if not extra.get("skipped") and not self.optimizer.one_pass:
+                clip_(gradients, norm, self._limit, scale)
         with phase("update"):
             if extra.get("skipped"):
                 self.optimizer.skip()
             elif self.optimizer.one_pass:
+                factor = clip_factor(norm, self._limit, scale)
                 average = (self.ema.average, self.ema.decay(number)) if self.ema else None
                 self.optimizer.step_in_one_pass(lr, factor, model.low_precision_params, average)
             else:

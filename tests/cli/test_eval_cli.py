@@ -44,7 +44,9 @@ def measures(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "dp3", pytest.param("pp2xdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["dp1", pytest.param("dp3", marks=pytest.mark.slow), pytest.param("pp2xdp2", marks=pytest.mark.soak)]
+)
 def test_predictions_of_several_data_sets(mesh: str, place: Path, vitpar: Command) -> None:
     """Neither three ranks nor batches of 12 divide the 17 images."""
     words = ("--checkpoint", "weights", "--data", "data", "--data", "spoilt", "--set", "data.bad_sample=skip")

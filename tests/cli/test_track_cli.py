@@ -43,6 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tracked_run_prints_the_same_and_resumes_in_its_trackers(place: Path, vitpar: Command) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     words = ("--mesh", "dp2", "--track", "tensorboard", "--track", "wandb", "--set", "track.project=ours")

@@ -130,10 +130,8 @@ def test_mesh_gives_the_losses_of_one_process(place: Path, alone_run: Path, vitp
     assert len(parts) == 2
 
 
-@pytest.mark.parametrize(
-    ("mesh", "named"),
-    [pytest.param("dp", "dp2", marks=pytest.mark.slow), ("pp1: embed=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "named"), [("dp", "dp2"), ("pp1: embed=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")])
 def test_torchrun_gives_the_losses_of_one_process(
     mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command
 ) -> None:

@@ -23,7 +23,7 @@ TRUTH = "".join(f"{number}\n" for number in VAL).encode()
 FIELDS = ("ILSVRC2012_ID", "WNID", "words", "num_children")
 
 
-@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("compressed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_imagenet_archives_are_packed_with_one_command(tmp_path: Path, compressed: bool) -> None:
     write_imagenet(tmp_path / "source", compressed=compressed)
     done = run(tmp_path, ["data", "pack", "source", "packed"])

@@ -13,7 +13,9 @@ from vitpar.models.layers import LayeredModel
 from vitpar.weights.onnx import FILE, export_onnx
 
 
-@pytest.mark.parametrize("parts", ["eva02_base", "vit_22b", "siglip2"])
+@pytest.mark.parametrize(
+    "parts", ["eva02_base", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit_22b", "siglip2"))]
+)
 def test_onnx_runtime_computes_the_same(parts: str, tmp_path: Path) -> None:
     config = modern_config(parts)
     weights = weights_of(modern_model(config), config, tmp_path / "here")

@@ -230,8 +230,8 @@ def checked(device: torch.device, mesh: str, microbatches: int | None, **setting
     ("mesh", "settings"),
     [
         ("dp2", {}),
-        ("pp2", {}),
-        ("tp2xfsdp2", {}),
+        pytest.param("pp2", {}, marks=pytest.mark.slow),
+        pytest.param("tp2xfsdp2", {}, marks=pytest.mark.slow),
         ("fsdp2", {"reduce_dtype": "fp16"}),
         ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}),
     ],

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json                       # as much as ten minutes hold
     PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # sections that did not fit
-    PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --fp8-sums fast        # another accumulation
+    PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --fp8-fast-accum always
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
 The most important rows come first, and each row is printed and written at once. Rows that would not end within
@@ -57,8 +57,9 @@ try:
     from vitpar.errors import RecipeError
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config
-    from vitpar.parallel import float8
+    from vitpar.parallel.float8 import FAST
     from vitpar.strategy import parse, validate
+    from vitpar.strategy.execution import FP8_MIN_FEATURES
 except ModuleNotFoundError as error:
     sys.exit(f"error: there is no module {error.name}: install it, and run from the checkout with PYTHONPATH=src")
 
@@ -83,8 +84,6 @@ def main() -> int:
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
     sizes = {name: options.batch_size or (4 if options.tiny else batch_for(name, free)) for name in models}
     jobs = [(models[name], sizes[name]) for name in models]
-    if options.fp8_sums:
-        sum_in_float8(options.fp8_sums == "fast")
     try:
         measure_all(run, jobs)
     finally:  # show the rows so far: after a lost GPU, everything else fails
@@ -118,7 +117,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)"
     )
-    parser.add_argument("--fp8-sums", choices=("fast", "exact"), help="accumulation of all fp8 products")
+    parser.add_argument(
+        "--fp8-fast-accum", choices=FAST, default="forward", help="as train.fp8_fast_accum (default forward)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -280,23 +281,16 @@ def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf
     """Build vitpar's step under dp1."""
     plan = validate(parse("dp1"), config, batch_size)
     return vitpar_step(
-        config, plan, batch_size, run.device, precision=precision, compile_blocks=run.compiled, kernel=kernel
+        config,
+        plan,
+        batch_size,
+        run.device,
+        precision=precision,
+        compile_blocks=run.compiled,
+        kernel=kernel,
+        fp8_min_features=0 if run.options.tiny else FP8_MIN_FEATURES,
+        fp8_fast_accum=run.options.fp8_fast_accum,
     )
-
-
-def sum_in_float8(fast: bool) -> None:
-    """Set the accumulation of all fp8 products, instead of vitpar's choice per product.
-
-    fast: accumulate in fewer bits than float32 has. Otherwise accumulate in float32.
-    """
-    multiply = float8.multiply
-
-    def multiplied(
-        a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, dtype: torch.dtype, _: bool = True, bias: Tensor | None = None
-    ) -> Tensor:
-        return multiply(a, of_a, b, of_b, dtype, fast, bias)
-
-    float8.multiply = multiplied
 
 
 def repeat(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> None:

@@ -145,8 +145,8 @@ def _search(
     elif options.hardware or options.model_profile:
         raise PlannerError("both --cluster and a profile are given: give one of the two")
     else:
-        frozen = recipe.frozen(config)
-        costs = estimated_costs(config, options.cluster, train.precision, train.compile, ranks, frozen)
+        of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
+        costs = estimated_costs(config, options.cluster, *of_recipe)
     searching = make_search(
         costs,
         (train.batch_size,),
@@ -198,7 +198,8 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     )
     shape = {key: value for key, value in config_to_json(config).items() if key not in NO_COSTS}
     train = recipe.train
-    subject = [shape, name, train.precision, train.compile, train.attention]
+    fp8 = [train.fp8_min_features, train.fp8_fast_accum] if train.precision == "fp8" else []
+    subject = [shape, name, train.precision, train.compile, train.attention, *fp8]
     digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:12]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.toml"

@@ -167,7 +167,9 @@ def _predict(
             raise
         compiled = False  # as in training with the default of train.compile
     if cluster is not None:  # costs on only as many devices as the plan uses
-        costs = estimated_costs(costs.whole, cluster, recipe.train.precision, compiled, ranks, costs.frozen)
+        train = recipe.train
+        of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
+        costs = estimated_costs(costs.whole, cluster, *of_recipe)
     found = price(plan, costs, recipe.train.batch_size, moments(recipe))
     return Prediction(found, costs, budget or usual_budget(costs))
 

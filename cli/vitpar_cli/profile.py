@@ -136,7 +136,10 @@ def model(
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
     wanted = merged.train.compile
     compiled = kind == "cuda" and compiler_fault(where) is None if wanted is None else wanted
-    subject = Subject(config, merged.train.precision, largest, compiled, merged.train.attention)
+    train = merged.train
+    subject = Subject(
+        config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
+    )
     with _progress(shown=world.rank == 0 and not as_json) as progress:
         profile = profile_model(subject, where, clock, world.size, progress)
     if world.rank == 0:

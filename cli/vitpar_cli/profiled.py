@@ -112,7 +112,8 @@ def costs_of(
     train = recipe.train
     if cluster:
         config = recipe.config(o.classes_of(recipe, num_classes, 1000))
-        costs = estimated_costs(config, cluster, train.precision, train.compile, ranks, recipe.frozen(config))
+        of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
+        costs = estimated_costs(config, cluster, *of_recipe)
     else:
         costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model, recipe.frozen)
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision

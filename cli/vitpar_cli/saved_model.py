@@ -82,7 +82,13 @@ class PlannedModel:
 
         train, plan = self.recipe.train, self.chosen.plan
         compiled = choose_compiling(train.compile, plan, train.precision, device).blocks
-        execution = Execution(train.batch_size, train.precision, compile=compiled)
+        execution = Execution(
+            train.batch_size,
+            train.precision,
+            compile=compiled,
+            fp8_min_features=train.fp8_min_features,
+            fp8_fast_accum=train.fp8_fast_accum,
+        )
         model = parallelize(self.config, plan, execution, device)
         attention = choose_attention(train.attention, self.config, plan, train.batch_size, model.precision, device)
         load_weights(model, self.folder)

@@ -9,6 +9,7 @@ from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision as numbers
 from vitpar.strategy import Plan
+from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep
@@ -37,13 +38,23 @@ def vitpar_step(
     precision: str = "fp32",
     compile_blocks: bool = False,
     kernel: str = "auto",
+    fp8_min_features: int = FP8_MIN_FEATURES,
+    fp8_fast_accum: FastAccum = "forward",
 ) -> VitparStep:
     """Build a model under `plan` and return its step.
 
     kernel: attention kernel, as in ``train.attention``. The choice holds for the whole process, so a second step must
     pass the kernel of the first.
+    fp8_min_features, fp8_fast_accum: as in the recipe's section [train].
     """
     attention = choose_attention(kernel, config, plan, batch_size, numbers(precision), device)
-    execution = Execution(batch_size, precision, seed=SEED, compile=compile_blocks)
+    execution = Execution(
+        batch_size,
+        precision,
+        seed=SEED,
+        compile=compile_blocks,
+        fp8_min_features=fp8_min_features,
+        fp8_fast_accum=fp8_fast_accum,
+    )
     model = parallelize(config, plan, execution, device)
     return VitparStep(model, attention)

@@ -207,8 +207,12 @@ def test_matmul_shapes_are_a_ranks_share_of_a_block(mesh: str, tensor: int, part
     recipe = recipe_of(data, mesh)
     config = recipe.config(CLASSES)
     plan = recipe.plan(config)
-    model: Any = SimpleNamespace(config=config, plan=plan, batch=SimpleNamespace(microbatch_rows=24))
-    shapes = block_products(model)
+    numbers, batch = SimpleNamespace(float8=True), SimpleNamespace(microbatch_rows=24)
+    # The smallest layer has as many features on both sides, the others at least 1.5 times as many in the mean.
+    settings = SimpleNamespace(fp8_min_features=config.embed_dim + 1)
+    model: Any = SimpleNamespace(config=config, plan=plan, batch=batch, precision=numbers, execution=settings)
+    shapes, in_float8 = zip(*block_products(model), strict=True)
+    assert in_float8 == (True, False, True, True), "qkv, proj, fc1, fc2"
     whole = 24 * config.tokens * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_hidden_dim)
     assert sum(math.prod(shape) for shape in shapes) == whole / (tensor * parts)
     assert {rows for rows, *_ in shapes} == {24 // parts * config.tokens}

@@ -157,6 +157,7 @@ CASES = (
     Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
     Case("tp2xfsdp2+sp+ckpt.selective", check={"precision": "fp8", "reduce_dtype": "bf16"}),
     Case("tp4+2d", check={"precision": "fp8"}),
+    Case("tp2xdp2", check={"precision": "fp8", "train__fp8_min_features": 97}),  # all but proj
     Case("pp2", ZBV, check={"precision": "fp8"}),
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),

@@ -26,6 +26,7 @@ OPTIONS = {
     **{"model.position": "sincos2d", "model.representation_size": 48},
 }
 SOME_OFFLOADED = "pp1: embed=dp1+offload, *=dp1"
+FLOAT8 = {"train.precision": "fp8", "train.fp8_min_features": 0}
 SCALED = {"train.precision": "fp16"}
 CASES = (
     *(Case("dp1", {"optimizer.name": name}) for name in OPTIMIZERS),
@@ -35,7 +36,7 @@ CASES = (
     Case("dp1", MIXED),
     Case("dp1", OPTIONS),
     Case("dp1", {"train.precision": "fp32"}),
-    Case("dp1", {"train.precision": "fp8"}),
+    Case("dp1", FLOAT8),
     Case("dp1", SCALED, waits=1),  # reads the norm, which decides whether the step is skipped
     Case("dp1+ckpt"),
     Case("dp1+ckpt.selective", DROPS),
@@ -46,7 +47,7 @@ CASES = (
     Case("fsdp2+ckpt", {"optimizer.name": "muon"}),
     Case("tp2", DROPS),
     Case("tp2+sp", DROPS),
-    Case("tp2+sp", {"train.precision": "fp8"}),
+    Case("tp2+sp", FLOAT8),
     Case("tp4+2d", DROPS),
     Case("tp2xfsdp2", {"optimizer.name": "lamb"}),
     *(Case("pp2", DROPS, rank=rank) for rank in (0, 1)),

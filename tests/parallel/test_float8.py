@@ -1,6 +1,7 @@
 """Float8 matmul: its rounding, the parts that stay exact, and the cases it refuses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from vitpar.parallel.precision import resolve_precision, slow_here
 from vitpar.planner.measure.hardware import products
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
+from vitpar.strategy.execution import FastAccum, multiplies_in_float8
 
 CPU = torch.device("cpu")
 CONFIG = model_config("vit_nano_patch4_16", num_classes=10)
@@ -49,7 +51,7 @@ def test_rows_are_scaled_by_powers_of_two_into_the_float8_range() -> None:
 def test_zero_rows_stay_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(3, 16)
     x[1, 2], x[2, 3] = torch.nan, torch.inf
-    y = float8.product(x.bfloat16(), torch.eye(16).bfloat16())
+    y = float8.product(x.bfloat16(), torch.eye(16).bfloat16(), fast=True)
     assert (y[0] == 0).all() and y[1].isnan().any() and not y[2].isfinite().all()
 
 
@@ -67,29 +69,68 @@ def test_products_and_gradients_have_float8_accuracy() -> None:
 def test_token_result_does_not_depend_on_other_tokens() -> None:
     x, weight = random(7, 64), random(32, 64)
     x[5] *= 1000
-    assert torch.equal(float8.product(x, weight)[:3], float8.product(x[:3], weight))
-    assert torch.equal(float8.product(x, weight)[:, :16], float8.product(x, weight[:16])), "nor an output feature"
+    whole = float8.product(x, weight, fast=True)
+    assert torch.equal(whole[:3], float8.product(x[:3], weight, fast=True))
+    assert torch.equal(whole[:, :16], float8.product(x, weight[:16], fast=True)), "nor an output feature"
 
 
-def test_only_linear_layers_of_blocks_use_float8() -> None:
+def layers_in_float8(**settings: Any) -> dict[str, float8.Fast]:
+    """Return how the layers of a stage multiply in float8, by the names of those that do."""
     device = join(ALONE, "cpu")
     try:
         plan = validate(parse("dp1"), CONFIG, 4)
-        model = parallelize(CONFIG, plan, Execution(4, precision="fp8"), device)
+        model = parallelize(CONFIG, plan, Execution(4, precision="fp8", **settings), device)
     finally:
         leave()
     (stage,) = model.stages.values()
-    named = dict(stage.named_modules())
-    found = {name for name, module in named.items() if getattr(module, "float8", False)}
-    layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-    assert found == {f"blocks.{i}.{layer}" for i in range(CONFIG.depth) for layer in layers}
+    return {name: module.float8 for name, module in stage.named_modules() if hasattr(module, "float8")}
+
+
+def test_only_large_linear_layers_of_blocks_use_float8() -> None:
+    layers, width = {"qkv", "proj", "fc1", "fc2"}, CONFIG.embed_dim
+    blocks = {f"blocks.{i}" for i in range(CONFIG.depth)}
+    found = layers_in_float8(fp8_min_features=0)
+    assert {tuple(name.rsplit(".", 2)) for name in found} == {
+        (block, {"q": "attn", "p": "attn", "f": "mlp"}[layer[0]], layer) for block in blocks for layer in layers
+    }
+    assert {name.rpartition(".")[2] for name in layers_in_float8(fp8_min_features=width + 1)} == layers - {"proj"}
+    assert set(found.values()) == {float8.Fast(output=True, gradient=False)}
+    always = layers_in_float8(fp8_min_features=0, fp8_fast_accum="always")
+    assert set(always.values()) == {float8.Fast(output=True, gradient=True)}
     assert resolve_precision("fp8").compute is torch.bfloat16 and resolve_precision("fp8").parameters is torch.float32
+
+
+def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
+    assert multiplies_in_float8(768, 768, 768) and not multiplies_in_float8(768, 768, 769)
+    assert multiplies_in_float8(384, 1536, 614) and not multiplies_in_float8(384, 1536, 615)
+
+
+def test_model_without_large_layers_is_refused() -> None:
+    with pytest.raises(
+        RecipeError, match=r"blocks of vit_nano_patch4_16 reaches train\.fp8_min_features 640: use bf16"
+    ):
+        layers_in_float8()
+
+
+@pytest.mark.parametrize("setting", list(float8.FAST))
+def test_products_accumulate_as_asked(setting: FastAccum, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    multiply = torch._scaled_mm
+
+    def recorded(*operands: torch.Tensor, use_fast_accum: bool, **options: Any) -> torch.Tensor:
+        asked.append(use_fast_accum)
+        return multiply(*operands, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recorded)
+    x, weight = random(4, 32).requires_grad_(), random(16, 32).requires_grad_()
+    float8.linear(x, weight, fast=float8.FAST[setting]).sum().backward()
+    assert asked == {"forward": [True, False], "always": [True, True], "never": [False, False]}[setting]
 
 
 def test_weight_shapes_unsupported_by_gpus_are_refused() -> None:
     block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
-        float8.compute_in_float8("blocks.3", block)
+        float8.compute_in_float8("blocks.3", block, 0)
 
 
 def test_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import group
 from torch.profiler import profile
 
 from helpers.ranks import RankPool
+from vitpar.parallel.float8 import Fast
 from vitpar.parallel.linear import column_linear, gathered_linear
 
 ROWS, IN, OUT = 6, 32, 48
@@ -44,8 +45,8 @@ def mine(x: Tensor, kind: str, rank: int) -> Tensor:
 
 def forward(kind: str, in_float8: bool, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if kind == "column":
-        return column_linear(x, weight, bias, group.WORLD, in_float8)
-    return gathered_linear(x, weight, 0 if kind == "batch" else -1, group.WORLD, in_float8)
+        return column_linear(x, weight, bias, group.WORLD, Fast() if in_float8 else None)
+    return gathered_linear(x, weight, 0 if kind == "batch" else -1, group.WORLD, Fast() if in_float8 else None)
 
 
 def backward(

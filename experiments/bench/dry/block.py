@@ -17,6 +17,7 @@ from bench.simulated_gpu.gpus import Gpu
 from vitpar.models import ViTConfig
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import PRECISIONS, LowPrecisionParams
+from vitpar.strategy.execution import FP8_MIN_FEATURES
 
 DROP_PATH = 0.1
 """Drop-path rate of the variant drop_path. The rate does not change the kernels."""
@@ -40,7 +41,7 @@ def block_work(
             name = config.layer_names[2]
             block: Any = config.build_layer(name)
             if precision.float8:
-                compute_in_float8(name, block)
+                compute_in_float8(name, block, FP8_MIN_FEATURES)
             x = torch.empty(shape, dtype=precision.compute, requires_grad=True)
             keys = torch.empty(batch_size, dtype=torch.int64) if config.stochastic else None
         with LowPrecisionParams([block], precision.compute).in_place():

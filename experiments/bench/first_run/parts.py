@@ -118,7 +118,7 @@ def fp8(model: str) -> Callable[[bool, str], list[Job]]:
     low, high = FP8_GAIN
 
     def jobs(tiny: bool, device: str) -> list[Job]:
-        sums = {"fast in forward alone": (), "fast": ("--fp8-sums", "fast"), "exact": ("--fp8-sums", "exact")}
+        sums = {name: ("--fp8-fast-accum", name) for name in ("forward", "always", "never")}
         words = f"{low} to {high} % faster than bf16, after two fixes"
         return [
             bench_gpu(f"{model}, {name}", tiny, device, words, "--sections", "fp8", *more, models=(model,))

@@ -26,10 +26,11 @@ from torch import Tensor
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
-from vitpar.parallel.float8 import E4M3
+from vitpar.parallel.float8 import E4M3, FAST
 from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.hardware import ProductShape, copied, products
 from vitpar.sharded import local
+from vitpar.strategy.execution import multiplies_in_float8
 from vitpar.training.build import TrainingComponents
 
 READINGS = 7
@@ -90,23 +91,29 @@ def rank_flops(model: ParallelModel) -> tuple[float, float]:
 
 def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     """Return the FLOP/s of a rank in the matrix products of a block's forward and of its backward. Collective."""
-    shapes = block_products(model)
-    flops = sum(2 * m * k * n for m, k, n in shapes)
-    numbers, device = model.precision, model.device
-    fast = E4M3 if numbers.float8 else numbers.compute
-    outputs = products(device, fast, shapes)
-    inputs = products(device, fast, [(m, n, k) for m, k, n in shapes], fast_sums=False)
-    weights = products(device, numbers.compute, [(k, m, n) for m, k, n in shapes])
+    numbers, device, execution = model.precision, model.device, model.execution
+    fast, found = FAST[execution.fp8_fast_accum], block_products(model)
+    outputs, inputs, weights = [], [], []
+    for (m, k, n), float8 in found:
+        dtype = E4M3 if float8 else numbers.compute
+        outputs.append(products(device, dtype, [(m, k, n)], fast.output))
+        inputs.append(products(device, dtype, [(m, n, k)], fast.gradient))
+        weights.append(products(device, numbers.compute, [(k, m, n)]))
+    flops = sum(2 * math.prod(shape) for shape, _ in found)
+
+    def forward() -> None:
+        for work in outputs:
+            work()
 
     def backward() -> None:
-        inputs()
-        weights()
+        for work in (*inputs, *weights):
+            work()
 
-    return flops / _seconds(device, outputs), BACKWARD * flops / _seconds(device, backward)
+    return flops / _seconds(device, forward), BACKWARD * flops / _seconds(device, backward)
 
 
-def block_products(model: ParallelModel) -> list[ProductShape]:
-    """Return the shapes (m, k, n) of the first block's matrix products on one rank for one micro-batch."""
+def block_products(model: ParallelModel) -> list[tuple[ProductShape, bool]]:
+    """Return the first block's matrix products on one rank for one micro-batch: shapes (m, k, n), whether in float8."""
     config, plan = model.config, model.plan
     parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel
     tensor = plan.stage_size // parts
@@ -115,7 +122,8 @@ def block_products(model: ParallelModel) -> list[ProductShape]:
         if part.product is not None:
             taken, given = part.product
             split = (taken // tensor, given) if part.role == "row" else (taken, given // tensor)
-            found.append((images * part.tokens, *split))
+            float8 = model.precision.float8 and multiplies_in_float8(taken, given, model.execution.fp8_min_features)
+            found.append(((images * part.tokens, *split), float8))
     return found
 
 

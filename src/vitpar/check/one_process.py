@@ -25,7 +25,7 @@ from vitpar.data.randomness import sample_keys
 from vitpar.models.config import ModelConfig, layer_of
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.parallel.float8 import compute_in_float8
+from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.training.input import mixing, order_of
 from vitpar.training.recipe import Recipe
@@ -75,7 +75,7 @@ class OneProcess:
         if self._numbers.float8:
             for name, layer in self._model.layers().items():
                 if name not in ("embed", "head"):
-                    compute_in_float8(name, layer)
+                    compute_in_float8(name, layer, recipe.train.fp8_min_features, FAST[recipe.train.fp8_fast_accum])
         initialise(self._model, recipe.train.seed, config)
         every = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in every.values():

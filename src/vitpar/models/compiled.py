@@ -27,6 +27,17 @@ def is_plain(linear: nn.Linear) -> bool:
     return linear.bias is not None and "forward" not in linear.__dict__
 
 
+def is_whole(linear: nn.Linear) -> bool:
+    """Return whether `linear` has a bias and complete weights, so that `multiply` computes it."""
+    return linear.bias is not None and ("forward" not in linear.__dict__ or "multiply" in linear.__dict__)
+
+
+def multiply(linear: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:
+    """Return what `linear`, which `is_whole`, gives for `x` with another bias."""
+    # Precision fp8 gives a module a function of its own (vitpar.parallel.float8).
+    return linear.__dict__.get("multiply", F.linear)(x, linear.weight, bias)
+
+
 def kept(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     """Return ``operation(*operands)``, which a compiled block keeps for backward. operation: one of torch's."""
     if not trains_compiled():
@@ -98,35 +109,33 @@ def linear_by_sample(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Heads(torch.autograd.Function):
-    """Linear layer and split into queries, keys and values of all heads."""
+    """Split into queries, keys and values of all heads, which also gives the bias before it its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        q, k, v = F.linear(x, weight, bias).unflatten(-1, (-1, 3 * head_dim)).split(head_dim, dim=-1)
+    def forward(ctx: Any, x: Tensor, bias: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.unflatten(-1, (-1, 3 * head_dim)).split(head_dim, dim=-1)
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         # In four dimensions, as it is summed: the compiler joins copy and sum where their loops have the same sizes.
         packed = torch.cat(gradients, dim=-1)
-        for_x, for_weight = _gradients(ctx.needs_input_grad, packed.flatten(2), *ctx.saved_tensors)
         for_bias = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             for_bias = packed.sum(1, dtype=wide(packed)).sum(0).flatten().to(packed.dtype)
-        return for_x, for_weight, for_bias, None
+        return packed.flatten(2), for_bias, None
 
 
-def linear_heads(x: Tensor, weight: Tensor, bias: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values: ``linear(x, weight, bias)``, split.
+def linear_heads(linear: nn.Linear, x: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values: the output of `linear`, which `is_whole`, split.
 
     One kernel of backward packs their gradients for the products and sums them for the bias. Otherwise a second one
     reads the packed gradients again: 3 of 48 passes.
 
-    x: [batch, tokens, width] -> three of [batch, tokens, heads, head_dim]. The rows of `weight` are ordered (head,
+    x: [batch, tokens, width] -> three of [batch, tokens, heads, head_dim]. The rows of the weight are ordered (head,
     q|k|v, feature).
     """
-    return _Heads.apply(x, weight, bias, head_dim)
+    return _Heads.apply(multiply(linear, x, linear.bias.detach()), linear.bias, head_dim)
 
 
 def _sum_beside(x: Tensor, gradient: Tensor, scale: Tensor | None) -> Tensor:

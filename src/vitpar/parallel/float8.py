@@ -1,10 +1,12 @@
-"""float8 matrix products of the four linear layers of a block (precision fp8).
+"""float8 matrix products of the linear layers of blocks (precision fp8).
 
 | product            | operands                | data type                                                |
 |--------------------|-------------------------|----------------------------------------------------------|
 | output             | input, weight           | float8_e4m3, one scale per token and per weight row      |
 | gradient of input  | output gradient, weight | float8_e4m3, one scale per token and per weight column   |
 | gradient of weight | output gradient, input  | bfloat16: the sum over all tokens loses the most         |
+
+``vitpar.strategy.execution.multiplies_in_float8`` decides which layers are large enough.
 
 Scales are powers of two, so scaling itself does not round; the largest value of a row comes close to the largest float8
 value. Each token has a scale of its own, which does not depend on other samples, nor on how a plan splits the batch. If
@@ -16,15 +18,18 @@ complete weight.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vitpar.errors import RecipeError
+from vitpar.models.config import ModelConfig
 from vitpar.models.layers import Layer
 from vitpar.sharded import to_local
+from vitpar.strategy.execution import FastAccum, multiplies_in_float8
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -38,6 +43,21 @@ MULTIPLE = 16
 """Both sizes of a weight must be multiples of this on GPUs."""
 PROBE = 256
 """Rows and columns of the product that `float8_fault` tries. cuBLASLt may have no algorithm for a smaller one."""
+
+
+class Fast(NamedTuple):
+    """Products that GPUs may accumulate in fewer bits than float32, which is faster."""
+
+    output: bool = True
+    gradient: bool = False
+
+
+FAST: dict[FastAccum, Fast] = {
+    "forward": Fast(),  # as in torchao
+    "always": Fast(gradient=True),
+    "never": Fast(output=False),
+}
+"""These products by the setting `train.fp8_fast_accum`."""
 
 
 def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +75,7 @@ def multiply(
     b: Tensor,
     of_b: Tensor,
     dtype: torch.dtype,
-    fast: bool = True,
+    fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return ``a @ b.T + bias`` in `dtype`.
@@ -70,7 +90,7 @@ def multiply(
     return torch._scaled_mm(a, columns, **scales, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def product(x: Tensor, weight: Tensor, fast: bool = True, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, fast: bool, bias: Tensor | None = None) -> Tensor:
     """Return ``linear(x, weight, bias)`` multiplied in float8.
 
     x [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of x. Not differentiable.
@@ -81,36 +101,39 @@ def product(x: Tensor, weight: Tensor, fast: bool = True, bias: Tensor | None = 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fast: Fast) -> Tensor:
+        ctx.fast = fast
         ctx.save_for_backward(x, weight)
         # In the product: added to its output, the bias of queries, keys and values costs two passes over all three.
-        return product(x, weight, bias=bias)
+        return product(x, weight, fast.output, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            # As in torchao, fast accumulation only in forward.
-            for_x = product(gradient, weight.t(), fast=False)
+            for_x = product(gradient, weight.t(), ctx.fast.gradient)
         if ctx.needs_input_grad[1]:
             for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
         if ctx.needs_input_grad[2]:
             for_bias = gradient.flatten(0, -2).sum(0)
-        return for_x, for_weight, for_bias
+        return for_x, for_weight, for_bias, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fast: Fast = Fast()) -> Tensor:
     """Return ``linear(x, weight, bias)`` multiplied in float8, differentiable."""
-    return _Linear.apply(x, weight, bias)
+    return _Linear.apply(x, weight, bias, fast)
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
+def _forward(module: Any, x: Tensor) -> Tensor:
+    return module.multiply(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
 
 
-def compute_in_float8(block_name: str, block: Layer) -> None:
-    """Let the linear layers of `block` multiply in float8. block_name: its name, for messages.
+def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fast = Fast()) -> None:
+    """Let the linear layers of `block` that are large enough multiply in float8.
+
+    block_name: name of the block, for messages.
+    min_features: as in ``vitpar.strategy.execution.multiplies_in_float8``.
 
     Call it after tensor parallelism split the weights, and before the block is compiled. Raises RecipeError if GPUs
     cannot multiply the local part of a weight.
@@ -118,22 +141,36 @@ def compute_in_float8(block_name: str, block: Layer) -> None:
     for name, module in block.named_modules():
         if not isinstance(module, nn.Linear):
             continue
+        gives, takes = module.weight.shape  # of the complete weight, so that a layer computes alike under every plan
+        if not multiplies_in_float8(takes, gives, min_features):
+            continue
         sizes = to_local(module.weight).shape
         if any(size % MULTIPLE for size in sizes):
             raise RecipeError(
                 f"train.precision fp8 needs weights whose sizes on every rank are multiples of {MULTIPLE}, but "
                 f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
-        module.float8 = True  # type: ignore[assignment]
+        module.float8 = fast  # type: ignore[assignment]
         if "forward" not in vars(module):  # a split module has its own forward, which reads `float8`
+            module.multiply = partial(linear, fast=fast)  # type: ignore[assignment]
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+
+
+def refuse_small(config: ModelConfig, min_features: int) -> None:
+    """Raise RecipeError if no linear layer of the blocks of `config` is large enough to multiply in float8."""
+    products = [part.product for layer in config.block_kinds for part in layer.parts if part.product]
+    if not any(multiplies_in_float8(*product, min_features) for product in products):
+        raise RecipeError(
+            f"train.precision is fp8, but no linear layer in the blocks of {config.name} reaches "
+            f"train.fp8_min_features {min_features}: use bf16, which is faster for so small products, or set it lower"
+        )
 
 
 def float8_fault(device: torch.device) -> str | None:
     """Return the reason why `device` cannot multiply in float8, None if a small product works."""
     x = torch.ones(PROBE, PROBE, dtype=torch.bfloat16, device=device)
     try:
-        product(x, x)
+        product(x, x, fast=True)
     except RuntimeError as error:  # a GPU, or a build of torch, that cannot
         return f"this {device.type} device cannot multiply in float8 ({str(error).splitlines()[0]})"
     return None

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_gather,
     all_reduce,
@@ -28,26 +27,27 @@ from vitpar.parallel.collective import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from vitpar.parallel.float8 import Fast, multiply, product, scaled_rows
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: Fast | None = None
 ) -> Tensor:
     """Return ``linear(x, weight, bias)``; backward all-reduces the gradient of `x` (Megatron's f).
 
     x: replicated, [..., in]; its gradient is Partial -> Replicate, as each rank's weight contributes to all of it.
     weight, bias: this rank's [out, in] and [out].
-    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
+    in_float8: which float8 products are fast (``vitpar.parallel.float8``); None to multiply in the type of `x`.
     """
     return _ColumnLinear.apply(x, weight, bias, group, in_float8)
 
 
-def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool = False) -> Tensor:
+def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: Fast | None = None) -> Tensor:
     """Return ``linear(all_gather(x, dim), weight)``; backward gathers `x` again instead of keeping the gathered tensor.
 
     x: this rank's part along `dim`, [..., in / n] or [rows / n, ..., in].
     weight: this rank's weight [out, in].
-    in_float8: whether to multiply in float8 (``vitpar.parallel.float8``).
+    in_float8: which float8 products are fast (``vitpar.parallel.float8``); None to multiply in the type of `x`.
     Backward reduce-scatters the gradient of `x`, Partial -> Shard(dim), as each rank's weight contributes to all of it.
     """
     return _GatheredLinear.apply(x, weight, dim, group, in_float8)
@@ -56,12 +56,14 @@ def gathered_linear(x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: Fast | None
     ) -> Tensor:
         ctx.group, ctx.in_float8 = group, in_float8
         ctx.save_for_backward(x, weight)
         # The bias in the product: added to its output, it costs two passes over it.
-        return (float8.product if in_float8 else torch.nn.functional.linear)(x, weight, bias=bias)
+        if in_float8:
+            return product(x, weight, in_float8.output, bias)
+        return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -72,12 +74,12 @@ class _ColumnLinear(torch.autograd.Function):
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: ProcessGroup, in_float8: Fast | None) -> Tensor:
         ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
         # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
         ctx.save_for_backward(x, weight)
         whole = all_gather(x, dim, group)
-        return float8.product(whole, weight) if in_float8 else torch.nn.functional.linear(whole, weight)
+        return product(whole, weight, in_float8.output) if in_float8 else torch.nn.functional.linear(whole, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -93,14 +95,14 @@ def _gradients(ctx: Any, gradient: Tensor, dim: int | None) -> tuple[Tensor | No
     group, needs_x, needs_weight = ctx.group, _needed(ctx, 0), _needed(ctx, 1)
     for_x = for_weight = None
     if needs_x:
-        operands = [gradient, weight]
+        operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)
         if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
-            operands = [*float8.scaled_rows(gradient.flatten(0, -2)), *float8.scaled_rows(weight.t())]
+            operands = [*scaled_rows(gradient.flatten(0, -2)), *scaled_rows(weight.t())]
         if needs_weight:
             return (_compiled if torch.compiler.is_compiling() else _overlapped)(
-                gradient, x, operands, dim, group.group_name
+                gradient, x, operands, fast, dim, group.group_name
             )
-        partial = _for_input(gradient, operands)
+        partial = _for_input(gradient, operands, fast)
         for_x = all_reduce(partial, group) if dim is None else reduce_scatter(partial, dim, group)
     elif needs_weight:
         for_weight = _for_weight(gradient, x if dim is None else all_gather(x, dim, group))
@@ -121,15 +123,16 @@ def _needed(ctx: Any, number: int) -> bool:
         return True
 
 
-def _for_input(gradient: Tensor, operands: list[Tensor]) -> Tensor:
+def _for_input(gradient: Tensor, operands: list[Tensor], fast: bool) -> Tensor:
     """Return this rank's part of the gradient of the complete input.
 
     operands: (gradient, weight), or in float8 (gradient, its scales, transposed weight, its scales).
+    fast: whether a float8 product may accumulate in fewer bits.
     """
     if len(operands) == 2:
         return operands[0] @ operands[1]
     a, of_a, b, of_b = operands
-    return float8.multiply(a, of_a, b, of_b, gradient.dtype, fast=False).unflatten(0, gradient.shape[:-1])
+    return multiply(a, of_a, b, of_b, gradient.dtype, fast).unflatten(0, gradient.shape[:-1])
 
 
 def _for_weight(gradient: Tensor, x: Tensor) -> Tensor:
@@ -138,16 +141,16 @@ def _for_weight(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _overlapped(
-    gradient: Tensor, x: Tensor, operands: list[Tensor], dim: int | None, group_name: str
+    gradient: Tensor, x: Tensor, operands: list[Tensor], fast: bool, dim: int | None, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of (input, weight), in the order of the table above."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     if dim is None:
-        summing = start_all_reduce(_for_input(gradient, operands), group)
+        summing = start_all_reduce(_for_input(gradient, operands, fast), group)
         for_weight = _for_weight(gradient, x)
     else:
         gathering = start_all_gather(x, group)
-        summing = start_reduce_scatter(_for_input(gradient, operands), dim, group)
+        summing = start_reduce_scatter(_for_input(gradient, operands, fast), dim, group)
         for_weight = _for_weight(gradient, finish_all_gather(gathering, dim, group))
     return finish(summing, group), for_weight
 
@@ -159,6 +162,8 @@ _compiled = torch.library.custom_op("vitpar::linear_gradients", _overlapped, mut
 
 
 @_compiled.register_fake
-def _(gradient: Tensor, x: Tensor, operands: list[Tensor], dim: int | None, group_name: str) -> tuple[Tensor, Tensor]:
+def _(
+    gradient: Tensor, x: Tensor, operands: list[Tensor], fast: bool, dim: int | None, group_name: str
+) -> tuple[Tensor, Tensor]:
     features = operands[1].shape[1] if len(operands) == 2 else operands[2].shape[0]
     return x.new_empty(x.shape), x.new_empty(gradient.shape[-1], features)

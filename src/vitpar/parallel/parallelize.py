@@ -4,7 +4,7 @@ Each layer is wrapped by its own strategy, in this order:
 
 1. Build on meta, only the layers of this rank's stages. Parameter names are those of the complete model.
 2. Tensor parallelism: split what the layer class declares. Parameters of frozen layers get no gradients from here on.
-3. fp8: let the linear layers of blocks multiply in float8. Needs the final, local weight sizes.
+3. fp8: let the large linear layers of blocks multiply in float8. Needs the final, local weight sizes.
 4. Compile the forward of each block, with everything that replaces a forward inside.
 5. Activation checkpointing around the compiled forward.
 6. ``fully_shard`` each layer, then the stage, if it has anything to shard or offload. Other layers get 16-bit copies of
@@ -27,11 +27,11 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
-from vitpar.parallel.float8 import compute_in_float8, float8_fault
+from vitpar.parallel.float8 import FAST, compute_in_float8, float8_fault, refuse_small
 from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import StageModule, travel_layouts
-from vitpar.parallel.precision import Precision, resolve_precision
+from vitpar.parallel.precision import PRECISIONS, Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stage_layers, stages_of_rank, token_layout
@@ -59,6 +59,8 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
     precision = resolve_precision(execution.precision, execution.reduce_dtype)
     if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
+    if precision.float8:
+        refuse_small(config, execution.fp8_min_features)
     pipe = pipeline_mesh(plan, device.type)
     strategies, rules = plan.strategies(config.layer_names), execution.rules(plan, config.layer_names)
     executions = {name: rules.of(strategy, name) for name, strategy in strategies.items()}
@@ -77,7 +79,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         for name, layer in stage.layers().items():
             strategy = strategies[name]
             partial_gradients[name] = _compute(
-                name, layer, strategy, tensor_axes[strategy], executions[name], precision.float8, execution.compile
+                name, layer, strategy, tensor_axes[strategy], executions[name], execution
             )
         _shard(stage, executions, by_name, precision, execution.communication.prefetch)
         _connect(stage, index, strategies, config, plan, pipe)
@@ -111,27 +113,27 @@ def _compute(
     layer: Layer,
     strategy: Strategy,
     axes: DeviceMesh | None,
-    execution: LayerExecution,
-    float8: bool,
-    compile_blocks: bool,
+    here: LayerExecution,
+    execution: Execution,
 ) -> list[PartialGradient]:
     """Apply steps 2 to 5 to a layer, and return its partial gradients.
 
     axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
+    here: rules for this layer's parameters.
     """
     found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
-    if not execution.trained:
+    if not here.trained:
         layer.requires_grad_(False)
         found = []
     if name not in ("embed", "head"):
-        if float8:
-            compute_in_float8(name, layer)
-        if compile_blocks:
+        if PRECISIONS[execution.precision].float8:
+            compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
+        if execution.compile:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             # Not dynamic: by default the second size that the compiler sees, such as that of a Swin's next stage,
             # becomes symbolic, which costs kernels their constants.
             layer.forward = torch.compile(layer.forward, dynamic=False)
-    if strategy.checkpoint and execution.backward != "nothing":
+    if strategy.checkpoint and here.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
     return found
 

@@ -41,7 +41,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from vitpar.models.layers import Layer
-from vitpar.parallel import float8
 from vitpar.parallel.collective import (
     all_reduce,
     gather_from_tp_region,
@@ -51,6 +50,8 @@ from vitpar.parallel.collective import (
     split_layer_norm,
     split_rms_norm,
 )
+from vitpar.parallel.float8 import Fast
+from vitpar.parallel.float8 import linear as float8_linear
 from vitpar.parallel.linear import column_linear, gathered_linear
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
@@ -64,8 +65,8 @@ class SplitModule(Protocol):
     bias: Tensor | None
     eps: float
     """Epsilon of a norm."""
-    float8: bool
-    """Whether the matmul runs in float8. Only set in fp8."""
+    float8: Fast
+    """Which float8 products are fast. Only set if the layer multiplies in float8."""
     tensor_mesh: DeviceMesh
     """Tensor-parallel axes (j, or j and k) of the layer's mesh."""
 
@@ -78,16 +79,16 @@ def _group(module: SplitModule, axis: str) -> ProcessGroup:
 
 
 def _product(module: SplitModule, x: Tensor) -> Tensor:
-    linear = float8.linear if _in_float8(module) else F.linear
-    return linear(x, to_local(module.weight), None)
+    weight, in_float8 = to_local(module.weight), _in_float8(module)
+    return float8_linear(x, weight, None, in_float8) if in_float8 else F.linear(x, weight)
 
 
 def _gathered_product(module: SplitModule, x: Tensor, dim: int, axis: str) -> Tensor:
     return gathered_linear(x, to_local(module.weight), dim, _group(module, axis), _in_float8(module))
 
 
-def _in_float8(module: SplitModule) -> bool:
-    return getattr(module, "float8", False)
+def _in_float8(module: SplitModule) -> Fast | None:
+    return getattr(module, "float8", None)
 
 
 # The bias is never passed to a matmul whose output is Partial: the reduction would add it once per rank.

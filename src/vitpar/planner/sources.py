@@ -13,6 +13,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 from vitpar.planner.search.space import FLAGS
+from vitpar.strategy.execution import FP8_MIN_FEATURES
 from vitpar.training.recipe.machine import automatic_precision
 
 NO_COSTS = ("name", "norm_eps", "init")
@@ -85,6 +86,7 @@ def estimated_costs(
     compiled: bool | None = None,
     ranks: int | None = None,
     frozen: frozenset[str] = frozenset(),
+    fp8_min_features: int = FP8_MIN_FEATURES,
 ) -> LayerCosts:
     """Return the costs of a model on devices of a cluster, estimated from its data sheet.
 
@@ -93,6 +95,7 @@ def estimated_costs(
     compiled: whether blocks are compiled; None for true, as in a training on GPUs
     ranks: number of devices; None for all
     frozen: names of the layers that are not trained
+    fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
 
     Raises PlannerError for an unknown cluster or precision.
     """
@@ -101,7 +104,12 @@ def estimated_costs(
         native = "bf16" if any(rate.dtype == "bfloat16" for rate in hardware.matmuls) else None
         precision = automatic_precision(native, hardware.device)
     profile = estimate_model(
-        config, precision, hardware, tensors(config, hardware.ranks), compiled=compiled is not False
+        config,
+        precision,
+        hardware,
+        tensors(config, hardware.ranks),
+        compiled=compiled is not False,
+        fp8_min_features=fp8_min_features,
     )
     if assumed:
         profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})

@@ -32,6 +32,16 @@ from vitpar.strategy.plan import Plan
 REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Type besides fp32 in which gradients can be reduced, by precision that computes in 16 or 8 bits."""
 
+FP8_MIN_FEATURES = 640
+"""Smallest linear layers that multiply in float8, as `multiplies_in_float8` measures them, if a recipe does not say.
+
+From 450 features on fp8 saves time on an H200, from 640 on an H100 (experiments/results/dry_bench_2026-11-25.md). It is
+one number for all GPUs, so that a run computes alike wherever it continues.
+"""
+
+FastAccum = Literal["forward", "always", "never"]
+"""Float8 products that may accumulate in fewer bits than float32: outputs alone, gradients of inputs too, or none."""
+
 Reduced = Literal["every micro-batch", "last micro-batch", "end of step", "never"]
 """Time at which gradients are reduced: in each backward, in the last one, or after all of them; never if there are
 none."""
@@ -75,6 +85,10 @@ class Execution:
     communication: Communication = field(default_factory=Communication)
     frozen: frozenset[str] = frozenset()
     """Names of the layers that are not trained."""
+    fp8_min_features: int = FP8_MIN_FEATURES
+    """Smallest linear layers that multiply in float8 in precision fp8, as `multiplies_in_float8` measures them."""
+    fp8_fast_accum: FastAccum = "forward"
+    """Float8 products that accumulate in fewer bits."""
 
     def rules(self, plan: Plan, layers: Sequence[str]) -> Rules:
         """Return the rules for the layers of `plan`.
@@ -82,6 +96,15 @@ class Execution:
         layers: names of all layers of the model, in order.
         """
         return Rules.under(plan, self.precision, self.communication, backwards(layers, self.frozen))
+
+
+def multiplies_in_float8(takes: int, gives: int, min_features: float) -> bool:
+    """Return whether precision fp8 multiplies a linear layer from `takes` to `gives` features in float8.
+
+    It does if their harmonic mean is at least `min_features`: what float8 saves grows with the product of both, what
+    scaling costs with their sum. Both count without tensor parallelism, so that every plan computes alike.
+    """
+    return 2 * takes * gives >= min_features * (takes + gives)
 
 
 def adds_no_gradients(plan: Plan, microbatches: int) -> bool:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.compiled import is_plain, linear_heads, trains_compiled
+from vitpar.models.compiled import is_whole, linear_heads, trains_compiled
 from vitpar.models.layers import MLP, NORMS, for_every_sample
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.rope import rope_tables, rotate
@@ -76,9 +76,8 @@ class Attention(Attend):
 
     def attended(self, x: Tensor) -> Tensor:
         """Return what `proj` takes: [batch, tokens, heads · features]."""
-        if trains_compiled() and is_plain(self.qkv):
-            heads = linear_heads(x, self.qkv.weight, self.qkv.bias, self.head_dim)
-            q, k, v = (part.transpose(1, 2) for part in heads)
+        if trains_compiled() and is_whole(self.qkv):
+            q, k, v = (part.transpose(1, 2) for part in linear_heads(self.qkv, x, self.head_dim))
         else:
             q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
         return self.norm(self.attend(q, k, v))

@@ -40,6 +40,7 @@ from vitpar.planner.profile.profiles import (
 )
 from vitpar.sharded import local
 from vitpar.strategy import parse, token_layout, validate
+from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
 from vitpar.training.optim.norms import clip_factor, global_norm
@@ -68,6 +69,20 @@ class Subject:
     """Whether blocks are compiled."""
     attention: str = "auto"
     """Attention kernel, as in recipes."""
+    fp8_min_features: int = FP8_MIN_FEATURES
+    """Smallest linear layers that multiply in float8, as in recipes."""
+    fp8_fast_accum: FastAccum = "forward"
+    """Float8 products that accumulate in fewer bits, as in recipes."""
+
+    def execution(self, batch_size: int) -> Execution:
+        """Return the settings of a step."""
+        return Execution(
+            batch_size,
+            self.precision,
+            compile=self.compile_blocks,
+            fp8_min_features=self.fp8_min_features,
+            fp8_fast_accum=self.fp8_fast_accum,
+        )
 
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
         """Yield (tensor, checkpoint, wrapped) of all layer profiles to measure, as `LayerProfile` names them."""
@@ -118,7 +133,7 @@ def built(
     smallest = row_parts(parse(mesh).strategy)
     plan = validate(parse(mesh), config, smallest)
     with pretended(plan.world_size):
-        yield parallelize(config, plan, Execution(smallest, subject.precision, compile=subject.compile_blocks), device)
+        yield parallelize(config, plan, subject.execution(smallest), device)
 
 
 class LayerBench:

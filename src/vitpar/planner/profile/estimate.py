@@ -39,7 +39,7 @@ from vitpar.planner.profile.profiles import (
     always_wrapped,
 )
 from vitpar.strategy import Strategy, parse
-from vitpar.strategy.execution import update_bytes
+from vitpar.strategy.execution import FP8_MIN_FEATURES, multiplies_in_float8, update_bytes
 from vitpar.strategy.layout import row_parts
 from vitpar.strategy.splits import mode_of
 from vitpar.strategy.validate import unsplittable
@@ -86,6 +86,8 @@ class _Product(NamedTuple):
     """Elements of the input."""
     given: float
     """Elements of the output."""
+    float8: bool
+    """Whether output and gradient of the input are computed in float8."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def estimate_model(
     *,
     compiled: bool = False,
     one_pass: bool | None = None,
+    fp8_min_features: int = FP8_MIN_FEATURES,
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
@@ -137,6 +140,7 @@ def estimate_model(
     tensors: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
     compiled: whether blocks are compiled.
     one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
+    fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``.
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
@@ -160,8 +164,8 @@ def estimate_model(
                 continue
             block = layer.name not in LAUNCHES
             elements = layer_elements(layer, strategy).compute_numel
-            plain = _counts(layer, strategy, "none")
-            float8 = rates[FLOAT8] if numbers.float8 and block else None
+            plain = _counts(layer, strategy, "none", fp8_min_features if numbers.float8 and block else math.inf)
+            float8 = rates.get(FLOAT8)
             operations = LAUNCHES.get(layer.name, BLOCK_LAUNCHES) / (2 if compiled and block else 1)
             time = _Time(matmul, float8, copy, plain, numbers.compute.itemsize, operations, compiled)
             for policy in CHECKPOINTS:
@@ -218,7 +222,7 @@ class _Time:
     matmul: Matmul
     """Rate of products in the compute dtype."""
     float8: Matmul | None
-    """Rate of products in forward and for gradients of inputs in fp8; None if these use `matmul` too."""
+    """Rate of float8 products; None if there is none."""
     copy: Curve
     """Rate of memory."""
     counts: _Counts
@@ -246,16 +250,19 @@ class _Time:
         """Return the seconds of `rows` rows in forward or backward."""
         # Backward has two products (for gradients of inputs and of weights) for one of forward, and twice the rest.
         counts, times = self.counts, 1 if forward else 2
-        rates = [self.float8 or self.matmul] + [self.matmul] * (not forward)
-        computed = sum(rate.seconds(rows * product.flops) for rate in rates for product in counts.products)
+        computed = 0.0
+        for product in counts.products:
+            first = self.float8 if product.float8 and self.float8 else self.matmul
+            rates = [first] + [self.matmul] * (not forward)
+            computed += sum(rate.seconds(rows * product.flops) for rate in rates)
         if counts.attention:
             computed += times * self.matmul.seconds(rows * counts.attention) / ATTENTION
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
-        touched = times * (counts.touched * (1 if self.compiled else EAGER) + sum(max(p[1:]) for p in counts.products))
-        if self.float8:
-            scaled = sum(product.taken if forward else product.given for product in counts.products)
-            touched += QUANTISING[self.compiled] * scaled
+        edges = sum(max(product.taken, product.given) for product in counts.products)
+        touched = times * (counts.touched * (1 if self.compiled else EAGER) + edges)
+        scaled = sum(p.taken if forward else p.given for p in counts.products if p.float8)
+        touched += QUANTISING[self.compiled] * scaled
         computed += self.copy.seconds(rows * touched * self.itemsize)
         operations = times * self.operations
         return max(computed + operations * GAP, operations * LAUNCH)
@@ -268,13 +275,16 @@ def tiled_flops(shape: AttentionShape) -> int:
     return replace(shape, tokens=-(-shape.tokens // tile) * tile).flops
 
 
-def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts:
-    """Return the work of one row under a tensor-parallel mode and a checkpointing policy."""
+def _counts(layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_features: float = math.inf) -> _Counts:
+    """Return the work of one row under a tensor-parallel mode and a checkpointing policy.
+
+    fp8_min_features: smallest products in float8; infinity for none.
+    """
     t, mode = strategy.degree("tp"), mode_of(strategy)
     # Parts that activations outside the products are split into.
     parts = 1 if mode == "1d" else t
     given = layer.gives.elements
-    products = tuple(_products(layer, strategy))
+    products = tuple(_products(layer, strategy, fp8_min_features))
     if layer.name == "embed":
         pixels = sum(product.taken for product in products if product.taken)
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
@@ -302,7 +312,7 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str) -> _Counts
     return _Counts(products, attention, touched, kept, space)
 
 
-def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]:
+def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: float) -> Iterator[_Product]:
     """Yield the products of a layer on one rank."""
     t, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
     parts = 1 if mode_of(strategy) == "1d" else t
@@ -312,14 +322,15 @@ def _products(layer: LayerDescription, strategy: Strategy) -> Iterator[_Product]
         if part.product is None:
             continue
         taken, given = taken_elements(part), given_elements(part)
+        float8 = multiplies_in_float8(*part.product, fp8_min_features)
         match part.role:
             case "column":
-                yield _Product(part.flops / t, taken / inner, given / outer)
+                yield _Product(part.flops / t, taken / inner, given / outer, float8)
             case "row":
-                yield _Product(part.flops / t, taken / outer, given / inner)
+                yield _Product(part.flops / t, taken / outer, given / inner, float8)
             case "classifier":
-                yield _Product(part.flops / t, taken, given / t)
+                yield _Product(part.flops / t, taken, given / t, float8)
             case "merge":
-                yield _Product(part.flops / t, taken / t, given / parts)
+                yield _Product(part.flops / t, taken / t, given / parts, float8)
             case _:
-                yield _Product(part.flops / parts, taken / parts, given / parts)
+                yield _Product(part.flops / parts, taken / parts, given / parts, float8)

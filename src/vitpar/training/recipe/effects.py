@@ -73,6 +73,12 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "train.precision to bf16, fp16 or fp8",
     ),
     Effect(
+        _keys(train="fp8_min_features fp8_fast_accum"),
+        lambda recipe: recipe.train.precision == "fp8",
+        "{key} is {value!r}, which does nothing with train.precision '{case.train.precision}': leave it out, or set "
+        "train.precision to fp8",
+    ),
+    Effect(
         _keys(loss_scale=" ".join(LossScaleSection.model_fields)),
         lambda recipe: recipe.train.precision == "fp16",
         "{key} is {value}, which does nothing with train.precision '{case.train.precision}': leave it out, or set "
@@ -140,35 +146,47 @@ def refuse_without_effect(recipe: Recipe) -> None:
     refuse_idle(EFFECTS, recipe, given, RecipeError)
 
 
+_PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
     model="…",
     parallel="…",
     communication="…",
     loss_scale="…",
     optimizer="name implementation layer_decay momentum nesterov ns_steps",
-    train="batch_size precision reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
+    train=f"batch_size {_PRECISION} reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
     "activation_memory_budget freeze",
     faults="non_finite",
 )
-_OUTPUTS = _keys(data="crop_pct interpolation mean std workers", train="precision compile attention")
+_OUTPUTS = _keys(
+    data="crop_pct interpolation mean std workers", train="precision fp8_min_features fp8_fast_accum compile attention"
+)
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _keys(model="…", parallel="…", optimizer="name momentum", train="batch_size precision ema_decay freeze"),
-    "a search": _keys(model="…", optimizer="name momentum", train="batch_size precision ema_decay compile freeze"),
-    "a profile": _keys(model="…", train="precision compile attention"),
+    "a plan": _keys(
+        model="…",
+        parallel="…",
+        optimizer="name momentum",
+        train="batch_size precision fp8_min_features ema_decay freeze",
+    ),
+    "a search": _keys(
+        model="…",
+        optimizer="name momentum",
+        train="batch_size precision fp8_min_features ema_decay compile freeze",
+    ),
+    "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(
         model="…",
         parallel="…",
         communication="…",
         optimizer="…",
-        train="batch_size seed precision reduce_dtype label_smoothing compile attention activation_memory_budget "
+        train=f"batch_size seed {_PRECISION} reduce_dtype label_smoothing compile attention activation_memory_budget "
         "clip_grad_norm ema_decay ema_warmup freeze",
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
     ),
     "an evaluation": _keys(
         data="path crop_pct interpolation mean std workers bad_sample",
         stream="train val samples val_samples classes label allow_pipe",
-        train="batch_size precision compile attention",
+        train=f"batch_size {_PRECISION} compile attention",
     ),
     "a prediction": _OUTPUTS,
     "an extraction of features": _OUTPUTS,

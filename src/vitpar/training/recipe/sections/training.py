@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
+from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.recipe.sections.base import Section
 
@@ -94,6 +95,12 @@ class TrainSection(Section):
     compute in it, else fp32."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type in which gradients are summed over data-parallel ranks with bf16, fp16 and fp8; fp32 if unset."""
+    fp8_min_features: int = Field(FP8_MIN_FEATURES, ge=0, le=MAX_COUNT)
+    """Linear layers of blocks multiply in float8 (fp8) if the harmonic mean of their input and output features is at
+    least this; smaller ones, which lose time by it, in bf16."""
+    fp8_fast_accum: FastAccum = "forward"
+    """Float8 products that GPUs accumulate in fewer bits than float32, which is faster: those of forward, always, or
+    never."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Probability mass that the target spreads over all classes."""
     clip_grad_norm: float = Field(1.0, ge=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch._logging._internal import warning_once
 
 from vitpar import model_config
 from vitpar.models.layers import LayerNorm
@@ -71,10 +72,11 @@ def results(forward: Any, layer: nn.Module, x: Tensor, gradient: Tensor) -> list
     ],
 )
 def test_compiled_block_equals_an_uncompiled_one(
-    options: dict[str, Any], frozen: str, dtype: torch.dtype, rearranged: bool
+    options: dict[str, Any], frozen: str, dtype: torch.dtype, rearranged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Compiled, a block sums for biases elsewhere and adds its last product in place (vitpar.models.compiled)."""
     torch.compiler.reset()
+    warning_once.cache_clear()
     exact, layer, graphs = block(torch.float64, **options), block(dtype, **options), AotEagerAndRecordGraphs()
     exact.load_state_dict(layer.state_dict())
     for name in set(frozen.split()) - {"x"}:
@@ -85,6 +87,7 @@ def test_compiled_block_equals_an_uncompiled_one(
     compiled = torch.compile(layer.forward, backend=graphs, fullgraph=True)
     found, plain = (results(forward, layer, x, gradient) for forward in (compiled, layer))
     assert ("add_product_" in graphs.fw_graphs[0].code) is rearranged
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     for mine, rounded, right in zip(found, plain, results(exact, exact, x.double(), gradient.double()), strict=True):
         error, usual = ((one - right).norm() / right.norm() if right.any() else one.norm() for one in (mine, rounded))
         assert error <= 1e-12 + 2 * usual and usual < 0.05

@@ -5,6 +5,7 @@ activation of tokens x width (experiments/dry_bench.py). Nothing here is used un
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,11 @@ def _must_save(*args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 _KEEP = functools.partial(create_selective_checkpoint_contexts, _must_save)
+
+# upstream: the compiler warns of every `context_fn`, in case an operation writes in place. That of `kept` never does.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed" not in record.getMessage()
+)
 
 
 def _gradients(

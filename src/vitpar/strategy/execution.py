@@ -32,11 +32,12 @@ from vitpar.strategy.plan import Plan
 REDUCE_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Type besides fp32 in which gradients can be reduced, by precision that computes in 16 or 8 bits."""
 
-FP8_MIN_FEATURES = 640
+FP8_MIN_FEATURES = 576
 """Smallest linear layers that multiply in float8, as `multiplies_in_float8` measures them, if a recipe does not say.
 
-From 450 features on fp8 saves time on an H200, from 640 on an H100 (experiments/results/dry_bench_2026-11-25.md). It is
-one number for all GPUs, so that a run computes alike wherever it continues.
+By a roofline of the kernels that a compiled block starts, square layers save time from about 520 features on with an
+H100 and 390 with an H200, other shapes from fewer on (experiments/results/dry_bench_2026-11-25.md). It is one number
+for all GPUs, so that a run computes alike wherever it continues.
 """
 
 FastAccum = Literal["forward", "always", "never"]

@@ -47,7 +47,8 @@ def vitpar_elements(config: ModelConfig, layer: LayerDescription, strategy: Stra
     float8: whether the linear layers of blocks compute in fp8. The scaling of their inputs is left out.
 
     Differs from `usual_elements` in blocks of a Vision Transformer that are not parallel, and by the bias of fc1 in
-    Swin's. All else was not counted and keeps the usual bytes: parallel blocks, models of the user, gates, dropout.
+    Swin's. Parallel blocks and models of the user keep the usual bytes. Left out are dropout, what gates cost, and that
+    norms of queries and keys cost 5 passes more with rotary positions or separate biases.
     """
     forward, backward = usual_elements(layer, strategy)
     if layer.name in ("embed", "head") or not isinstance(config, ViTConfig | SwinConfig):
@@ -73,8 +74,8 @@ def _stream(config: ViTConfig, plain: bool) -> Table:
     return (
         (True, -1, -1),  # the sum after attention is kept for backward
         (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
-        (scales, 0, 7),
-        (drops, 0, 2 if scales else 4),
+        (scales, 0, 7),  # the gradients of layer scale
+        (drops, 0, 2 if scales else 4),  # drop-path
     )
 
 
@@ -84,8 +85,8 @@ def _heads(config: ViTConfig, plain: bool) -> Table:
     return (
         (packs or unbiased, 0, -3),  # the kernel that packs the gradients sums the bias, if there is one
         (config.qkv_bias == "qv", 4, 2),  # biases of queries and values are added after the product
-        (config.rope != "none", 8, 0 if packs else 6),
-        (config.qk_norm, 8, 7),
+        (config.rope != "none", 8, 0 if packs else 6),  # rotary positions
+        (config.qk_norm, 8, 7),  # norms of queries and keys
     )
 
 

@@ -111,8 +111,10 @@ def predict(
     config, hardware = model_config(**model), find_cluster(cluster).hardware()
     chosen = validate(replace(parse(plan), microbatches=microbatches), config, batch)
     tensors = (tensor_name(chosen.strategy),)
-    # Other libraries update in several passes.
-    profile = estimate_model(config, precision, hardware, tensors, compiled=compiled, one_pass=False)
+    # Other libraries update in several passes, and their blocks move the usual bytes.
+    profile = estimate_model(
+        config, precision, hardware, tensors, compiled=compiled, one_pass=False, vitpar_blocks=False
+    )
     costs = LayerCosts(config, hardware, profile)
     found = price(chosen, costs, batch)
     mfu, images = found.mfu(costs), found.images_per_second / hardware.ranks

@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """Count and estimate every model; print progress on stderr."""
-    from bench.dry.block import block_work
+    from bench.dry.block import block_work, of_variant
     from bench.dry.compiler_settings import change
     from bench.dry.roofline import estimate, rates_of
     from bench.dry.tables import Row
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         sys.exit(f"error: {others[0]} is no Vision Transformer of equal blocks: leave it out")
     rates = rates_of(options.gpu, options.products and 1e12 * options.products)
     rows = []
-    for config in configs:
+    for config in (of_variant(config, options.variant) for config in configs):
         begun = time.monotonic()
         batch = options.batch or default_batch(config.name)
         work = block_work(config, batch, GPUS[options.gpu], options.variant, cubins=not options.no_cubins)

@@ -31,7 +31,7 @@ def block_work(
     cubins: whether to compile the Triton kernels, for their registers and memory.
     """
     torch.compiler.reset()
-    config = replace(config, drop_path=DROP_PATH if variant == "drop_path" else 0.0)
+    config = of_variant(config, variant)
     precision = PRECISIONS["fp8" if variant == "fp8" else "bf16"]
     shape = (batch_size, config.tokens, config.embed_dim)
     recording = Recording()
@@ -50,6 +50,11 @@ def block_work(
     assert [graph.backward for graph in graphs] == [False, True], f"{len(graphs)} graphs instead of one a direction"
     found = {name: resources(kernel.autotuner) for name, kernel in recording.kernels.items()} if cubins else {}
     return BlockWork((graphs[0], graphs[1]), x.numel() * x.element_size(), found)
+
+
+def of_variant(config: ViTConfig, variant: str) -> ViTConfig:
+    """Return `config` with drop-path in the variant drop_path only."""
+    return replace(config, drop_path=DROP_PATH if variant == "drop_path" else 0.0)
 
 
 def _use_attention(kernel: str) -> None:

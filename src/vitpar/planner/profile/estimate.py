@@ -23,10 +23,10 @@ from vitpar.planner.profile.activations import (
     given_elements,
     kept_elements,
     normed_elements,
-    of_role,
     taken_elements,
     transient_elements,
 )
+from vitpar.planner.profile.block_bytes import Directions, usual_elements, vitpar_elements
 from vitpar.planner.profile.curves import Curve, exact
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
@@ -58,14 +58,11 @@ tokens and 170 with 257 on an H200."""
 ATTENTION_TILE = 128
 """Tokens of an attention tile: 197 tokens take as long as 256."""
 EAGER = 1.75
-"""Bytes that eager operations other than products read and write, relative to compiled ones. Those move 54 × tokens ×
-embed_dim elements per block.
-
-Fitted to B/16 and H/14 on an RTX 3090.
-"""
-QUANTISING = {True: 2.0, False: 14.0}
-"""Passes over a product's inputs that scale them for fp8, by whether blocks are compiled. Counted in
-`parallel.float8`."""
+"""Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`. Fitted to
+B/16 and H/14 on an RTX 3090."""
+QUANTISING = {True: 0.8, False: 14.0}
+"""Passes over a product's inputs that scale them for fp8, by whether blocks are compiled. Counted by
+experiments/dry_bench.py, and in `parallel.float8`."""
 SCALING_LOSS = 0.012
 """Share of computing lost to stragglers with every doubling of the nodes. Published weak scaling from 8 to 128 GPUs is
 94 to 96 %."""
@@ -89,6 +86,13 @@ class _Product(NamedTuple):
     float8: bool
     """Whether output and gradient of the input are computed in float8."""
 
+    def edges(self, forward: bool) -> float:
+        """Return the elements of the larger of what is read and written, in forward or in backward's two products."""
+        size = 0.5 if self.float8 else 1.0  # of what is read, relative to what is written
+        if forward:
+            return max(size * self.taken, self.given)
+        return max(size * self.given, self.taken) + max(self.taken, self.given)
+
 
 @dataclass(frozen=True)
 class _Counts:
@@ -98,8 +102,6 @@ class _Counts:
     """Products with weights."""
     attention: float
     """FLOPs of attention in forward."""
-    touched: float
-    """Elements that all other operations read and write in forward, if compiled."""
     saved: float
     """Elements kept for backward."""
     workspace: float
@@ -133,6 +135,7 @@ def estimate_model(
     compiled: bool = False,
     one_pass: bool | None = None,
     fp8_min_features: int = FP8_MIN_FEATURES,
+    vitpar_blocks: bool = True,
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
@@ -141,6 +144,7 @@ def estimate_model(
     compiled: whether blocks are compiled.
     one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``.
+    vitpar_blocks: whether compiled blocks are vitpar's, which move fewer bytes than those of other libraries.
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
@@ -164,10 +168,14 @@ def estimate_model(
                 continue
             block = layer.name not in LAUNCHES
             elements = layer_elements(layer, strategy).compute_numel
-            plain = _counts(layer, strategy, "none", fp8_min_features if numbers.float8 and block else math.inf)
-            float8 = rates.get(FLOAT8)
+            smallest = fp8_min_features if numbers.float8 and block else math.inf
+            plain, float8 = _counts(layer, strategy, "none", smallest), rates.get(FLOAT8)
             operations = LAUNCHES.get(layer.name, BLOCK_LAUNCHES) / (2 if compiled and block else 1)
-            time = _Time(matmul, float8, copy, plain, numbers.compute.itemsize, operations, compiled)
+            if compiled and vitpar_blocks:
+                touched = vitpar_elements(config, layer, strategy, smallest)
+            else:
+                touched = usual_elements(layer, strategy)
+            time = _Time(matmul, float8, copy, plain, touched, numbers.compute.itemsize, operations, compiled)
             for policy in CHECKPOINTS:
                 counts = _counts(layer, strategy, policy)
                 forward, backward = time.curves(row_parts(strategy), policy)
@@ -227,6 +235,8 @@ class _Time:
     """Rate of memory."""
     counts: _Counts
     """Work of one row, without checkpointing."""
+    touched: Directions
+    """Elements of one row that operations other than products and attention read and write, if compiled."""
     itemsize: int
     """Bytes of an element."""
     operations: float
@@ -259,8 +269,8 @@ class _Time:
             computed += times * self.matmul.seconds(rows * counts.attention) / ATTENTION
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
-        edges = sum(max(product.taken, product.given) for product in counts.products)
-        touched = times * (counts.touched * (1 if self.compiled else EAGER) + edges)
+        touched = self.touched[0 if forward else 1] * (1 if self.compiled else EAGER)
+        touched += sum(product.edges(forward) for product in counts.products)
         scaled = sum(p.taken if forward else p.given for p in counts.products if p.float8)
         touched += QUANTISING[self.compiled] * scaled
         computed += self.copy.seconds(rows * touched * self.itemsize)
@@ -289,11 +299,11 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_fe
         pixels = sum(product.taken for product in products if product.taken)
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
         saved = given / parts + normed + (0 if policy == "full" else pixels)
-        return _Counts(products, 0.0, 4 * given / parts + 3 * normed, saved, given / parts)
+        return _Counts(products, 0.0, saved, given / parts)
     if layer.name == "head":
         taken = (layer.takes or layer.gives).elements / parts
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
-        return _Counts(products, 0.0, 3 * taken, 2 * normed, taken)
+        return _Counts(products, 0.0, 2 * normed, taken)
     kept = sum(kept_elements(layer, strategy, "none")) if layer.saved is None else layer.saved / t
     space = transient_elements(layer, strategy)
     if policy != "none":
@@ -301,15 +311,8 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_fe
         less = sum(kept_elements(layer, strategy, policy))
         space = max(space, kept + space - less + (given / parts if policy == "selective" else 0))
         kept = less
-    rows, merges = of_role(layer, "row"), of_role(layer, "merge")
-    touched = sum(4 * given_elements(part) / parts + 2 * taken_elements(part) / t for part in rows)
-    touched += sum(3 * taken_elements(part) / parts for part in merges)
-    attention = layer.other_flops / t
-    if found := layer.attention:
-        attention += tiled_flops(found) / t
-        if found.windows > 1:
-            touched += 4 * given / parts  # tokens are moved into windows and back
-    return _Counts(products, attention, touched, kept, space)
+    attended = tiled_flops(layer.attention) if layer.attention else 0
+    return _Counts(products, (layer.other_flops + attended) / t, kept, space)
 
 
 def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: float) -> Iterator[_Product]:

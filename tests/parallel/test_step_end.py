@@ -3,68 +3,21 @@
 Nothing hides them, so each costs its latency. `docs/speed.md` lists them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.collectives import NAMES
+from helpers.collectives import Events
 from helpers.ranks import RankPool
 from vitpar import Execution, model_config, parallelize, parse, validate
-from vitpar.parallel.data import GradientSum
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 
 BATCH = 8
 VIT = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "num_heads": 2, "num_classes": 4}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution_backward")
-
-
-class Events(TorchDispatchMode):
-    """Recorder of a step: matrix products, starts of collectives as "name ranks", and waits for gradient sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        name = func._schema.name
-        if name in PRODUCTS:
-            self.names.append("product")
-        elif name == "_c10d_functional::wait_tensor":
-            self.names.append("wait")
-        elif name in NAMES:
-            self.names.append(f"{NAMES[name]} {_ranks(args)}")
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def noting_waits(self) -> Iterator[None]:
-        """Record `GradientSum.wait`, too."""
-        wait = GradientSum.wait
-
-        def noted(total: GradientSum) -> None:
-            self.names.append("wait")
-            wait(total)
-
-        with mock.patch.object(GradientSum, "wait", noted):
-            yield
-
-
-def _ranks(args: Any) -> int:
-    if isinstance(args[-1], str):
-        return _resolve_process_group(args[-1]).size()
-    groups = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
-    return ProcessGroup.unbox(next(groups)).size()
 
 
 def after_the_last_product(device: torch.device, mesh: str, sizes: dict[str, Any]) -> list[str]:

@@ -1,12 +1,18 @@
-"""Count a rank's collectives and point-to-point operations, by a short name."""
+"""Count or list a rank's collectives and point-to-point operations, by a short name."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitpar.parallel.data import GradientSum
 
 NAMES = {
     "c10d::allreduce_": "all_reduce",
@@ -28,6 +34,8 @@ WHOLES = {
     "_c10d_functional::reduce_scatter_tensor": 0,
 }
 """Index of the argument that holds the complete tensor of the collective; None if the result holds it."""
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution_backward")
+"""Operations of a matrix product, in forward or in backward."""
 _NO_TRAFFIC = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 
@@ -66,3 +74,42 @@ class Sent(TorchDispatchMode):
                     whole = out if NAMES.get(name) == "all_gather" else args[0]
                     self.sizes[NAMES.get(name, name), args[-1], whole.numel()] += 1
         return out
+
+
+class Events(TorchDispatchMode):
+    """Recorder of a step: matrix products, starts of collectives as "name ranks", and waits for gradient sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func._schema.name
+        if name in PRODUCTS:
+            self.names.append("product")
+        elif name == "_c10d_functional::wait_tensor":
+            self.names.append("wait")
+        elif name in NAMES:
+            self.names.append(f"{NAMES[name]} {_ranks(args)}")
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def noting_waits(self) -> Iterator[None]:
+        """Record `GradientSum.wait`, too."""
+        wait = GradientSum.wait
+
+        def noted(total: GradientSum) -> None:
+            self.names.append("wait")
+            wait(total)
+
+        with mock.patch.object(GradientSum, "wait", noted):
+            yield
+
+
+def _ranks(args: Any) -> int:
+    if isinstance(args[-1], str):
+        return _resolve_process_group(args[-1]).size()
+    groups = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    return ProcessGroup.unbox(next(groups)).size()

@@ -270,6 +270,9 @@ CASES = (
     Case("pp1: embed=dp4, 0-1=dp2xtp2, 2-3=tp2xdp2, 4-5=tp4, *=dp4", model=EVERYTHING, check=FP64),
     Case("pp1: 0-1=tp4+2d, 2-3=tp4+sp, 4-5=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
     Case("pp1: embed=tp8+3d, 0-2=tp8+2.5d, 3-5=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    # Partial gradients over the same ranks: of two meshes, and of layers with fully_shard and without it.
+    Case("pp1: 0-3=dp2xfsdp2xtp2+sp, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: 0-3=tp2xfsdp2+sp, *=tp2xdp2+sp", check=FP64),
     Case("pp1: embed=dp6, 0-1=tp3xdp2, 2-3=dp2xtp3, 4-5=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
     Case("pp1: 0-3=dp2xtp3, 4-7=fsdp3xtp2", batch=36),
     Case("pp2: embed=fsdp4, 0-3=tp2xfsdp2, *=fsdp4+ckpt", check=FP64),

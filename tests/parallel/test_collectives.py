@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from helpers.collectives import Sent
+from helpers.collectives import Events, Sent
 from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
@@ -261,3 +261,32 @@ def counted_twice(device: torch.device, row: Row) -> tuple[int, int]:
 def test_counts_agree_with_torchs_comm_debug_mode(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     for ours, theirs in ranks(2).run(counted_twice, Row(mesh, "", {})):
         assert ours == theirs > 1
+
+
+def listed(device: torch.device, row: Row) -> tuple[list[str], dict[str, int]]:
+    """Return products and collectives of a step in order, and the bytes of the collectives; runs on every rank."""
+    model, optimizer = built(device, row)
+    backward(model)
+    update(model, optimizer)
+    with Sent() as sent, Events() as events:
+        backward(model)
+        update(model, optimizer)
+    return events.names, dict(sent.bytes)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "zero1"), [("fsdp2", "dp2+zero1"), ("fsdp2+ckpt", "dp2+zero1+ckpt"), ("tp2xfsdp2+sp", "tp2xdp2+sp+zero1")]
+)
+def test_zero1_is_fsdp_that_keeps_parameters_until_backward(
+    fsdp: str, zero1: str, ranks: Callable[[int], RankPool]
+) -> None:
+    """With one micro-batch. With two, +zero1 keeps them for the second, too."""
+    pool, kept = ranks(parse(fsdp).world_size), {"reshard_after_forward": False}
+    for one, other in zip(
+        pool.run(listed, Row(fsdp, "", {}, communication=kept)), pool.run(listed, Row(zero1, "", {})), strict=True
+    ):
+        assert one == other
+    two = {"microbatches": 2}
+    once = pool.run(sent_in_a_step, Row(zero1, "", {}, plan=two))[0][0]
+    twice = pool.run(sent_in_a_step, Row(fsdp, "", {}, plan=two, communication=kept))[0][0]
+    assert twice == {**once, "all_gather": once["all_gather"] + 4}

@@ -3,7 +3,7 @@
 from mutating.mutation import Mutation
 
 FILE = "src/vitpar/parallel/model.py"
-REDUCED = "            self._tensor_sums.run()\n"
+REDUCED = "            self._tensor_sums.wait()\n"
 """Line of `FILE` after which the gradients of a step are complete."""
 
 

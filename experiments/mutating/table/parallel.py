@@ -24,7 +24,7 @@ MUTATIONS = (
         name="sp-partial-sums",
         breaks="No partial gradient of a layer under fully_shard is summed over the tensor-parallel ranks.",
         file="src/vitpar/parallel/model.py",
-        old="            self._tensor_sums.run()\n",
+        old="            self._tensor_sums.start()\n",
         new="",
         caught_by=("vitpar check --mesh tp2xfsdp2+sp",),
     ),

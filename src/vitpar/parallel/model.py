@@ -188,11 +188,13 @@ class ParallelModel:
                 copies.enter_context(self.low_precision_params.in_place(keep))
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
+            # All messages are on their way before the first is waited for.
             for total in self._gradient_sums:
                 total.start()
+            self._tensor_sums.start()
             for total in self._gradient_sums:
                 total.wait()
-            self._tensor_sums.run()
+            self._tensor_sums.wait()
         if not losses:
             return torch.zeros((), device=self.device)
         part = (torch.stack(losses).sum() if len(losses) > 1 else losses[0]).detach()

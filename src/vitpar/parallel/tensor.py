@@ -36,19 +36,20 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from vitpar.models.layers import Layer
 from vitpar.parallel.collective import (
-    all_reduce,
+    finish,
     gather_from_tp_region,
     reduce_from_tp_region,
     reduce_scatter_to_tp_region,
     scatter_to_tp_region,
     split_layer_norm,
     split_rms_norm,
+    start_all_reduce,
 )
 from vitpar.parallel.float8 import Fast
 from vitpar.parallel.float8 import linear as float8_linear
@@ -268,35 +269,47 @@ def _place(module: nn.Module, name: str, axes: Mapping[str, int], mesh: DeviceMe
 
 
 class TensorSums:
-    """Sums of partial gradients of layers under ``fully_shard``: one all-reduce per group, after the last backward.
+    """Sums of partial gradients of layers under ``fully_shard``: one all-reduce per set of ranks, after backward.
 
     upstream: ``to_local()`` gives a gradient the placement of its parameter, so DTensor never reduces the partial
     gradient of a replicated parameter (torchtitan#1805, #2416, #2532, #3412, #4054). These sums replace that reduction,
-    in one message per group instead of one per parameter. Those of other layers are part of the sums over replicas
+    in one message instead of one per parameter. Those of other layers are part of the sums over replicas
     (``vitpar.parallel.data.gradient_sums``), which overlap with backward.
+
+    Sums during backward would take a message per layer, because ``fully_shard`` reduces layer by layer. The norm of the
+    gradients cannot be in the same message: it needs the sums.
 
     device: device that the groups communicate on. Offloaded gradients are on another one.
     """
 
     def __init__(self, gradients: Iterable[PartialGradient], device: torch.device) -> None:
         self._device = device
-        self._by_group: dict[ProcessGroup, list[PartialGradient]] = {}
+        # By ranks, not by group: layers of two meshes can have two groups of the same ranks. All ranks of a group see
+        # the same layers in the same order, so they choose the same group of those.
+        by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[PartialGradient]]] = {}
         for gradient in gradients:
-            self._by_group.setdefault(gradient.group, []).append(gradient)
+            ranks = tuple(get_process_group_ranks(gradient.group))
+            by_ranks.setdefault(ranks, (gradient.group, []))[1].append(gradient)
+        self._partial = list(by_ranks.values())
+        self._running: list[tuple[Tensor, ProcessGroup, list[Tensor]]] = []
 
     @property
     def messages(self) -> list[tuple[ProcessGroup, int]]:
         """Process group and bytes of each all-reduce."""
-        parameters = {group: [p.parameter for p in found] for group, found in self._by_group.items()}
-        return [(group, sum(to_local(p).nbytes for p in found)) for group, found in parameters.items()]
+        return [(group, sum(to_local(p.parameter).nbytes for p in found)) for group, found in self._partial]
 
-    def run(self) -> None:
-        """Sum the partial gradients in place.
+    def start(self) -> None:
+        """Start to sum the partial gradients.
 
         Call it after the step's last backward and after the reduction over data-parallel ranks: only then has `.grad`
         of a parameter under ``fully_shard`` its final value.
         """
-        for group, partial in self._by_group.items():
+        started: set[tuple[nn.Module, str]] = set()
+        for group, partial in self._partial:
+            places = {(gradient.module, gradient.name) for gradient in partial}
+            if started & places:  # partial along two axes: the second sum adds up the results of the first
+                self.wait()
+            started |= places
             gradients = [gradient for p in partial if (gradient := p.parameter.grad) is not None]
             assert len(gradients) == len(partial), "not every parameter has a gradient"
             shards = [to_local(gradient) for gradient in gradients]
@@ -304,11 +317,12 @@ class TensorSums:
             # A fixed order: ranks that took a set's order could match messages of different dtypes.
             for kind in sorted(kinds, key=str):
                 same = [shard for shard in shards if (shard.dtype, shard.device) == kind]
-                _add_up(same, group, self._device)
+                message = torch.cat([shard.flatten() for shard in same]).to(self._device)
+                self._running.append((start_all_reduce(message, group), group, same))
 
-
-def _add_up(shards: list[Tensor], group: ProcessGroup, device: torch.device) -> None:
-    """All-reduce `shards` in place, as one message on `device`."""
-    total = all_reduce(torch.cat([shard.flatten() for shard in shards]).to(device), group)
-    parts = total.split([shard.numel() for shard in shards])
-    torch._foreach_copy_(shards, [part.view_as(shard) for shard, part in zip(shards, parts, strict=True)])
+    def wait(self) -> None:
+        """Wait until the gradients are the sums."""
+        for started, group, shards in self._running:
+            parts = finish(started, group).split([shard.numel() for shard in shards])
+            torch._foreach_copy_(shards, [part.view_as(shard) for shard, part in zip(shards, parts, strict=True)])
+        self._running.clear()

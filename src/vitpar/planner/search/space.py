@@ -12,7 +12,9 @@
 | strategy       | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint    |
 |                | policy; +offload if fsdp shards and there is no dp                                                 |
 
-Not considered: +offload without fsdp or with dp, communication settings other than the default.
+Not considered: +offload without fsdp or with dp, communication settings other than the default. One of them is
+considered under another name: fsdp without dp, with reshard_after_forward = false, is dp with +zero1. The latter
+gathers only once for all micro-batches of a step.
 """
 
 from __future__ import annotations

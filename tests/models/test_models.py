@@ -15,7 +15,7 @@ from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
 from vitpar.models.families import SHIPPED, config_from_json
 from vitpar.models.initial import initialise
-from vitpar.models.keyed_random import _uniform, at_place, drop, keyed_uniform
+from vitpar.models.keyed_random import at_place, drop, keyed_uniform
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.layers import Block, sincos_2d
 
@@ -252,11 +252,12 @@ def test_dropout_rate_scale_and_independence() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_numbers_of_samples_are_those_of_eager() -> None:
-    """On GPUs the compiler sees the arithmetic for one number a sample; here it compiles the same for the CPU."""
+@pytest.mark.parametrize(("shape", "first"), [((), 0), ((3, 40), 0), ((3, 40), 13)])
+def test_compiled_random_numbers_are_those_of_eager(shape: tuple[int, ...], first: int) -> None:
+    """The compiler sees the arithmetic; here it compiles the same for the CPU."""
     keys = torch.cat([torch.arange(-3, 4), torch.tensor([2**62, -(2**63), 2**63 - 1]), torch.arange(4000) * 7919])
-    compiled = torch.compile(_uniform, fullgraph=True)(keys, [], 0)
-    assert torch.equal(compiled, keyed_uniform(keys, []))
+    compiled = torch.compile(keyed_uniform, fullgraph=True, dynamic=False)(keys, shape, first)
+    assert torch.equal(compiled, keyed_uniform(keys, shape, first))
 
 
 def test_blocks_compile_to_one_training_and_one_evaluation_graph() -> None:

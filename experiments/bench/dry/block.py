@@ -19,8 +19,8 @@ from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import PRECISIONS, LowPrecisionParams
 from vitpar.strategy.execution import FP8_MIN_FEATURES
 
-DROP_PATH = 0.1
-"""Drop-path rate of the variant drop_path. The rate does not change the kernels."""
+DROPPED = 0.1
+"""Rate of the variants drop_path and dropout. It does not change the kernels."""
 
 
 def block_work(
@@ -53,8 +53,8 @@ def block_work(
 
 
 def of_variant(config: ViTConfig, variant: str) -> ViTConfig:
-    """Return `config` with drop-path in the variant drop_path only."""
-    return replace(config, drop_path=DROP_PATH if variant == "drop_path" else 0.0)
+    """Return `config` with drop-path or dropout in the variant of that name only."""
+    return replace(config, **{name: DROPPED * (name == variant) for name in ("drop_path", "dropout")})
 
 
 def _use_attention(kernel: str) -> None:

@@ -24,33 +24,34 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+# The compiler computes a value anew wherever it is used: without these copies, the time that it takes would double with
+# every shift of every hash, and be minutes for hashes of hashes.
+@library.custom_op("vitpar::copied", mutates_args=())
+def _copied(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_copied.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     """Return uniform numbers in [0, 1), float32 [batch, *shape], which depend only on key and index.
 
     keys: int64 [batch].
     first: offset of this rank's slice in the global last dim, so that sharded features get the global numbers.
     """
-    # The compiler makes one number a sample a part of other kernels. Opaque, it is 13 tiny kernels a branch on a GPU.
-    if not shape and keys.device.type != "cpu":
-        return _uniform(keys, shape, first)
-    return _opaque_uniform(keys, shape, first)
-
-
-def _uniform(keys: Tensor, shape: Sequence[int], first: int) -> Tensor:
-    x = _mix(keys)
-    starts = [0] * len(shape[:-1]) + [first] * len(shape[-1:])
+    # Open to the compiler, which computes the numbers of elements in the kernel that uses them. As one operation, the
+    # 64-bit integers of a block's dropout would take 240 passes over tokens x width on a GPU.
+    x, starts = _mix(keys), [0] * len(shape[:-1]) + [first] * len(shape[-1:])
     for size, start in zip(shape, starts, strict=True):
-        x = _mix(x.unsqueeze(-1) + torch.arange(start + 1, start + size + 1, device=keys.device) * _GOLDEN)
+        rows = _copied(x) if torch.compiler.is_compiling() else x
+        # upstream: the compiler would make an index and its product with a constant one expression of 32 bits. The mask,
+        # which keeps all bits, ends the index.
+        indices = torch.arange(start + 1, start + size + 1, device=keys.device) & 0x7FFFFFFFFFFFFFFF
+        x = _mix(rows.unsqueeze(-1) + indices * _GOLDEN)
     return (x & 0xFFFFFF).float() * 2.0**-24  # 24 bits: float32 represents each of them exactly
-
-
-# For the compiler, one operation: it would take minutes for the arithmetic on every element of an activation.
-_opaque_uniform = library.custom_op("vitpar::keyed_uniform", mutates_args=())(_uniform)
-
-
-@_opaque_uniform.register_fake
-def _(keys: Tensor, shape: Sequence[int], first: int) -> Tensor:
-    return keys.new_empty((*keys.shape, *shape), dtype=torch.float32)
 
 
 def at_place(keys: Tensor, place: Tensor) -> Tensor:

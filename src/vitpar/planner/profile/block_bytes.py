@@ -54,7 +54,7 @@ def vitpar_elements(
     scaling of their inputs is left out.
 
     Differs from `usual_elements` in blocks of a Vision Transformer that are not parallel, and by the bias of fc1 in
-    Swin's. Parallel blocks and models of the user keep the usual bytes. Left out are dropout, what gates cost, and that
+    Swin's. Parallel blocks and models of the user keep the usual bytes. Left out are what gates cost, and that
     norms of queries and keys cost 5 passes more with rotary positions or separate biases.
     """
     forward, backward = usual_elements(layer, strategy)
@@ -91,6 +91,7 @@ def _stream(config: ViTConfig, plain: Collection[str]) -> Table:
         (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
         (scales, 0, 7),  # the gradients of layer scale
         (drops, 0, 2 if scales else 4),  # drop-path
+        (config.dropout > 0, 0.5, 4),  # dropout
     )
 
 

@@ -65,7 +65,7 @@ except ModuleNotFoundError as error:
 
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
-"""Smallest embed_dim for the fp8 section: in smaller products, scaling costs more than fp8 gains."""
+"""Smallest embed_dim for the fp8 section: narrower models gain less by fp8, and a row takes its time."""
 SECTIONS = ("vitpar", "input", "plain", "fp8")
 SECTIONS_HELP = "of: vitpar, input (with vitpar), plain, fp8; limits always"
 WARM_UP = 5

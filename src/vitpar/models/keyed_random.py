@@ -47,7 +47,7 @@ def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     x, starts = _mix(keys), [0] * len(shape[:-1]) + [first] * len(shape[-1:])
     for size, start in zip(shape, starts, strict=True):
         rows = _copied(x) if torch.compiler.is_compiling() else x
-        # upstream: the compiler would make an index and its product with a constant one expression of 32 bits. The mask,
+        # upstream: the compiler makes an index and its product with a constant one expression of 32 bits. The mask,
         # which keeps all bits, ends the index.
         indices = torch.arange(start + 1, start + size + 1, device=keys.device) & 0x7FFFFFFFFFFFFFFF
         x = _mix(rows.unsqueeze(-1) + indices * _GOLDEN)

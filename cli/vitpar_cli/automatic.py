@@ -184,8 +184,14 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
         found = Hardware.read(path)
         return (found.ranks, found.device, found.device_name) == (ranks, device, name)
 
+    def costs(path: Path) -> LayerCosts:
+        t = recipe.train
+        return profiled_costs(
+            lambda _: config, t.precision, t.compile, machine, path, recipe.frozen, t.fp8_min_features
+        )
+
     def fits(path: Path) -> bool:
-        return profiled_costs(lambda _: config, recipe.train.precision, recipe.train.compile, machine, path) is not None
+        return costs(path) is not None
 
     for named, profile in ((options.hardware, Hardware), (options.model_profile, ModelProfile)):
         if named is not None:
@@ -211,7 +217,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
             f"{config.name} in {train.precision}",
             ("model", *words, "--device", device),
         )
-    return profiled_costs(lambda _: config, train.precision, train.compile, machine, model, recipe.frozen)
+    return costs(model)
 
 
 def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], what: str, words: tuple[str, ...]) -> Path:

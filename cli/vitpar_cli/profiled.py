@@ -115,6 +115,8 @@ def costs_of(
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
         costs = estimated_costs(config, cluster, *of_recipe)
     else:
-        costs = profiled_costs(recipe.config, train.precision, train.compile, hardware, model, recipe.frozen)
+        costs = profiled_costs(
+            recipe.config, train.precision, train.compile, hardware, model, recipe.frozen, train.fp8_min_features
+        )
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

@@ -101,6 +101,23 @@ def test_only_large_linear_layers_of_blocks_use_float8() -> None:
     assert resolve_precision("fp8").compute is torch.bfloat16 and resolve_precision("fp8").parameters is torch.float32
 
 
+def layers_of_a_rank(device: torch.device, mesh: str, min_features: int) -> set[str]:
+    """Return the names of the layers that multiply in float8; runs on every rank."""
+    settings = Execution(4, precision="fp8", fp8_min_features=min_features)
+    model = parallelize(CONFIG, validate(parse(mesh), CONFIG, 4), settings, device)
+    (stage,) = model.stages.values()
+    return {name for name, module in stage.named_modules() if hasattr(module, "float8")}
+
+
+@pytest.mark.parametrize("min_features", [CONFIG.embed_dim, CONFIG.embed_dim + 1])
+def test_splitting_a_layer_does_not_change_whether_it_uses_float8(
+    min_features: int, ranks: Callable[[int], RankPool]
+) -> None:
+    (whole,) = ranks(1).run(layers_of_a_rank, "dp1", min_features)
+    assert len(whole) == CONFIG.depth * (4 if min_features == CONFIG.embed_dim else 3)
+    assert ranks(2).run(layers_of_a_rank, "tp2", min_features) == [whole, whole]
+
+
 def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
     assert multiplies_in_float8(768, 768, 768) and not multiplies_in_float8(768, 768, 769)
     assert multiplies_in_float8(384, 1536, 614) and not multiplies_in_float8(384, 1536, 615)

@@ -1,6 +1,7 @@
 """`vitpar.search` from Python, and the recipe that trains a plan it found."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import vitpar
 from vitpar.errors import PlannerError, UserError
 from vitpar.planner.cost.price import price
-from vitpar.planner.sources import estimated_costs
+from vitpar.planner.sources import estimated_costs, profiled_costs
 from vitpar.strategy import Plan, parse, validate
 from vitpar.training.recipe import read_recipe
 
@@ -85,6 +86,17 @@ def test_profiles_are_read_from_files(tmp_path: Path) -> None:
     assert read.plans[0].seconds == pytest.approx(named.plans[0].seconds)
     with pytest.raises(PlannerError, match="was measured with precision fp32 but the recipe has bf16"):
         vitpar.search(SMALL, hardware=files[0], model_profile=files[1], precision="bf16", **options)
+
+
+def test_profile_with_other_layers_in_float8_is_refused(tmp_path: Path) -> None:
+    costs = estimated_costs(SMALL, "2xH100", "fp8", fp8_min_features=0)
+    files = tmp_path / "hardware.json", tmp_path / "model.json"
+    costs.hardware.save(files[0])
+    costs.model.save(files[1])
+    read = partial(profiled_costs, lambda _: SMALL, "fp8", True, *files)
+    assert read(fp8_min_features=0).model == costs.model
+    with pytest.raises(PlannerError, match=r"fp8_min_features 0 but the recipe has 576: profile the model again"):
+        read()
 
 
 PLANS = (

@@ -119,7 +119,7 @@ def fp8(model: str) -> Callable[[bool, str], list[Job]]:
 
     def jobs(tiny: bool, device: str) -> list[Job]:
         sums = {name: ("--fp8-fast-accum", name) for name in ("forward", "always", "never")}
-        words = f"{low} to {high} % faster than bf16, after two fixes"
+        words = f"{low} to {high} % faster than bf16"
         return [
             bench_gpu(f"{model}, {name}", tiny, device, words, "--sections", "fp8", *more, models=(model,))
             for name, more in list(sums.items())[: 1 if tiny else None]

@@ -24,8 +24,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-# The compiler computes a value anew wherever it is used: without these copies, the time that it takes would double with
-# every shift of every hash, and be minutes for hashes of hashes.
+# upstream: the compiler repeats the operations of a value at each of its uses. Without these copies, compiling would
+# take twice as long for every shift in a hash: minutes for hashes of hashes.
 @library.custom_op("vitpar::copied", mutates_args=())
 def _copied(x: Tensor) -> Tensor:
     return x.clone()

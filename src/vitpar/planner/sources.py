@@ -33,6 +33,7 @@ def profiled_costs(
     hardware_file: Path | None = None,
     model_file: Path | None = None,
     frozen: Frozen = lambda config: frozenset(),
+    fp8_min_features: int = FP8_MIN_FEATURES,
 ) -> LayerCosts:
     """Return the costs of a model on the machine that was profiled.
 
@@ -41,6 +42,7 @@ def profiled_costs(
     compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
     hardware_file, model_file: profiles; None for hardware.json and model.json
     frozen: function of a configuration that returns the names of the layers that are not trained
+    fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
 
     Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
     """
@@ -65,8 +67,9 @@ def profiled_costs(
     for name, found, asked in (
         ("precision", profile.precision, precision),
         ("compile", profile.compiled, compiled),
+        ("fp8_min_features", profile.fp8_min_features, fp8_min_features if precision == "fp8" else None),
     ):
-        if found != asked:
+        if asked is not None and found != asked:
             raise PlannerError(
                 f"{path} was measured with {name} {found} but the recipe has {asked}: profile the model again, "
                 f"or set train.{name}"

@@ -255,6 +255,7 @@ def profile_model(
         device=device.type,
         device_name=device_name(device),
         precision=subject.precision,
+        fp8_min_features=subject.fp8_min_features,
         compiled=subject.compile_blocks,
         processes=processes,
         threads=torch.get_num_threads(),

@@ -210,6 +210,7 @@ def estimate_model(
         device_name=hardware.device_name,
         precision=precision,
         compiled=compiled,
+        fp8_min_features=fp8_min_features,
         processes=1,
         threads=hardware.threads,
         cores=1 if hardware.device == "cuda" else hardware.threads * hardware.ranks,

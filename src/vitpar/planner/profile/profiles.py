@@ -14,7 +14,7 @@ from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate
 from vitpar.records import Many
 from vitpar.strategy import parse
-from vitpar.strategy.execution import Rules
+from vitpar.strategy.execution import FP8_MIN_FEATURES, Rules
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
@@ -239,6 +239,8 @@ class ModelProfile(Profile):
     """Name of the precision, as in ``vitpar.parallel.precision``."""
     compiled: bool
     """Whether blocks are compiled."""
+    fp8_min_features: int = FP8_MIN_FEATURES
+    """Smallest linear layers that multiply in float8 in precision fp8, as in ``Execution``."""
     processes: Amount
     """Number of processes that measured at the same time."""
     threads: Amount

@@ -157,9 +157,7 @@ _BENCHED = _keys(
     "activation_memory_budget freeze",
     faults="non_finite",
 )
-_OUTPUTS = _keys(
-    data="crop_pct interpolation mean std workers", train="precision fp8_min_features fp8_fast_accum compile attention"
-)
+_OUTPUTS = _keys(data="crop_pct interpolation mean std workers", train=f"{_PRECISION} compile attention")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "a plan": _keys(
         model="…",

@@ -168,6 +168,7 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
 def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
     """Measure FLOP/s of this model's matrix products and bytes/s of a copy."""
     found = matrix_products(config, batch_size, run.device)
+    run.products[config.name] = found.sustained
     copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
     cells = [
         named(config, batch_size),
@@ -183,8 +184,8 @@ def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
 def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
     """Measure vitpar's step alone; with `with_input`, also training on JPEG files."""
     batch = random_batch(config, batch_size, run.device)
-    expected = reference(config, *batch)
     memory, step = Memory(run.device), make_ours(run, config, batch_size)
+    expected = reference(config, step.model.state_dict(), *batch)
     apart = difference([value.item() for value in step(*batch)], expected)
     print(f"\n- {config.name}, first step, vitpar against the unwrapped ViT in bf16: {apart}", flush=True)
     repeat(step, batch, WARM_UP)
@@ -198,7 +199,7 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     peak_bytes = memory.peak()
     waited, launched = waits(partial(step, *batch)), kernels(partial(step, *batch))
     parts = phases(step, batch, run.device)
-    rate = matrix_products(config, batch_size, run.device).sustained
+    rate = run.products.get(config.name)
     busy = launched[1] / middle if launched else None
     run.row(
         "vitpar",
@@ -207,9 +208,9 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
             Spread.of([1e3 * s for s in seconds]).text(2),
             Spread.of([batch_size / s for s in seconds]).text(1),
             percent(mfu),
-            prediction(config.name, batch_size),
+            prediction(config.name, batch_size, run.card),
             f"≥ {MODELS[config.name].goal:g} %" if config.name in MODELS else "–",
-            percent(run.peak and rate / run.peak),
+            percent(run.peak and rate and rate / run.peak),
             "–" if waited is None else f"{waited:g}",
             "–" if launched is None else f"{launched[0]:.0f}",
             percent(busy),
@@ -222,7 +223,6 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
         memory_bytes=peak_bytes,
         waits=waited,
         kernels=launched,
-        products=rate,
         attention=step.attention.to_json(),
     )
     told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
@@ -254,14 +254,17 @@ def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) 
     batch, steps = random_batch(config, batch_size, run.device), run.options.steps
     made: dict[str, Any] = {}
     others = {
-        "plain": lambda: plain_step(plain_model(config, run.device), run.compiled),
+        "plain": lambda: plain_step(plain_model(config, initial).to(run.device), run.compiled),
         "fp8": lambda: make_ours(run, config, batch_size, "fp8", made["vitpar"].attention.backend or "auto"),
     }
     makers = {"vitpar": lambda: make_ours(run, config, batch_size), section: others[section]}
     contenders, memory = {}, {}
+    initial: dict[str, Tensor] = {}  # on the host, where they cost no GPU memory
     for name, make in makers.items():
         measured = Memory(run.device)
         step = made[name] = make()
+        if section == "plain" and not initial:
+            initial = {key: value.to("cpu", copy=True) for key, value in step.model.state_dict().items()}
         repeat(step, batch, WARM_UP)
         measured.forget()
         repeat(step, batch, 1)

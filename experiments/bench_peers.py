@@ -40,7 +40,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu_models import GIB, MODELS, batch_for
+from bench.gpu_models import GIB, MODELS, batch_for, predicted_seconds
 from bench.header import header
 from bench.json_file import write_json
 from bench.peers import CONTENDERS, ONLY_VIT, OURS
@@ -58,8 +58,10 @@ TINY = {
 }
 """Options for --tiny, likewise."""
 WARM_UP = 5
-START_S, MEASURE_S = 100, 90
-"""Rough seconds on a GPU: to start and compile a contender, and to run all rounds."""
+START_S = 60.0
+"""Rough seconds on a GPU to start and compile a contender."""
+SLOWER = 2.0
+"""Time of a contender's step on a GPU, at most, relative to the prediction for vitpar's."""
 TIMES = ("ms a step", "images/s", "time over vitpar's", "CPU time over vitpar's")
 COLUMNS = ("contender", "version", *TIMES, "page faults", "GiB")
 
@@ -236,7 +238,7 @@ def together(
         for name in names:  # start one at a time: vitpar benchmarks kernels at its start
             if CONTENDERS[name] in left:
                 continue
-            if end - time.monotonic() < (START_S + MEASURE_S if job.device == "cuda" else 0):
+            if end - time.monotonic() < needed_seconds(job, options, len(timed) + 1):
                 left[CONTENDERS[name]] = "late: it would not be ready within --minutes"
                 continue
             contender = ends.enter_context(Contender(replace(job, contender=name)))
@@ -252,6 +254,14 @@ def together(
         if timed:
             take_turns(timed, options.rounds, options.steps, end, partial(ready, timed))
     return timed, ok
+
+
+def needed_seconds(job: Job, options: argparse.Namespace, contenders: int) -> float:
+    """Return the seconds to start one contender more and to run all rounds of `contenders`; 0 on a CPU."""
+    if job.device == "cpu":
+        return 0.0
+    step = predicted_seconds(job.model, job.batch_size, "H100") or 0.5
+    return START_S + SLOWER * step * (options.steps + 1) * options.rounds * contenders
 
 
 def alike(timed: list[Timed], precision: str, console: Console) -> bool:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.dry.work import VARIANTS
-from bench.gpu_models import MODELS, SMALL
+from bench.gpu_models import GIB, MODELS, batch_for
 from bench.simulated_gpu.gpus import GPUS
 from bench.simulated_gpu.library import build, compiler, load
 from bench.simulated_gpu.requirements import WITHOUT_TRITON, has_triton
@@ -99,17 +99,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for config in (of_variant(config, options.variant) for config in configs):
         begun = time.monotonic()
-        batch = options.batch or default_batch(config.name)
+        batch = options.batch or batch_for(config.name, 140 * GIB)
         work = block_work(config, batch, GPUS[options.gpu], options.variant, cubins=not options.no_cubins)
         precision = "fp8" if options.variant == "fp8" else "bf16"
         rows.append(Row(config, batch, work, estimate(config, batch, work, rates, precision)))
         print(f"{config.name}: counted in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     return rows
-
-
-def default_batch(name: str) -> int:
-    """Return the batch size that the prediction of a model is for; without one, that of large models."""
-    return MODELS[name].predicted_batch if name in MODELS else SMALL[0][1]
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> int:

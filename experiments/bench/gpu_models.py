@@ -1,8 +1,8 @@
-"""Models that are measured on one GPU: batch sizes by free memory, predictions and goals.
+"""Models that are measured on one GPU: batch sizes by free memory, predictions and goals. Imports no torch.
 
-Imports no torch. The predictions are for bf16, compiled blocks and one H200. They were derived from the code, the
-kernels that the compiler generates for sm_90, and arithmetic, assuming matrix products at 630 to 690 TFLOP/s, attention
-at 220 TFLOP/s (197 tokens) or 170 TFLOP/s (257 tokens), and memory at 3.8 TB/s.
+The predictions are for bf16 and compiled blocks. They follow from the FLOPs and the kernels of a block, with matrix
+products at 630 to 690 TFLOP/s, attention at 350 to 450 TFLOP/s of padded tiles, and memory at 4.1 TB/s on an H200 and
+2.85 TB/s on an H100.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GIB = 2**30
+PEAK = 989.4e12
+"""Dense bf16 FLOP/s of an H100 or H200, which the MFU refers to."""
+MFU_BAND = 3.0
+"""Percent of MFU that a measurement may differ from its prediction."""
 Batches = tuple[tuple[int, int], ...]
 """(GiB of free memory, batch size), the most memory first: for GPUs of 140 GB and of 80 GB."""
 LARGE: Batches = ((120, 512), (70, 256))
@@ -25,33 +29,25 @@ class GpuModel:
     """timm's name."""
     batches: Batches
     """Batch size by free memory."""
-    predicted_batch: int
-    """Batch size that `step_ms` is predicted for."""
-    step_ms: float
-    """Predicted milliseconds of a step."""
-    mfu: float
-    """Predicted MFU in percent."""
-    mfu_range: tuple[float, float]
-    """Expected range of the MFU in percent."""
-    goal: float
-    """MFU to reach, in percent."""
     peers: Batches
     """Batch size by free memory when several contenders are in memory at once."""
+    gflops: float
+    """GFLOPs of a training step on one image: matrix products of forward, times 3."""
+    mfu: dict[str, float]
+    """Predicted MFU in percent, by card."""
+    goal: float
+    """MFU to reach on an H200, in percent."""
 
 
 MODELS = {
     model.name: model
     for model in (
-        GpuModel("vit_base_patch16_224", LARGE, 512, 122, 44.6, (40, 52), 45, MIDDLE),
-        GpuModel("vit_large_patch16_224", MIDDLE, 256, 194, 49, (43, 56), 55, SMALL),
-        GpuModel("vit_huge_patch14_224", SMALL, 128, 256, 51, (43, 56), 55, SMALL),
-        GpuModel("vit_giant_patch14_224", SMALL, 128, 397, 52, (44, 57), 60, SMALL),
+        GpuModel("vit_base_patch16_224", LARGE, MIDDLE, 105.4, {"H200": 49.0, "H100": 46.0}, 45),
+        GpuModel("vit_large_patch16_224", MIDDLE, SMALL, 369.3, {"H200": 52.0, "H100": 49.0}, 55),
+        GpuModel("vit_huge_patch14_224", SMALL, SMALL, 1003.8, {"H200": 53.5, "H100": 50.5}, 55),
+        GpuModel("vit_giant_patch14_224", SMALL, SMALL, 1602.0, {"H200": 54.7, "H100": 52.0}, 60),
     )
 }
-FP8_GAIN = (5, 12)
-"""Percent by which fp8 is predicted to shorten the step of H/14 and g/14."""
-SETTINGS_GAIN = (1, 4)
-"""Percent by which the best of the compiler's settings is predicted to shorten the step."""
 
 
 def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
@@ -67,17 +63,22 @@ def batch_for(name: str, free_bytes: int, *, peers: bool = False) -> int:
     return batch
 
 
-def predicted_step_ms(name: str, batch_size: int) -> float | None:
-    """Return the predicted milliseconds of a step, scaled to the batch size; None for a model without prediction."""
+def card_of(device_name: str) -> str | None:
+    """Return the card that a device's name is of, H100 or H200; None for another one."""
+    return next((card for card in ("H200", "H100") if card in device_name), None)
+
+
+def predicted_seconds(name: str, batch_size: int, card: str | None) -> float | None:
+    """Return the predicted seconds of a step; None for a model or card without prediction."""
     model = MODELS.get(name)
-    return model and model.step_ms * batch_size / model.predicted_batch
+    if model is None or card not in model.mfu:
+        return None
+    return 1e9 * model.gflops * batch_size / (model.mfu[card] / 100 * PEAK)
 
 
-def prediction(name: str, batch_size: int) -> str:
+def prediction(name: str, batch_size: int, card: str | None) -> str:
     """Return the prediction for a model as text."""
-    model, milliseconds = MODELS.get(name), predicted_step_ms(name, batch_size)
-    if model is None or milliseconds is None:
+    seconds = predicted_seconds(name, batch_size, card)
+    if seconds is None or card is None:
         return "none"
-    low, high = model.mfu_range
-    scaled = "" if batch_size == model.predicted_batch else f", from batch {model.predicted_batch}"
-    return f"{milliseconds:.0f} ms, MFU {model.mfu:g} % ({low}–{high}){scaled}"
+    return f"{1e3 * seconds:.0f} ms, MFU {MODELS[name].mfu[card]:g} ± {MFU_BAND:g} %"

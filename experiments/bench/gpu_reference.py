@@ -1,12 +1,13 @@
 """Reference for vitpar's first step on a GPU: the plain LayeredModel, and the batch that both train on."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.settings import SEED
 from vitpar.models import ViTConfig
-from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 
 
@@ -18,16 +19,23 @@ def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tu
     return images.to(device, torch.bfloat16), labels.to(device)
 
 
-def plain_model(config: ViTConfig, device: torch.device) -> LayeredModel:
-    """Return the ViT without vitpar's parallel layers, with vitpar's initial parameters in float32."""
-    model = LayeredModel(config).to(device)
-    initialise(model, SEED, config)
+def plain_model(config: ViTConfig, parameters: Mapping[str, Tensor]) -> LayeredModel:
+    """Return the ViT without vitpar's parallel layers, with copies of `parameters` in float32.
+
+    Drawing initial values again would take half a minute for large models.
+    """
+    device = next(iter(parameters.values())).device
+    with torch.device("meta"):
+        model = LayeredModel(config)
+    model.to_empty(device=device).load_state_dict(dict(parameters))
+    for layer in model.layers().values():
+        layer.reset_buffers()
     return model
 
 
-def reference(config: ViTConfig, images: Tensor, labels: Tensor) -> list[float]:
-    """Return loss and gradient norm of the plain, uncompiled LayeredModel, with initial parameters cast to bf16."""
-    model = plain_model(config, images.device)
+def reference(config: ViTConfig, parameters: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> list[float]:
+    """Return loss and gradient norm of the plain, uncompiled LayeredModel, with `parameters` cast to bf16."""
+    model = plain_model(config, parameters)
     computed = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
     loss = F.cross_entropy(torch.func.functional_call(model, computed, (images,)).float(), labels)
     loss.backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_models import card_of
 from bench.json_file import write_json
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
@@ -46,12 +47,15 @@ class Run:
     """State of a measurement: options, device, remaining time, and the rows so far.
 
     failed: whether something that should work failed.
-    peak: the chip's dense bf16 peak in FLOP/s, None if unknown. compiled: whether blocks are compiled.
+    peak: the chip's dense bf16 peak in FLOP/s, None if unknown. card: the chip that predictions are for, None for none.
+    compiled: whether blocks are compiled. products: sustained FLOP/s of products by model.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
         self.options, self.device = options, device
         self.peak = peak_flops(device, "bf16")
+        self.card = card_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
+        self.products: dict[str, float] = {}
         self.failed = False
         self._end = time.monotonic() + 60 * options.minutes
         self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}

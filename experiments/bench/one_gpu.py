@@ -62,15 +62,15 @@ class MatrixProducts:
         return self.flops / self.together
 
 
+def block_layers(config: ViTConfig) -> dict[str, tuple[int, int]]:
+    """Return (input features, output features) of the linear layers of a plain block by name."""
+    d = config.embed_dim
+    return {"qkv": (d, 3 * d), "proj": (d, d), "fc1": (d, config.mlp_hidden_dim), "fc2": (config.mlp_hidden_dim, d)}
+
+
 def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) -> MatrixProducts:
     """Time the three products of each linear layer of a block in bf16: outputs, and gradients of inputs and weights."""
-    c, rows = config, batch_size * config.tokens
-    layers = {
-        "qkv": (c.embed_dim, 3 * c.embed_dim),
-        "proj": (c.embed_dim, c.embed_dim),
-        "fc1": (c.embed_dim, c.mlp_hidden_dim),
-        "fc2": (c.mlp_hidden_dim, c.embed_dim),
-    }
+    rows, layers = batch_size * config.tokens, block_layers(config)
     every: dict[str, Callable[[], None]] = {}
     for name, (inner, outer) in layers.items():
         x, w, y = (

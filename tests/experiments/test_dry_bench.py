@@ -81,7 +81,7 @@ def test_no_kernel_spills_registers(variant: str, counted: dict[str, dict[str, A
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", PASSES)
 def test_products_and_attention_are_those_of_the_model(variant: str, counted: dict[str, dict[str, Any]]) -> None:
-    block, batch = model_config(BASE).layers["blocks.0"], MODELS[BASE].predicted_batch
+    block, batch = model_config(BASE).layers["blocks.0"], MODELS[BASE].batches[0][1]
     assert block.attention is not None
     launches = [launch for graph in counted[variant]["block"]["graphs"] for launch in graph["launches"]]
     products = [launch for launch in launches if launch["kind"] == "product"]
@@ -96,7 +96,7 @@ def test_products_and_attention_are_those_of_the_model(variant: str, counted: di
 
 @pytest.mark.slow
 def test_saved_activations_are_those_of_the_planner(counted: dict[str, dict[str, Any]]) -> None:
-    work, config, batch = counted["plain"]["block"], model_config(BASE), MODELS[BASE].predicted_batch
+    work, config, batch = counted["plain"]["block"], model_config(BASE), MODELS[BASE].batches[0][1]
     # Two norms' inputs and outputs, q, k, v, the output of attention, and twice the MLP's hidden features.
     assert work["saved"] == pytest.approx(16 * batch * config.tokens * config.embed_dim * 2, rel=0.01)
 

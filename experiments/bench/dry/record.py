@@ -92,7 +92,8 @@ class Recording:
 
     def _record(self, module: ModuleType, graph: GraphLowering) -> Graph:
         inputs = [_meta(graph.graph_inputs[name]) for name in graph.graph_input_names]
-        vars(module)["empty_strided_cuda"] = _allocate
+        # CUDA builds of torch ask the driver for the stream.
+        vars(module).update(empty_strided_cuda=_allocate, get_raw_stream=lambda device: 0)
         mode = _Launches()
         for value in vars(module).values():
             if isinstance(value, GeneratedKernel):

@@ -3,13 +3,13 @@
 | part of a step                          | estimated by                                                      |
 |-----------------------------------------|-------------------------------------------------------------------|
 | products of blocks                      | FLOPs at the sustained rate, and the largest operand moved once   |
-| attention                               | FLOPs in full tiles at ``estimate.ATTENTION`` of that rate        |
+| attention                               | FLOPs in full tiles at ``Kernels.attention`` of that rate         |
 | other kernels of blocks                 | recorded bytes at the sustained rate of memory                    |
-| gaps between kernels                    | ``estimate.GAP`` for each                                         |
+| gaps between kernels                    | ``Kernels.gap`` for each                                          |
 | optimizer, norm, clipping               | ``execution.update_bytes`` of one pass on one GPU                 |
 | embed, head                             | the planner's estimate                                            |
 
-Rates and constants are the planner's (``vitpar.planner.profile.estimate``, ``vitpar.clusters``). The host is assumed
+Rates and constants are the planner's (``vitpar.planner.profile``, ``vitpar.clusters``). The host is assumed
 never to delay the GPU.
 """
 
@@ -22,7 +22,7 @@ from bench.dry.work import BlockWork, Launch
 from vitpar.models import ViTConfig
 from vitpar.models.description import AttentionShape
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import ATTENTION, GAP, estimate_model, tiled_flops
+from vitpar.planner.profile.estimate import estimate_model, tiled_flops
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.strategy.execution import update_bytes
 
@@ -95,7 +95,8 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
     tensor_cores, copy = {matmul.dtype: matmul for matmul in rates.matmuls}, rates.copy_
     assert copy is not None, "a data sheet has a rate of memory"
     depth, launches = config.num_blocks, work.launches
-    attended = sum(_attention_flops(launch) for launch in launches if launch.kind == "attention")
+    tile = rates.kernels.attention_tile
+    attended = sum(_attention_flops(launch, tile) for launch in launches if launch.kind == "attention")
     seconds = Seconds(
         products=depth
         * sum(
@@ -103,9 +104,9 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
             for launch in launches
             if launch.kind == "product"
         ),
-        attention=depth * tensor_cores["bfloat16"].seconds(attended) / ATTENTION,
+        attention=depth * tensor_cores["bfloat16"].seconds(attended) / rates.kernels.attention,
         memory=depth * copy.seconds(work.moved),
-        gaps=depth * len(launches) * GAP,
+        gaps=depth * len(launches) * rates.kernels.gap,
         ends=sum(_layer_seconds(profile, name, batch_size) for name in ("embed", "head")) + profile.microbatch,
         update=copy.seconds(update_bytes(precision, one_pass=True, adds_no_gradients=True) * config.parameters),
     )
@@ -115,11 +116,11 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
     return Estimate(seconds, planner, config.flops * batch_size, rates.peaks["bfloat16"])
 
 
-def _attention_flops(launch: Launch) -> float:
+def _attention_flops(launch: Launch, tile: int) -> float:
     """Return the FLOPs of attention as the planner counts them: in full tiles, backward as twice the forward."""
     batch, heads, tokens, features = launch.shape
     times = 2 if "backward" in launch.name else 1
-    return times * batch * tiled_flops(AttentionShape(tokens, heads, features))
+    return times * batch * tiled_flops(AttentionShape(tokens, heads, features), tile)
 
 
 def _layer_seconds(profile: ModelProfile, kind: str, rows: int) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.dry.roofline import Estimate
 from bench.dry.work import BlockWork, Launch, Resources
-from bench.first_run.tables import table
-from bench.gpu_models import MODELS, prediction
+from bench.gpu_models import prediction
+from bench.markdown import table
 from vitpar.models import ViTConfig
 
 SHORTEST = 0.1
@@ -69,7 +69,7 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def estimates(rows: Sequence[Row], gpu: str) -> Iterator[str]:
-    """Yield the table of estimated steps. gpu: name of its data sheet; the predictions are for an H200."""
+    """Yield the table of estimated steps. gpu: name of its data sheet; the predictions are for H100 and H200."""
     columns = ("model", "products", "attention", "memory", "gaps", "ends", "update", "step, ms", "MFU")
     cells = []
     for row in rows:
@@ -77,7 +77,7 @@ def estimates(rows: Sequence[Row], gpu: str) -> Iterator[str]:
         seconds = found.seconds
         parts = (seconds.products, seconds.attention, seconds.memory, seconds.gaps, seconds.ends, seconds.update)
         planner = f"{1e3 * found.planner:.0f} ms, {100 * found.mfu(found.planner):.1f} %"
-        foretold = prediction(row.config.name, row.batch_size) if gpu == "H200" and row.config.name in MODELS else "–"
+        foretold = prediction(row.config.name, row.batch_size, gpu)
         times = (f"{1e3 * part:.1f}" for part in (*parts, seconds.step))
         cells.append([row.name, *times, f"{100 * found.mfu(seconds.step):.1f} %", planner, foretold])
     yield from table((*columns, "planner", "predicted before"), cells)

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 def trains_compiled() -> bool:
     """Return whether a compiler traces a training step."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled()
+    # upstream: pytorch#176347. Before torch 2.13 the compiler takes `is_exporting()` for True in every graph that it
+    # traces, so this reads what that function returns.
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag and torch.is_grad_enabled()
 
 
 def is_plain(linear: nn.Linear) -> bool:

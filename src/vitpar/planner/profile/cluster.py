@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from vitpar.errors import PlannerError
 from vitpar.io import parse_toml, read_toml
-from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MIN_SUSTAINED
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE
 from vitpar.planner.profile.curves import Curve, Timing, exact
 from vitpar.planner.profile.profiles import (
     OPERATIONS,
@@ -24,12 +24,13 @@ from vitpar.planner.profile.profiles import (
     STEPS,
     Hardware,
     Host,
+    Kernels,
     Link,
     Matmul,
     Operation,
     Overlap,
 )
-from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate
+from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate, Share
 from vitpar.records import first_wrong
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import divisors, nearest, shown
@@ -76,10 +77,14 @@ class Cluster(ProfileRecord):
     """Peak dense FLOPs per second of a device, by dtype."""
     memory_bandwidth: Rate
     """Peak bytes per second of a device's memory."""
-    sustained: float = Field(ge=MIN_SUSTAINED, le=1)
+    sustained: Share
     """Share of `matmul` that large products reach."""
-    sustained_bandwidth: float | None = Field(default=None, ge=MIN_SUSTAINED, le=1)
+    sustained_bandwidth: Share | None = None
     """Share of the rates of memory and links that is reached; None for `sustained`."""
+    sustained_memory: Share | None = None
+    """Share of `memory_bandwidth` that is reached; None for `sustained_bandwidth`."""
+    kernels: Kernels = Kernels()
+    """Rates of other kernels."""
     intra: Wire
     """Connection of a device within its node."""
     inter: Wire | None = None
@@ -129,7 +134,8 @@ class Cluster(ProfileRecord):
                 Matmul(dtype=dtype, timings=_line(0.0, rate * self.sustained, (10**6, 10**15)))
                 for dtype, rate in self.matmul.items()
             ),
-            copy=Curve(timings=_line(0.0, self.memory_bandwidth * self._moving, SIZES)),
+            copy=Curve(timings=_line(0.0, self.memory_bandwidth * (self.sustained_memory or self._moving), SIZES)),
+            kernels=self.kernels,
             links=tuple(links),
             overlap=self.overlap,
             host=host,

@@ -32,6 +32,7 @@ from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     Bytes,
     Hardware,
+    Kernels,
     LayerProfile,
     Matmul,
     ModelProfile,
@@ -47,16 +48,9 @@ from vitpar.text import divisors
 
 LAUNCH = 5e-6
 """Host seconds to launch an eager operation; a lower bound on a layer's time is the launch of all its operations."""
-GAP = 2e-6
-"""Device seconds between two kernels, including the idle time in a product's last wave of tiles."""
 BLOCK_LAUNCHES, LAUNCHES = 24, {"embed": 8, "head": 10}
 """Eager operations of a forward: of a block, and of other layers by name. Backward has twice as many; compiled blocks
 have half."""
-ATTENTION = 0.55
-"""Rate of attention with full tiles, relative to a large product. Assumed, not measured: it gives 220 TFLOP/s with 197
-tokens and 170 with 257 on an H200."""
-ATTENTION_TILE = 128
-"""Tokens of an attention tile: 197 tokens take as long as 256."""
 EAGER = 1.75
 """Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`. Fitted to
 B/16 and H/14 on an RTX 3090."""
@@ -169,13 +163,15 @@ def estimate_model(
             block = layer.name not in LAUNCHES
             elements = layer_elements(layer, strategy).compute_numel
             smallest = fp8_min_features if numbers.float8 and block else math.inf
-            plain, float8 = _counts(layer, strategy, "none", smallest), rates.get(FLOAT8)
+            kernels, float8 = hardware.kernels, rates.get(FLOAT8)
+            plain = _counts(layer, strategy, "none", smallest, kernels.attention_tile)
             operations = LAUNCHES.get(layer.name, BLOCK_LAUNCHES) / (2 if compiled and block else 1)
             if compiled and vitpar_blocks:
                 touched = vitpar_elements(config, layer, strategy, smallest)
             else:
                 touched = usual_elements(layer, strategy)
-            time = _Time(matmul, float8, copy, plain, touched, numbers.compute.itemsize, operations, compiled)
+            size = numbers.compute.itemsize
+            time = _Time(matmul, kernels, float8, copy, plain, touched, size, operations, compiled)
             for policy in CHECKPOINTS:
                 counts = _counts(layer, strategy, policy)
                 forward, backward = time.curves(row_parts(strategy), policy)
@@ -230,6 +226,8 @@ class _Time:
 
     matmul: Matmul
     """Rate of products in the compute dtype."""
+    kernels: Kernels
+    """Rates of other kernels."""
     float8: Matmul | None
     """Rate of float8 products; None if there is none."""
     copy: Curve
@@ -267,7 +265,7 @@ class _Time:
             rates = [first] + [self.matmul] * (not forward)
             computed += sum(rate.seconds(rows * product.flops) for rate in rates)
         if counts.attention:
-            computed += times * self.matmul.seconds(rows * counts.attention) / ATTENTION
+            computed += times * self.matmul.seconds(rows * counts.attention) / self.kernels.attention
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
         touched = self.touched[0 if forward else 1] * (1 if self.compiled else EAGER)
@@ -276,20 +274,22 @@ class _Time:
         touched += QUANTISING[self.compiled] * scaled
         computed += self.copy.seconds(rows * touched * self.itemsize)
         operations = times * self.operations
-        return max(computed + operations * GAP, operations * LAUNCH)
+        return max(computed + operations * self.kernels.gap, operations * LAUNCH)
 
 
-def tiled_flops(shape: AttentionShape) -> int:
-    """Return the FLOPs of attention in forward, for one sample, with full tiles of tokens."""
+def tiled_flops(shape: AttentionShape, tile: int) -> int:
+    """Return the FLOPs of attention in forward, for one sample, with full tiles of `tile` tokens."""
     # Few tokens use a smaller tile: the next power of two, at least 16.
-    tile = min(ATTENTION_TILE, max(16, 1 << (shape.tokens - 1).bit_length()))
+    tile = min(tile, max(16, 1 << (shape.tokens - 1).bit_length()))
     return replace(shape, tokens=-(-shape.tokens // tile) * tile).flops
 
 
-def _counts(layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_features: float = math.inf) -> _Counts:
+def _counts(
+    layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_features: float = math.inf, tile: int = 1
+) -> _Counts:
     """Return the work of one row under a tensor-parallel mode and a checkpointing policy.
 
-    fp8_min_features: smallest products in float8; infinity for none.
+    fp8_min_features: smallest products in float8; infinity for none. tile: tokens of an attention tile.
     """
     t, mode = strategy.degree("tp"), mode_of(strategy)
     # Parts that activations outside the products are split into.
@@ -312,7 +312,7 @@ def _counts(layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_fe
         less = sum(kept_elements(layer, strategy, policy))
         space = max(space, kept + space - less + (given / parts if policy == "selective" else 0))
         kept = less
-    attended = tiled_flops(layer.attention) if layer.attention else 0
+    attended = tiled_flops(layer.attention, tile) if layer.attention else 0
     return _Counts(products, (layer.other_flops + attended) / t, kept, space)
 
 

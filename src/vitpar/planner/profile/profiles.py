@@ -11,7 +11,7 @@ from pydantic import Field
 
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
 from vitpar.planner.profile.curves import Curve, Timing
-from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate
+from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate, Share
 from vitpar.records import Many
 from vitpar.strategy import parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, Rules
@@ -87,6 +87,17 @@ class Host(Curve):
     """Seconds of the optimizer per element on the host."""
 
 
+class Kernels(ProfileRecord):
+    """Rates of a device's kernels other than plain products and copies. The defaults are assumed, not measured."""
+
+    attention: Share = 0.55
+    """Rate of attention with full tiles, relative to a large product."""
+    attention_tile: int = Field(default=128, ge=16, le=1024)
+    """Tokens of an attention tile: with 128, 197 tokens take as long as 256."""
+    gap: Measure = 2e-6
+    """Seconds between two kernels, including the idle time in a product's last wave of tiles."""
+
+
 class Hardware(Profile):
     """Profile of the devices of a world and of their links. Imported profiles lack matmuls, copy and host."""
 
@@ -114,6 +125,8 @@ class Hardware(Profile):
     """Times of matrix products, by dtype."""
     copy_: Curve | None = Field(default=None, alias="copy")
     """Times to copy a tensor on all ranks at once; sizes are bytes read and written."""
+    kernels: Kernels = Kernels()
+    """Rates of other kernels, for models that are estimated instead of measured."""
     links: Many[Link] = ()
     """Times of communication, by operation and group."""
     overlap: Overlap | None = None

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from vitpar import records
 from vitpar.errors import PlannerError
 from vitpar.io import read_bytes, write_text
-from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE, MIN_SUSTAINED
 from vitpar.records import first_wrong, table_of, text
 from vitpar.text import shown
 
@@ -18,6 +18,8 @@ Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
 """Positive seconds."""
 Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
 """Seconds or any other measure that may be 0."""
+Share = Annotated[float, Field(ge=MIN_SUSTAINED, le=1)]
+"""Part of a published rate that is reached, up to 1."""
 Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
 """Slow-down, 1 or more."""
 Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]

@@ -9,11 +9,12 @@ TESTED   := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH    ?= $(TESTED)
 PARALLEL ?= 2
 INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
-# Where the first run on a GPU keeps its rows.
-RESULTS  ?= gpu-first-run
+# A programme for a GPU, and a Python like that of its machine.
+PROGRAMME  ?= A
+GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-first-run dry-bench clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -94,8 +95,9 @@ bench-peers: $(READY)  ## Compare with timm, transformers, Lightning and plain P
 bench-steady: $(READY)  ## Step time and memory over 2,000 steps; the cost of logging every step
 	$(BIN)/python experiments/bench_steady.py
 
-gpu-first-run:   ## The first run on a GPU, part by part: PARTS="check vitpar", RESULTS=folder; needs no installation of vitpar
-	$(PYTHON) experiments/gpu_first_run.py $(if $(PARTS),--parts $(PARTS)) --out $(RESULTS) $(FIRST_RUN)
+gpu-bundle: $(READY)     ## Prepare a programme for a GPU: PROGRAMME=A, CIFAR=folder, REHEARSE=1 runs it on the CPU
+	$(BIN)/python experiments/gpu_programme.py bundle $(PROGRAMME) $(if $(CIFAR),--cifar $(CIFAR))
+	$(if $(REHEARSE),$(BIN)/python experiments/gpu_programme.py rehearse $(PROGRAMME) --python $(GPU_PYTHON))
 
 bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, a plain compiled loop
 	$(BIN)/python experiments/bench_gpu.py
@@ -104,4 +106,4 @@ dry-bench: $(READY)  ## Kernels, bytes and estimated steps of compiled blocks on
 	$(BIN)/python experiments/dry_bench.py $(DRY)
 
 clean:           ## Remove the virtual environment, caches and the built site, no data and no runs
-	rm -rf $(VENV) .venv-torch-* site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .venv-gpu gpu-bundle site .pytest_cache .mypy_cache .ruff_cache .hypothesis

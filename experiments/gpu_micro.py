@@ -142,7 +142,9 @@ def _float8(rows: Rows, x: Tensor, weight: Tensor, bias: Tensor, facts: dict[str
 
 def attention(rows: Rows, models: list[tuple[ViTConfig, int]]) -> None:
     """Measure every kernel at the models' shapes; for 257 tokens also at 256, a multiple of every tile."""
-    shapes = [(batch, config.num_heads, config.tokens, config.embed_dim // config.num_heads) for config, batch in models]
+    shapes = [
+        (batch, config.num_heads, config.tokens, config.embed_dim // config.num_heads) for config, batch in models
+    ]
     shapes += [(batch, heads, 256, features) for batch, heads, tokens, features in shapes if tokens == 257]
     for shape, (name, kernel) in itertools.product(shapes, KERNELS.items()):
         rows.add("attention", partial(_attention, rows, shape, kernel), shape=list(shape), kernel=name)

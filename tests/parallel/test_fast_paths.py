@@ -19,6 +19,7 @@ from helpers.small_data import pack_small
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data import Normalize
 from vitpar.errors import RecipeError
+from vitpar.models.compiled import trains_compiled
 from vitpar.parallel import attention, compiling
 from vitpar.parallel.attention import AttentionChoice, choose_attention, probe, use_attention
 from vitpar.parallel.compiling import Compiling, choose_compiling, compiler_fault
@@ -115,6 +116,21 @@ def test_precision_without_cpu_instructions_is_reported(monkeypatch: pytest.Monk
 
 
 # compiling
+
+
+class Branch(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if trains_compiled() else x - 1
+
+
+def test_compiler_sees_that_it_traces_a_training_step() -> None:
+    """Before torch 2.13 its compiler takes ``is_exporting()`` for True in every graph (pytorch#176347)."""
+    x, plain = torch.zeros(1), Branch()
+    traced = torch.compile(Branch(), backend="eager", fullgraph=True)
+    assert traced(x).item() == 1 and plain(x).item() == -1
+    with torch.no_grad():
+        assert traced(x).item() == -1, "in evaluation"
+    assert torch.export.export(plain, (x,)).module()(x).item() == -1
 
 
 def test_blocks_are_compiled_by_default_on_gpus_only(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
     precision: bf16 or fp8.
     """
     profile = estimate_model(config, precision, rates, ("tp1",), compiled=True)
+    planner, ends = planned(config, batch_size, profile)
     tensor_cores, copy = {matmul.dtype: matmul for matmul in rates.matmuls}, rates.copy_
     assert copy is not None, "a data sheet has a rate of memory"
     depth, launches = config.num_blocks, work.launches
@@ -107,13 +108,17 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
         attention=depth * tensor_cores["bfloat16"].seconds(attended) / rates.kernels.attention,
         memory=depth * copy.seconds(work.moved),
         gaps=depth * len(launches) * rates.kernels.gap,
-        ends=sum(_layer_seconds(profile, name, batch_size) for name in ("embed", "head")) + profile.microbatch,
+        ends=ends,
         update=copy.seconds(update_bytes(precision, one_pass=True, adds_no_gradients=True) * config.parameters),
     )
-    block = config.layers[config.layer_names[1]].kind
-    optimizer = profile.optimizer.seconds(config.parameters)
-    planner = seconds.ends + optimizer + depth * _layer_seconds(profile, block, batch_size)
     return Estimate(seconds, planner, config.flops * batch_size, rates.peaks["bfloat16"])
+
+
+def planned(config: ViTConfig, batch_size: int, profile: ModelProfile) -> tuple[float, float]:
+    """Return the planner's seconds of a step, and of its layers embed and head with the host's work around them."""
+    ends = sum(_layer_seconds(profile, name, batch_size) for name in ("embed", "head")) + profile.microbatch
+    block = _layer_seconds(profile, config.layers[config.layer_names[1]].kind, batch_size)
+    return ends + profile.optimizer.seconds(config.parameters) + config.num_blocks * block, ends
 
 
 def _attention_flops(launch: Launch, tile: int) -> float:

@@ -1,0 +1,193 @@
+"""The programmes: for each call its steps, and for each step the jobs that run at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bench.gpu_models import MODELS
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE, LARGE, HUGE, GIANT = MODELS
+MINUTES, SECONDS = "{minutes}", "{seconds}"
+"""Placeholders in a command: the time limit of its job."""
+RESULT = "{result}"
+"""Placeholder in a command: the file that it writes its measurements to."""
+WORK = "{work}"
+"""Placeholder in a command: a folder that the jobs of a call share."""
+DATA = "{data}"
+"""Placeholder in a command: CIFAR-10 as the bundle has it."""
+
+CALL_S, PROGRAMME_S = 600, 720
+"""Most seconds of a call and of a programme, by the limits of their jobs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One program."""
+
+    name: str
+    """Name in the report."""
+    limit: float
+    """Seconds after which it is stopped."""
+    prediction: str
+    """Predicted outcome; none if the report compares figures one by one."""
+    command: tuple[str, ...]
+    """Arguments of the Python interpreter."""
+    rehearsal: tuple[str, ...] = ()
+    """Words that are added in a rehearsal on the CPU."""
+    reads: Literal["file", "stdout", "junit"] = "file"
+    """Source of its measurements: the JSON file RESULT, the last JSON line printed, or pytest's XML file RESULT."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of the GPU."""
+
+    steps: tuple[tuple[Job, ...], ...]
+    """Jobs in order; those of a step run at the same time."""
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All jobs."""
+        return tuple(job for step in self.steps for job in step)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the call takes at most."""
+        return sum(max(job.limit for job in step) for step in self.steps)
+
+    @property
+    def takes_data(self) -> bool:
+        """Whether a job reads CIFAR-10."""
+        return any(DATA in job.command for job in self.jobs)
+
+
+TINY = ("--tiny", "--device", "cpu")
+TESTS = (
+    "adamw or (synchronises and 0.8) or (resumes and 197) or deterministic or math_attention or checkpoint or "
+    "device_does or (dp1+ckpt and fp8 and compiled)"
+)
+"""Tests of tests/parallel/test_cuda.py that a first run is for."""
+AT_ONCE = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
+"""Environment of jobs that compile beside others."""
+
+
+def check(name: str, precision: str, **environment: str) -> Job:
+    """Return a comparison of the compiled plan dp1 with one process."""
+    words = ("check", "--mesh", "dp1", "--precision", precision, "--compile", "--device", "cuda", "--json")
+    return Job(
+        name,
+        130,
+        "passes",
+        ("-m", "vitpar_cli.main", *words),
+        rehearsal=("--no-compile", "--device", "cpu"),
+        reads="stdout",
+        environment=AT_ONCE | environment,
+    )
+
+
+def bench(name: str, limit: float, prediction: str, *words: str) -> Job:
+    """Return a call of bench_gpu.py."""
+    command = ("experiments/bench_gpu.py", *words, "--minutes", MINUTES, "--json", RESULT)
+    return Job(name, limit, prediction, command, rehearsal=(*TINY, "--steps", "1"))
+
+
+def peers(model: str, limit: float, prediction: str) -> Job:
+    """Return a comparison of vitpar's step with other loops on one model."""
+    only = ("--only", "vitpar_step", "timm_loop", "--rounds", "4", "--steps", "10")
+    command = ("experiments/bench_peers.py", "--device", "cuda", "--models", model, *only, "--minutes", MINUTES)
+    small = ("--precision", "fp32", "--models", "vit_tiny_patch16_224", "--steps", "1", "--minutes", "9")
+    return Job(f"peers {model}", limit, prediction, (*command, "--json", RESULT), rehearsal=(*TINY, *small))
+
+
+def cifar(limit: float, prediction: str) -> Job:
+    """Return a training on CIFAR-10 that takes nearly `limit`."""
+    command = ("experiments/gpu_cifar.py", "--data", DATA, "--seconds", SECONDS, "--json", RESULT)
+    return Job("cifar10", limit, prediction, command, rehearsal=(*TINY, "--seconds", "20"))
+
+
+MICRO = Job(
+    "micro",
+    60,
+    "rates of the data sheet, row by row",
+    ("experiments/gpu_micro.py", "--json", RESULT),
+    rehearsal=TINY,
+)
+PYTEST = Job(
+    "tests",
+    130,
+    "all pass; cuDNN's backward may not repeat bit by bit",
+    (
+        *("-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-n", "4", "--junitxml", RESULT),
+        *("tests/parallel/test_cuda.py", "-k", TESTS),
+    ),
+    reads="junit",
+    environment=AT_ONCE,
+)
+
+
+def planner(name: str, limit: float, prediction: str, *words: str, small: tuple[str, ...] = ()) -> Job:
+    """Return a command of the planner on one GPU. small: words that a rehearsal adds, which measures little."""
+    rehearsal = (*small, "--device", "cpu", "--seconds", "0.01")
+    return Job(name, limit, prediction, ("-m", "vitpar_cli.main", *words), rehearsal=rehearsal, reads="stdout")
+
+
+HARDWARE, MODEL, RECIPE = f"{WORK}/hardware.json", f"{WORK}/model.json", "experiments/planner_gpu.toml"
+SMALL_MODEL = ("--recipe", "experiments/planner.toml")
+PROFILED = ("--recipe", RECIPE, "--ranks", "1", "--out", MODEL)
+VALIDATED = ("--recipe", RECIPE, "--hardware", HARDWARE, "--model-profile", MODEL, "--json")
+PLANNER = (
+    (planner("hardware profile", 30, "none", "profile", "hardware", "--ranks", "1", "--out", HARDWARE),),
+    (planner("model profile", 70, "none", "profile", "model", *PROFILED, small=SMALL_MODEL),),
+    (
+        planner(
+            *("validate", 80, "time within 5 %, memory within 3 %"),
+            *("validate", "dp1", "dp1+ckpt", "dp1+offload", *VALIDATED),
+            small=SMALL_MODEL,
+        ),
+    ),
+)
+"""Predictions of the planner on one GPU, compared with measurements."""
+
+PROGRAMMES: dict[str, tuple[Call, ...]] = {
+    # Truth and headline: is it correct, how fast is it, and where is the time?
+    "A": (
+        Call(
+            (
+                (MICRO,),
+                (
+                    check("check bf16", "bf16"),
+                    # upstream: pytorch#190796 and #193061, wrong gradients with mix-order reduction.
+                    check("check bf16, no mix-order", "bf16", TORCHINDUCTOR_MIX_ORDER_REDUCTION="0"),
+                    check("check fp32", "fp32"),
+                    PYTEST,
+                ),
+                (bench("steps", 250, "each model in the table", "--sections", "vitpar", "--steps", "6"),),
+            )
+        ),
+        Call(
+            (
+                (cifar(140, "60,000 images/s; top-1 88 to 91 % after about 110 epochs"),),
+                (peers(BASE, 130, "timm takes 1.1 to 1.25 times as long"),),
+            )
+        ),
+    ),
+    # Peers on larger models, fp8 end to end, JPEG input.
+    "C": (
+        Call(
+            (
+                (peers(LARGE, 150, "timm takes 1.1 to 1.25 times as long"),),
+                (bench("fp8", 150, "5 to 15 % faster than bf16", "--sections", "fp8", "--models", HUGE),),
+                (bench("JPEG", 110, "≥ 0.97 of synthetic", "--sections", "vitpar", "input", "--models", BASE),),
+            )
+        ),
+        Call(((peers(HUGE, 130, "timm takes 1.1 to 1.25 times as long"),), *PLANNER)),
+    ),
+    # Quality: the small model to the end of the time.
+    "D": (Call(((cifar(560, "top-1 91 to 93 % after about 500 epochs"),),)),),
+}
+"""Calls by programme. B is written after A: it is for the largest gap that A shows."""

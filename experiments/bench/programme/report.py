@@ -1,0 +1,211 @@
+"""Report of a programme: measurements with predictions, then how each program ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from bench.gpu_models import card_of
+from bench.markdown import table
+from bench.programme.compared import COLUMNS, FAR, Compared, of, rates, steps
+from vitpar.planner.profile.cluster import Cluster, find_cluster
+
+Runs = dict[str, dict[str, Any]]
+"""Runs by the name of their job."""
+
+
+def report(results: dict[str, Any]) -> str:
+    """Return the report in Markdown. results: calls and runs (``bench.programme.results.merged``)."""
+    name = next((call["hardware"] for call in results["calls"] if call.get("cuda")), "")
+    card = card_of(name)
+    sheet = find_cluster(f"1x{card or 'H100'}")
+    runs: Runs = {run["job"]: run for run in results["runs"]}
+    return "\n".join(_lines(results, runs, sheet, card, name)) + "\n"
+
+
+def _lines(results: dict[str, Any], runs: Runs, sheet: Cluster, card: str | None, name: str) -> Iterator[str]:
+    yield f"# {name or 'Rehearsal without a GPU'}\n"
+    if card is None:
+        yield "No predictions are for this device: those of an H100 are shown.\n"
+    for number, facts in enumerate(results["calls"], start=1):
+        yield f"Call {number}:\n"
+        yield from (f"- {key}: {value}" for key, value in facts.items() if key != "cuda")
+        yield ""
+    rows = [*_compared(runs, sheet, card)]
+    yield "## Measured and predicted\n"
+    if far := [row.what for row in rows if row.far]:
+        yield f"More than {100 * FAR:.0f} % from its prediction, marked **!**: {len(far)} of {len(rows)} figures.\n"
+    yield from table(COLUMNS, [row.cells() for row in rows])
+    for title, make in SECTIONS.items():
+        if made := [*make(runs)]:
+            yield from (f"## {title}\n", *made)
+    yield "## Programs\n"
+    for job, run in runs.items():
+        yield _ended(job, run)
+        yield from (f"  - left out: {words}" for words in (run["found"] or {}).get("left_out", ()))
+        if run.get("last_lines"):
+            yield from ("", "```", *run["last_lines"], "```")
+
+
+def _compared(runs: Runs, sheet: Cluster, card: str | None) -> Iterator[Compared]:
+    yield from rates(_found(runs, "micro").get("rows", ()), sheet)
+    yield from steps(_found(runs, "steps").get("vitpar", ()), sheet, card)
+
+
+def _ended(job: str, run: dict[str, Any]) -> str:
+    samples = run.get("gpu", ())
+    clocks = [sample["clocks.sm"] for sample in samples]
+    slow = sorted({reason for sample in samples for reason in sample["slow"]})
+    clock = f"; clock {min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else ""
+    held = f"; held back by: {', '.join(slow)}" if slow else ""
+    return f"- {job} (call {run['call'] + 1}): {run['ended']} after {run.get('seconds', 0):.0f} s{clock}{held}"
+
+
+def _checks(runs: Runs) -> Iterator[str]:
+    rows = []
+    for job, run in runs.items():
+        found = run["found"]
+        if job.startswith("check") and found:
+            worst = found["worst"]
+            error = f"{worst['error']:.1e} of {worst['allowed']:.1e} ({worst['name']})"
+            rows.append([job, run["prediction"], "passed" if found["passed"] else "**failed**", error])
+    yield from table(("check", "predicted", "measured", "nearest to its limit"), rows)
+
+
+def _tests(runs: Runs) -> Iterator[str]:
+    if found := _found(runs, "tests"):
+        measured = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found["counts"].items())) or "none"
+        yield from table(("predicted", "measured"), [[runs["tests"]["prediction"], measured]])
+        yield from table(("failed", "why"), [[name, _one_line(why)] for name, why in found["failed"].items()])
+
+
+def _steps(runs: Runs) -> Iterator[str]:
+    rows = []
+    for row in _found(runs, "steps").get("vitpar", ()):
+        seconds = median(row["seconds"])
+        rows.append(
+            [
+                _named(row),
+                f"{1e3 * seconds:.1f}",
+                f"{row['batch_size'] / seconds:.0f}",
+                "–" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
+                "–" if row["waits"] is None else f"{row['waits']:g}",
+                "–" if row["kernels"] is None else f"{row['kernels'][0]:.0f}",
+                "–" if row["kernels"] is None else f"{100 * row['kernels'][1] / seconds:.0f} %",
+                "–" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}",
+                str(row["attention"]["backend"]),
+            ]
+        )
+    columns = ("model, batch", "ms", "images/s", "MFU", "waits", "kernels", "GPU busy", "GiB", "attention")
+    yield from table(columns, rows)
+
+
+def _epilogues(runs: Runs) -> Iterator[str]:
+    rows = of(_found(runs, "micro").get("rows", ()), "epilogue")
+    cells = [[row["model"], *(f"{1e3 * row[key]:.3f}" for key in ("plain_seconds", "seconds"))] for row in rows]
+    yield from table(("model", "product, then tanh-GELU, ms", "tanh-GELU in the epilogue, ms"), cells)
+
+
+def _attention(runs: Runs) -> Iterator[str]:
+    rows = []
+    for row in of(_found(runs, "micro").get("rows", ()), "attention"):
+        forward, backward = (
+            f"{row['flops'] * times / row[key] / 1e12:.0f}" for key, times in (("forward", 1), ("backward", 2.5))
+        )
+        repeats = "yes" if row["repeatable"] else "**no**"
+        rows.append([" x ".join(map(str, row["shape"])), row["kernel"], forward, backward, repeats])
+    columns = (
+        "batch x heads x tokens x features",
+        "kernel",
+        "forward, TFLOP/s",
+        "backward, TFLOP/s",
+        "backward repeats bit by bit",
+    )
+    yield from table(columns, rows)
+
+
+def _errors(runs: Runs) -> Iterator[str]:
+    for row in _found(runs, "micro").get("rows", ()):
+        if "error" in row:
+            facts = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("error", "flops", "widest"))
+            yield f"- {facts}: {_one_line(row['error'])}"
+
+
+def _turns(runs: Runs) -> Iterator[str]:
+    """Yield the tables of contenders that took turns: fp8 and JPEG input with vitpar's bf16 step."""
+    rows = []
+    for job, other in (("fp8", "fp8"), ("JPEG", "input")):
+        for row in _found(runs, job).get(other, ()):
+            first, second = row["seconds"].values()
+            ratio = median(b / a for a, b in zip(first, second, strict=True))
+            times = (f"{1e3 * median(seconds):.1f}" for seconds in (first, second))
+            rows.append([job, _named(row), *times, f"{ratio:.3f}", runs[job]["prediction"]])
+    yield from table(("comparison", "model, batch", "without, ms", "with, ms", "with over without", "predicted"), rows)
+
+
+def _peers(runs: Runs) -> Iterator[str]:
+    for job, run in runs.items():
+        for case in (run["found"] or {}).get("cases", ()) if job.startswith("peers") else ():
+            timed = [row for row in case.get("rows", ()) if row["wall"]]
+            ours = next((row for row in timed if row["contender"].startswith("vitpar")), None)
+            rows = []
+            for row in timed:
+                pairs = zip(row["wall"], ours["wall"], strict=False) if ours else ()
+                over = f"{median([a / b for a, b in pairs]):.3f}" if ours else "–"
+                speed = f"{case['batch_size'] / median(row['wall']):.0f}"
+                rows.append([row["contender"], row["version"], f"{1e3 * median(row['wall']):.1f}", speed, over])
+            yield f"{case['title']} (predicted: {run['prediction']})\n"
+            yield from table(("contender", "version", "ms a step", "images/s", "time over vitpar's"), rows)
+            yield from (f"- left out: {name}, {why}" for name, why in case.get("left_out", {}).items())
+
+
+def _cifar(runs: Runs) -> Iterator[str]:
+    found = _found(runs, "cifar10")
+    if rows := found.get("rows"):
+        yield f"Predicted: {runs['cifar10']['prediction']}. Measured: {found['images_per_second']:,.0f} images/s.\n"
+        cells = [
+            [f"{row['epoch']:.0f}", f"{row['seconds']:.0f}", f"{row['loss']:.3f}"]
+            + [f"{100 * row[key]:.2f} %" for key in ("top1", "top1_average")]
+            for row in rows
+        ]
+        yield from table(("epoch", "seconds", "training loss", "top-1", "top-1 of the average"), cells)
+
+
+def _validated(runs: Runs) -> Iterator[str]:
+    found = _found(runs, "validate")
+    rows = []
+    for row in found.get("rows", ()):
+        seconds = (row["predicted_seconds"], row["measured_seconds"])
+        memory = (row["predicted_memory_bytes"], max(row["measured_memory_bytes"]))
+        cells = [*(f"{1e3 * one:.1f}" for one in seconds), *(f"{one / 2**30:.2f}" for one in memory)]
+        rows.append([row["strategy"], *cells, runs["validate"]["prediction"]])
+    yield from table(
+        ("plan", "predicted, ms", "measured, ms", "predicted, GiB", "measured, GiB", "expected error"), rows
+    )
+
+
+SECTIONS = {
+    "Checks": _checks,
+    "Tests": _tests,
+    "Steps": _steps,
+    "Attention": _attention,
+    "GELU in the epilogue": _epilogues,
+    "Comparisons": _turns,
+    "Other loops": _peers,
+    "CIFAR-10": _cifar,
+    "Plans": _validated,
+    "Not measured": _errors,
+}
+
+
+def _found(runs: Runs, job: str) -> dict[str, Any]:
+    return runs.get(job, {}).get("found") or {}
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['model']}, batch {row['batch_size']}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200].replace("|", "/")

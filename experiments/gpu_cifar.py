@@ -1,0 +1,186 @@
+"""Train a small ViT on CIFAR-10 for a fixed time with vitpar's step; images and augmentation are on the device.
+
+    python experiments/gpu_cifar.py --data PATH/TO/cifar10 --seconds 120 --json cifar.json
+    python experiments/gpu_cifar.py --data PATH/TO/cifar10 --tiny --device cpu         # a rehearsal
+
+The model is about a ViT-Lite-7/4 (arXiv 2104.05704): 7 blocks, 256 features, MLP of 2, 3.7 M parameters. --data is
+anything that ``vitpar data pack`` reads; without a split val, a fifth of the images is held out. The number of steps is
+chosen after a few, so that training ends after --seconds, with loading, compiling and evaluation. Accuracy on `val` is
+of the parameters and of their running average, every tenth of the steps. The JSON file is written at each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench import settings
+from bench.device_images import Split, augment, load, mix
+from bench.header import header
+from bench.json_file import write_json
+from bench.one_gpu import settle
+from vitpar.launch import ALONE, join, leave
+from vitpar.models import ViTConfig, model_config
+from vitpar.parallel import Execution, ParallelModel, parallelize
+from vitpar.parallel.attention import choose_attention
+from vitpar.parallel.precision import resolve_precision
+from vitpar.strategy import parse, validate
+from vitpar.training.optim.one_pass import choose_implementation
+from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.step import TrainStep
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MIXED = 0.8
+"""Share of the batches that are mixed."""
+LAST_LR = 1e-5
+RESERVE_S = 3.0
+"""Seconds kept for the end of the process."""
+EVALUATIONS = 10
+MODEL = {"image_size": 32, "patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, "mlp_hidden_dim": 512}
+TINY = {"embed_dim": 64, "depth": 2, "mlp_hidden_dim": 128}
+
+
+class Training:
+    """Model, optimizer and data of the experiment."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.splits = load(options.data, device, 320 if options.tiny else None)
+        sizes = MODEL | (TINY if options.tiny else {})
+        config = model_config("vit_custom", num_classes=10, pool="avg", drop_path=0.1, init="timm", **sizes)
+        assert isinstance(config, ViTConfig)
+        self.model, self.attention = self._model(config)
+        self.config = config
+        optimizer = SimpleNamespace(**{**vars(settings.OPTIMIZER), "lr": options.lr, "weight_decay": options.decay})
+        chosen = choose_implementation(optimizer, self.model.execution.precision, device)
+        sharded = ShardedOptimizer(self.model.named_parameters(), optimizer, implementation=chosen.name)
+        self.average = EMA(self.model, 0.999, warmup=True)
+        self.step = TrainStep(self.model, sharded, clip_grad_norm=1.0, ema=self.average)
+        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
+
+    def _model(self, config: ViTConfig) -> tuple[ParallelModel, str | None]:
+        options, device = self.options, self.device
+        precision = "bf16" if device.type == "cuda" else "fp32"
+        plan = validate(parse("dp1"), config, options.batch_size)
+        kernel = choose_attention("auto", config, plan, options.batch_size, resolve_precision(precision), device)
+        execution = Execution(options.batch_size, precision, seed=settings.SEED, label_smoothing=0.1)
+        execution = replace(execution, compile=device.type == "cuda")
+        return parallelize(config, plan, execution, device), kernel.backend
+
+    @property
+    def steps_an_epoch(self) -> int:
+        """Complete batches of the training images."""
+        return len(self.splits["train"].labels) // self.options.batch_size
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield images, labels and keys of one step after the other, without end."""
+        g, host = torch.Generator(self.device).manual_seed(0), np.random.default_rng(0)
+        train, size, epoch = self.splits["train"], self.options.batch_size, 0
+        while True:
+            order = torch.randperm(len(train.labels), device=self.device, generator=g)
+            for chosen in order.split(size)[: self.steps_an_epoch]:
+                images, labels = augment(train.images[chosen].float() / 255, g), train.labels[chosen]
+                if host.random() < MIXED:
+                    images, labels = mix(images, labels, host, g)
+                yield (images - self._mean) / self._std, labels, chosen + epoch * len(train.labels)
+            epoch += 1
+
+    def accuracies(self) -> dict[str, float]:
+        """Return the top-1 accuracy on `val` of the parameters and of their average."""
+        found = {"top1": self._accuracy(self.splits["val"])}
+        with self.average.averaged():
+            return found | {"top1_average": self._accuracy(self.splits["val"])}
+
+    def _accuracy(self, split: Split) -> float:
+        size = min(1000, len(split.labels))
+        right = torch.zeros((), device=self.device)
+        batches = len(split.labels) // size
+        for images, labels in zip(split.images.split(size)[:batches], split.labels.split(size), strict=False):
+            logits = self.model.predict((images.float() / 255 - self._mean) / self._std, size)
+            assert logits is not None, "one rank has all stages"
+            right.add_((logits.argmax(1) == labels).sum())
+        return right.item() / (batches * size)
+
+
+def main() -> None:
+    """Read the options, train and print a line for every tenth of the steps."""
+    begun = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, metavar="SOURCE", help="CIFAR-10")
+    parser.add_argument("--seconds", type=float, default=120, metavar="N", help="of the complete program (120)")
+    parser.add_argument("--batch-size", type=int, default=512, metavar="N", help="images a step (512)")
+    parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="highest learning rate (1e-3)")
+    parser.add_argument("--decay", type=float, default=0.06, metavar="RATE", help="weight decay (0.06)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, few images: only to see the program run")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
+    if options.tiny:
+        options.batch_size = 64
+    training = Training(options, join(ALONE, options.device))
+    train(training, begun)
+    leave()
+
+
+def train(training: Training, begun: float) -> None:
+    """Train until `--seconds` after `begun`."""
+    options = training.options
+    loaded = time.perf_counter() - begun
+    untimed, warm = (1, 2) if options.tiny else (20, 60)
+    found: dict[str, Any] = {"header": header(), "loaded_seconds": loaded, "attention": training.attention, "rows": []}
+    feed, total, number = training.batches(), 10**9, 0
+    first = time.perf_counter()
+    while number < total:
+        if number == untimed:
+            settle(training.device)
+            first = time.perf_counter()
+        number += 1
+        # The length of the schedule is not known before it is measured: warm up slowly until then.
+        lr = rate(options.lr, number, total) if number > warm else options.lr * number / 2000
+        done = training.step(number, lr, *next(feed))
+        if number == warm:
+            settle(training.device)
+            seconds = (time.perf_counter() - first) / (warm - untimed)
+            training.accuracies()  # compiles
+            evaluated = time.perf_counter()
+            training.accuracies()
+            now = time.perf_counter()
+            left = options.seconds - (now - begun) - RESERVE_S - EVALUATIONS * (now - evaluated)
+            epochs = max(1, int(left / seconds / training.steps_an_epoch))
+            total = epochs * training.steps_an_epoch
+            found |= {"step_seconds": seconds, "images_per_second": options.batch_size / seconds, "epochs": epochs}
+            found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
+            print(
+                f"{options.batch_size / seconds:,.0f} images/s: {epochs} epochs; loaded in {loaded:.1f} s", flush=True
+            )
+        if number % max(1, total // EVALUATIONS) == 0 or number == total:
+            epoch = number / training.steps_an_epoch
+            row = {"step": number, "epoch": epoch, "loss": done.loss.item(), **training.accuracies()}
+            found["rows"].append(row | {"seconds": time.perf_counter() - begun})
+            print(found["rows"][-1], flush=True)
+            if options.json:
+                write_json(options.json, found)
+
+
+def rate(most: float, number: int, total: int) -> float:
+    """Return the learning rate of step `number`: linear warm-up of a twentieth, then a cosine to LAST_LR."""
+    rising = max(1, total // 20)
+    if number <= rising:
+        return most * number / rising
+    return LAST_LR + (most - LAST_LR) * (1 + math.cos(math.pi * (number - rising) / max(1, total - rising))) / 2
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,6 @@ Measurements are kept in OUT/results.json as they are made. Exit code 1: a progr
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
@@ -159,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
 def environment(site: Path) -> None:
     """Install the bundle's wheels into the folder `site`, and let programs find them and this checkout."""
     wheels = [str(path) for path in (BUNDLE / "wheels").glob("*.whl")]
-    if wheels and importlib.util.find_spec("pydantic") is None:
+    if wheels:
         words = ("install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site))
         subprocess.run([sys.executable, "-m", "pip", *words, *wheels], check=True)
     paths = [str(site), *(str(ROOT / folder) for folder in ("src", "cli", "experiments"))]

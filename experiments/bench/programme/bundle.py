@@ -80,7 +80,13 @@ def rehearsal_python(base: str) -> Path:
     if found != PYTHON:
         raise ValueError(f"{base} is Python {found}: name a Python {PYTHON} with GPU_PYTHON")
     print(f"making {REHEARSAL.name} with {', '.join(PRESENT)}", flush=True)
-    for command in ([base, "-m", "venv", "--clear", str(REHEARSAL)], [str(python), *PIP, "install", *PRESENT]):
+    absent = [name for name in PACKAGES if name != "typing_extensions"]  # which torch brings, at another version
+    for command in (
+        [base, "-m", "venv", "--clear", str(REHEARSAL)],
+        [str(python), *PIP, "install", *PRESENT],
+        # Newer versions of the packages may bring what the machine's do not.
+        [str(python), *PIP, "uninstall", "--yes", *absent],
+    ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{REHEARSAL.name} cannot be made: {done.stderr.strip()[-500:]}")

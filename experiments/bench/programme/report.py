@@ -19,27 +19,30 @@ def report(results: dict[str, Any]) -> str:
     """Return the report in Markdown. results: calls and runs (``bench.programme.results.merged``)."""
     name = next((call["hardware"] for call in results["calls"] if call.get("cuda")), "")
     card = card_of(name)
-    sheet = find_cluster(f"1x{card or 'H100'}")
+    sheet = find_cluster(f"1x{card}") if card else None
     runs: Runs = {run["job"]: run for run in results["runs"]}
     return "\n".join(_lines(results, runs, sheet, card, name)) + "\n"
 
 
-def _lines(results: dict[str, Any], runs: Runs, sheet: Cluster, card: str | None, name: str) -> Iterator[str]:
+def _lines(results: dict[str, Any], runs: Runs, sheet: Cluster | None, card: str | None, name: str) -> Iterator[str]:
     yield f"# {name or 'Rehearsal without a GPU'}\n"
     if card is None:
-        yield "No predictions are for this device: those of an H100 are shown.\n"
+        yield "No predictions are for this device.\n"
     for number, facts in enumerate(results["calls"], start=1):
         yield f"Call {number}:\n"
         yield from (f"- {key}: {value}" for key, value in facts.items() if key != "cuda")
         yield ""
-    rows = [*_compared(runs, sheet, card)]
-    yield "## Measured and predicted\n"
-    if far := [row.what for row in rows if row.far]:
-        yield f"More than {100 * FAR:.0f} % from its prediction, marked **!**: {len(far)} of {len(rows)} figures.\n"
-    yield from table(COLUMNS, [row.cells() for row in rows])
+    if sheet is not None:
+        rows = [*_compared(runs, sheet, card)]
+        far = sum(row.far for row in rows)
+        yield "## Measured and predicted\n"
+        yield f"{far} of {len(rows)} figures are more than {100 * FAR:.0f} % from their prediction, marked **!**.\n"
+        yield from table(COLUMNS, [row.cells() for row in rows])
     for title, make in SECTIONS.items():
         if made := [*make(runs)]:
             yield from (f"## {title}\n", *made)
+            if made[-1]:
+                yield ""
     yield "## Programs\n"
     for job, run in runs.items():
         yield _ended(job, run)
@@ -165,7 +168,7 @@ def _cifar(runs: Runs) -> Iterator[str]:
     if rows := found.get("rows"):
         yield f"Predicted: {runs['cifar10']['prediction']}. Measured: {found['images_per_second']:,.0f} images/s.\n"
         cells = [
-            [f"{row['epoch']:.0f}", f"{row['seconds']:.0f}", f"{row['loss']:.3f}"]
+            [f"{row['epoch']:.1f}", f"{row['seconds']:.0f}", f"{row['loss']:.3f}"]
             + [f"{100 * row[key]:.2f} %" for key in ("top1", "top1_average")]
             for row in rows
         ]

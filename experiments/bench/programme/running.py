@@ -40,7 +40,8 @@ class Running:
         self._result = results.file(job)
         self._result.unlink(missing_ok=True)
         self._lines: list[str] = []
-        self._begun, self._limit, self.ended = time.monotonic(), limit, "running"
+        self._begun, self._limit = time.monotonic(), limit
+        self.ended, self._seconds = "running", 0.0
         given = {RESULT: self._result, DATA: data, MINUTES: f"{(limit - GRACE_S) / 60:.2f}"}
         given |= {SECONDS: f"{limit - GRACE_S:.0f}"}
         words = [str(given.get(word, word)).replace(WORK, str(results.folder)) for word in job.command]
@@ -78,6 +79,7 @@ class Running:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(GRACE_S)
+        self._seconds = time.monotonic() - self._begun
         code = self._process.returncode
         self.ended = why or ("ended" if code == 0 else f"exit code {code}")
 
@@ -89,7 +91,7 @@ class Running:
         failed = self.ended not in ("ended", "running")
         return {
             "ended": self.ended,
-            "seconds": round(time.monotonic() - self._begun, 1),
+            "seconds": round(self._seconds or time.monotonic() - self._begun, 1),
             "found": read(self._result) if read else last_json(lines),
             "gpu": gpu,
             "last_lines": lines[-TAIL:] if failed else [],

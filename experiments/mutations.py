@@ -16,55 +16,122 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from mutating import report
-from mutating.campaign import run
-from mutating.mutation import Mutation, MutationError, problem
+from mutating.command import Commands, Outcome
+from mutating.mutation import Mutation, MutationError, copy_tree, mutated, problem
 from mutating.table import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
+Tried = tuple[Mutation, list[tuple[str, Outcome]]]
+"""A mutation with the commands that ran and how they ended."""
 
 
 def main() -> int:
     """Try the mutations; return the exit code."""
-    options, console = arguments(), Console()
+    options = arguments()
     chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
     if options.list:
-        return listed(console, chosen)
-    if found := [words for mutation in chosen if (words := problem(ROOT, mutation))]:
-        print("\n".join(f"error: {words}" for words in found), file=sys.stderr)
-        return 2
+        for mutation in chosen:
+            print("\n    ".join([f"{mutation.name}  {mutation.breaks}", *mutation.caught_by]))
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = time.monotonic()
-    with console.status("copying the source") as status:
-
-        def progress(done: int, total: int, name: str, ended: report.Ended) -> None:
-            console.print(report.progress(done, total, name, ended), highlight=False, soft_wrap=True)
-            status.update(f"{(time.monotonic() - begin) / 60:.0f} minutes")
-
-        try:
-            campaign = run(ROOT, chosen, parallel=options.parallel, limit=options.limit, progress=progress)
-        except MutationError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            return 130
-    report.show(console, campaign, time.monotonic() - begin)
-    return 0 if campaign.all_caught else 1
+    try:
+        if wrong := [words for mutation in chosen if (words := problem(ROOT, mutation))]:
+            raise MutationError("\n".join(wrong))
+        missed = run(ROOT, chosen, parallel=options.parallel, limit=options.limit)
+    except MutationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(["", *missed]))
+    print(f"{len(chosen)} mutations, {len(missed)} problems, {(time.monotonic() - begin) / 60:.1f} minutes")
+    return 1 if missed else 0
 
 
-def listed(console: Console, mutations: list[Mutation]) -> int:
-    """Print each mutation's name, its defect and the commands that must catch it; return the exit code."""
-    for mutation in mutations:
-        console.print(f"[bold]{mutation.name}[/]  {escape(mutation.breaks)}", highlight=False, soft_wrap=True)
+def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float) -> list[str]:
+    """Try mutations on copies of the git work tree `source`, several at a time; return the problems.
+
+    limit: seconds for one command.
+
+    Raises MutationError if `source` is not a git work tree. On Ctrl-C, raises KeyboardInterrupt after all processes
+    have ended and the copies are deleted.
+    """
+    runner, copies = Commands(limit), Queue[Path]()
+    # Ranks that lost their parent may still write files while the copies are deleted.
+    with tempfile.TemporaryDirectory(prefix="vitpar-mutations-", ignore_cleanup_errors=True) as folder:
+        for number in range(parallel):
+            copies.put(copy_tree(source, Path(folder, str(number))))
+        with ThreadPoolExecutor(parallel) as pool:
+
+            def in_a_copy(job: Callable[[Path], Any]) -> Any:
+                root = copies.get()
+                try:
+                    return job(root)
+                finally:
+                    copies.put(root)
+
+            try:
+                commands = list(dict.fromkeys(command for mutation in mutations for command in mutation.caught_by))
+                waiting = {pool.submit(in_a_copy, partial(runner.run, command)): command for command in commands}
+                clean = {
+                    waiting[done]: shown("clean source", waiting[done], done.result()) for done in as_completed(waiting)
+                }
+                usable = {command for command, outcome in clean.items() if outcome.kind == "passed"}
+                trying = [pool.submit(in_a_copy, partial(attempt, runner, usable, mutation)) for mutation in mutations]
+                tried = [done.result() for done in as_completed(trying)]
+            finally:
+                runner.stop()
+                pool.shutdown(cancel_futures=True)
+    return problems(clean, tried)
+
+
+def attempt(runner: Commands, usable: set[str], mutation: Mutation, root: Path) -> Tried:
+    """Run the commands that pass on the unchanged source until one catches the mutation."""
+    tried: list[tuple[str, Outcome]] = []
+    with mutated(root, mutation):
         for command in mutation.caught_by:
-            console.print(f"    {escape(command)}", highlight=False, soft_wrap=True)
-    return 0
+            if command in usable and not catches(mutation, tried):
+                tried.append((command, runner.run(command, root)))
+                shown(mutation.name, *tried[-1])
+    return mutation, tried
+
+
+def catches(mutation: Mutation, tried: Sequence[tuple[str, Outcome]]) -> bool:
+    """Return whether one of the commands caught the mutation."""
+    kinds = ("failed", "crash") if mutation.crash_counts else ("failed",)
+    return any(outcome.kind in kinds for _, outcome in tried)
+
+
+def shown(what: str, command: str, outcome: Outcome) -> Outcome:
+    """Print how a command ended and return it."""
+    print(f"{what}: {outcome.kind} after {outcome.seconds:.0f} s  {command}  {outcome.words[:120]}", flush=True)
+    return outcome
+
+
+def problems(clean: dict[str, Outcome], tried: Sequence[Tried]) -> list[str]:
+    """Return messages for commands that fail on the unchanged source, and for mutations that were not caught."""
+    found = [
+        f"{outcome.kind.upper()} on the clean source: {command}\n  {outcome.words}"
+        for command, outcome in clean.items()
+        if outcome.kind != "passed"
+    ]
+    for mutation, ran in tried:
+        if not catches(mutation, ran):
+            kinds = [outcome.kind for _, outcome in ran]
+            verdict = next((kind for kind in ("crash", "hang") if kind in kinds), "missed" if kinds else "not run")
+            lines = [f"  {command}\n    {outcome.kind}: {outcome.words}" for command, outcome in ran]
+            found.append("\n".join([f"{verdict.upper()} {mutation.name}: {mutation.breaks}", *lines]))
+    return found
 
 
 def arguments() -> argparse.Namespace:

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 from helpers.command_line import Command, run
 from helpers.ranks import RankPool
 from vitpar.launch import ALONE, join, leave
+
+# `--hypothesis-profile first` reports the first counterexample: searching for a shorter one can take minutes.
+settings.register_profile("first", phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -11,25 +10,33 @@ import subprocess
 import sys
 import threading
 import time
+import xml.etree.ElementTree as xml
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mutating.pytest_verdict import VERDICTS
-
-EXPERIMENTS = Path(__file__).resolve().parents[1]
 GRACE = 5.0
 """Seconds between SIGTERM, at which vitpar ends its ranks, and SIGKILL."""
-
-Kind = Literal["passed", "failed", "crash", "hang"]
+PYTEST = (
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--hypothesis-profile",
+    "first",
+    "--junitxml",
+    "verdict.xml",
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
 
-    kind: Kind
+    kind: Literal["passed", "failed", "crash", "hang"]
     """failed: an assertion of a test or the check failed. crash: any other error. hang: time limit exceeded."""
     words: str
     """Verdict or error in one line."""
@@ -38,7 +45,7 @@ class Outcome:
 
 
 class Stopped(Exception):
-    """The campaign was stopped: no command runs any more."""
+    """The runner was stopped: no command runs any more."""
 
 
 class Commands:
@@ -49,32 +56,31 @@ class Commands:
 
     def __init__(self, limit: float) -> None:
         self._limit, self._lock, self._stopped = limit, threading.Lock(), False
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[subprocess.Popen[str]] = set()
 
     def run(self, command: str, root: Path) -> Outcome:
         """Run `command` in the copy of the repository in `root`. Raises Stopped."""
-        verdicts, output = root / "verdicts.jsonl", root / "output.txt"
-        verdicts.unlink(missing_ok=True)
+        (root / "verdict.xml").unlink(missing_ok=True)
         (root / "tmp").mkdir(exist_ok=True)
-        begin = time.monotonic()
-        with output.open("wb") as file:
-            process = self._start(command, root, file.fileno(), verdicts)
+        begin, hangs = time.monotonic(), False
+        with (root / "output.txt").open("w+") as output:
+            process = self._start(command, root, output.fileno())
             try:
-                code: int | None = process.wait(self._limit)
+                process.wait(self._limit)
             except subprocess.TimeoutExpired:
-                code = None
+                hangs = True
             finally:
                 end(process)
                 with self._lock:
                     self._running.discard(process)
         if self._stopped:
             raise Stopped
-        seconds = time.monotonic() - begin
-        said = output.read_text(errors="replace")
-        if code is None:
+        seconds, said = time.monotonic() - begin, (root / "output.txt").read_text(errors="replace")
+        if hangs:
             return Outcome("hang", f"no end after {self._limit:.0f} s; last line: {last_line(said)}", seconds)
-        judged = judge_check(code, said) if is_check(command) else judge_tests(code, said, verdicts)
-        return Outcome(judged.kind, judged.words, seconds)
+        if is_check(command):
+            return Outcome(*judge_check(process.returncode, said), seconds)
+        return Outcome(*judge_tests(process.returncode, said, root / "verdict.xml"), seconds)
 
     def stop(self) -> None:
         """End the running commands and start no others."""
@@ -84,20 +90,21 @@ class Commands:
         for process in running:
             end(process)
 
-    def _start(self, command: str, root: Path, output: int, verdicts: Path) -> subprocess.Popen[bytes]:
-        paths = os.pathsep.join(str(path) for path in (root / "src", root / "cli", EXPERIMENTS))
+    def _start(self, command: str, root: Path, output: int) -> subprocess.Popen[str]:
+        paths = os.pathsep.join(str(root / name) for name in ("src", "cli"))
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}
-        environment |= {"TMPDIR": str(root / "tmp"), VERDICTS: str(verdicts)}
+        _, *words = shlex.split(command)
         with self._lock:
             if self._stopped:
                 raise Stopped
             process = subprocess.Popen(
-                arguments(command),
+                [sys.executable, *(("-m", "vitpar_cli.main") if is_check(command) else PYTEST), *words],
                 cwd=root,
-                env=environment,
+                env=environment | {"TMPDIR": str(root / "tmp")},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                text=True,
                 start_new_session=True,
             )
             self._running.add(process)
@@ -109,16 +116,7 @@ def is_check(command: str) -> bool:
     return command.startswith("vitpar check ")
 
 
-def arguments(command: str) -> list[str]:
-    """Return the program and arguments of a command."""
-    program, *words = shlex.split(command)
-    if is_check(command):
-        return [sys.executable, "-m", "vitpar_cli.main", *words]
-    assert program == "pytest", f"unknown command '{command}': use vitpar check or pytest"
-    return [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "mutating.pytest_verdict", *words]
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """End a command and all processes that it started."""
     for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         if process.poll() is None or number == signal.SIGKILL:
@@ -128,25 +126,37 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(seconds)
 
 
-def judge_check(code: int, said: str) -> Outcome:
-    """Return the outcome of `vitpar check` from its exit code and output."""
+def judge_check(code: int, said: str) -> tuple[str, str]:
+    """Return kind and words of the outcome of `vitpar check` from its exit code and output."""
     verdicts = [line.strip() for line in said.splitlines() if re.match(r"(FAILED|passed)\b", line)]
-    if code == 0 and verdicts and verdicts[-1].startswith("passed"):
-        return Outcome("passed", verdicts[-1])
-    if code == 1 and verdicts and verdicts[-1].startswith("FAILED"):
-        return Outcome("failed", verdicts[-1])
-    return Outcome("crash", f"exit code {code} without a verdict: {last_line(said)}")
+    for kind, at in (("passed", 0), ("FAILED", 1)):
+        if code == at and verdicts and verdicts[-1].startswith(kind):
+            return kind.lower(), verdicts[-1]
+    return "crash", f"exit code {code} without a verdict: {last_line(said)}"
 
 
-def judge_tests(code: int, said: str, verdicts: Path) -> Outcome:
-    """Return the outcome of pytest from its exit code, its output and the lines of ``mutating.pytest_verdict``."""
-    rows = [json.loads(line) for line in verdicts.read_text().splitlines()] if verdicts.is_file() else []
-    for kind in ("failed", "crash"):
-        if code == 1 and (found := [row for row in rows if row["kind"] == kind]):
-            return Outcome("failed" if kind == "failed" else "crash", f"{found[0]['test']}: {found[0]['words']}")
-    if code == 0 and any(row["kind"] == "passed" for row in rows):
-        return Outcome("passed", f"{len(rows)} passed")
-    return Outcome("crash", f"exit code {code} without a verdict: {last_line(said)}")
+def judge_tests(code: int, said: str, file: Path) -> tuple[str, str]:
+    """Return kind and words of the outcome of pytest from its exit code, its output and its XML file."""
+    cases = list(xml.parse(file).iter("testcase")) if file.is_file() else []
+    errors = [(case.get("name"), error) for case in cases for error in case if error.tag in ("failure", "error")]
+    if code == 1 and errors:
+        name, error = errors[0]
+        kind, words = judge_error(error.get("message", ""))
+        return kind if error.tag == "failure" else "crash", f"{name}: {words}"
+    if code == 0 and (passed := sum(not len(case) for case in cases)):
+        return "passed", f"{passed} passed"
+    return "crash", f"exit code {code} without a verdict: {last_line(said)}"
+
+
+def judge_error(message: str) -> tuple[str, str]:
+    """Return kind and words of an error that a test raised.
+
+    Errors of ranks reach the test's process as text: then the last traceback in the text decides.
+    """
+    if len(traces := re.split(r"^Traceback \(most recent call last\):$", message, flags=re.MULTILINE)) > 1:
+        message = next((line for line in traces[-1].splitlines() if line and not line.startswith(" ")), message)
+    asserted = re.match(r"(\w+\.)*(AssertionError|Failed|assert)\b", message) is not None
+    return "failed" if asserted else "crash", last_line(message.partition("\n")[0])[:300]
 
 
 def last_line(text: str) -> str:

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
-from mutating import report
-from mutating.campaign import Campaign, run
-from mutating.command import Commands, Outcome, Stopped, judge_check
+from mutating.command import Commands, Stopped, judge_check, judge_error
 from mutating.mutation import Mutation, MutationError, mutated, problem
-from mutating.pytest_verdict import judge
 from mutating.table import MUTATIONS
+from mutations import run
 
 SOURCE = "import sys\n\nlimit = 5\nspare = 7\n"
 TESTS = """
@@ -43,18 +41,14 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a repository of one module, with an ignored file and no commit; copies go into tmp_path/copies."""
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take longer to load than these tests to run
     root = tmp_path / "small"
     root.mkdir()
     files = {"thing.py": SOURCE, "test_thing.py": TESTS, ".gitignore": "large\n", "large": "", "pytest.ini": "[pytest]"}
+    files["conftest.py"] = "from hypothesis import settings\n\nsettings.register_profile('first')\n"
     for name, text in files.items():
         (root / name).write_text(text)
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     return root
-
-
-def campaign(root: Path, *mutations: Mutation, limit: float = 60.0) -> Campaign:
-    return run(root, mutations, parallel=2, limit=limit, progress=lambda *_: None)
 
 
 def test_every_mutation_matches_the_source() -> None:
@@ -104,35 +98,25 @@ def test_mutation_that_does_not_match_is_refused(small: Path) -> None:
 
 
 def test_only_a_failed_assertion_counts_unless_a_crash_may(small: Path) -> None:
-    found = campaign(
-        small,
+    mutations = (
         of("caught", "limit = 6"),
         of("missed", "spare = 8"),
         of("crashes", "limit = 0", test="test_division"),
         of("may crash", "limit = 0", test="test_division", crash_counts=True),
         of("cannot be imported", "import nothing_that_exists"),
         of("ends the process", "sys.exit(1)"),
+        of("no such test", "limit = 6", test="test_nothing"),
     )
-    assert {outcome.kind for outcome in found.clean.values()} == {"passed"} and len(found.clean) == 2
-    said = {result.mutation.name: report.verdict(result) for result in found.results}
-    assert said == {
-        **{"caught": "caught", "missed": "MISSED", "crashes": "crash", "may crash": "caught"},
-        **{"cannot be imported": "crash", "ends the process": "crash"},
-    }
-    assert not found.all_caught
-    words = report.problems(found)
-    assert len(words) == 4 and words[0].startswith("MISSED missed: It is wrong.\n  pytest test_thing.py::test_limit")
-    assert "ZeroDivisionError" in words[1]
+    found = run(small, mutations, parallel=2, limit=60.0)
+    starts = ("CRASH cannot be imported", "CRASH crashes", "CRASH ends the process", "CRASH on the clean source")
+    assert tuple(sorted(words.partition(":")[0] for words in found)) == (
+        *starts,
+        "MISSED missed",
+        "NOT RUN no such test",
+    )
+    assert "MISSED missed: It is wrong.\n  pytest test_thing.py::test_limit" in "\n".join(found)
+    assert "ZeroDivisionError" in "\n".join(found)
     assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
-
-
-def test_commands_that_fail_on_the_clean_source_do_not_count(small: Path) -> None:
-    (small / "test_thing.py").write_text(TESTS.replace("limit == 5", "limit == 4").replace("< 3", "< 3  # new"))
-    one, other = of("wrong test", "limit = 6"), of("no such test", "limit = 6", test="test_nothing")
-    found = campaign(small, one, other, of("fine", "limit = 1", test="test_division"))
-    assert [outcome.kind for outcome in found.clean.values()] == ["failed", "crash", "passed"]
-    assert [report.verdict(result) for result in found.results] == ["not run", "not run", "caught"]
-    assert not found.all_caught and "FAILED on the clean source" in report.problems(found)[0]
 
 
 def test_hanging_command_is_killed(small: Path) -> None:
@@ -147,40 +131,36 @@ def test_hanging_command_is_killed(small: Path) -> None:
 
 def test_folder_without_a_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MutationError, match="git cannot list the files"):
-        campaign(tmp_path / "nowhere", of("caught", "limit = 6"))
+        run(tmp_path / "nowhere", [of("caught", "limit = 6")], parallel=1, limit=60.0)
 
 
 def test_verdict_of_vitpar_check_is_parsed() -> None:
-    assert judge_check(0, "table\npassed: worst is loss\n") == Outcome("passed", "passed: worst is loss")
-    assert judge_check(1, "FAILED: worst is head.fc.bias\n").kind == "failed"
-    assert judge_check(1, "rank 1 failed: KeyError\n").kind == judge_check(1, "").kind == "crash"
-    assert judge_check(2, "FAILED: x").kind == judge_check(0, "").kind == judge_check(1, "passed: x").kind == "crash"
+    assert judge_check(0, "table\npassed: worst is loss\n") == ("passed", "passed: worst is loss")
+    assert judge_check(1, "FAILED: worst is head.fc.bias\n")[0] == "failed"
+    for code, said in ((1, "rank 1 failed: KeyError\n"), (1, ""), (2, "FAILED: x"), (0, ""), (1, "passed: x")):
+        assert judge_check(code, said)[0] == "crash"
 
 
 def test_rank_errors_are_distinguished_from_failed_assertions() -> None:
-    trace = "rank 1 of 2:\nTraceback (most recent call last):\n  File a\n    x\n{}\n"
-    assert judge(AssertionError(trace.format("AssertionError: 3 > 2\nassert False"))) == (
-        "failed",
-        "AssertionError: 3 > 2",
-    )
-    assert judge(AssertionError(trace.format("vitpar.errors.DataError: no"))) == (
-        "crash",
-        "vitpar.errors.DataError: no",
-    )
-    assert judge(AssertionError("assert 1 == 2"))[0] == "failed"
-    assert judge(KeyError("x")) == ("crash", "KeyError: 'x'")
+    trace = "helpers.ranks.RankError: rank 1 of 2:\nTraceback (most recent call last):\n  File a\n    x\n{}\n"
+    failed = trace.format("AssertionError: 3 > 2\nassert False")
+    assert judge_error(failed) == ("failed", "AssertionError: 3 > 2")
+    crash = trace.format("vitpar.errors.DataError: no")
+    assert judge_error(crash) == ("crash", "vitpar.errors.DataError: no")
+    for words, kind in (("assert 1 == 2", "failed"), ("Failed: DID NOT RAISE", "failed"), ("KeyError: 'x'", "crash")):
+        assert judge_error(words) == (kind, words)
 
 
 INTERRUPTED = """
 import signal
 import sys
 from pathlib import Path
-from mutating.campaign import run
+from mutations import run
 from mutating.mutation import Mutation
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
 one = Mutation("hangs", "It hangs.", "thing.py", "spare = 7", "spare = 8", ("pytest test_thing.py",))
-run(Path(sys.argv[1]), [one], parallel=2, limit=100.0, progress=print)
+run(Path(sys.argv[1]), [one], parallel=2, limit=100.0)
 """
 
 

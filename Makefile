@@ -14,7 +14,7 @@ PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-steady bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -91,9 +91,6 @@ bench-search: $(READY)   ## Guarantees of the search on 200 drawn clusters
 
 bench-peers: $(READY)  ## Compare with timm, transformers, Lightning and plain PyTorch, if they are installed
 	$(BIN)/python experiments/bench_peers.py
-
-bench-steady: $(READY)  ## Step time and memory over 2,000 steps; the cost of logging every step
-	$(BIN)/python experiments/bench_steady.py
 
 gpu-bundle: $(READY)     ## Prepare a programme for a GPU: PROGRAMME=A, CIFAR=folder, REHEARSE=1 runs it on the CPU
 	$(BIN)/python experiments/gpu_programme.py bundle $(PROGRAMME) $(if $(CIFAR),--cifar $(CIFAR))

@@ -174,26 +174,6 @@ def test_deepest_model_is_found_by_bisection() -> None:
         assert len(tried) <= 11 and max(tried) <= 31
 
 
-@pytest.mark.slow
-def test_steadiness_program_prints_its_tables(tmp_path: Path) -> None:
-    printed = run("bench_steady.py", "--tiny", "--json", str(tmp_path / "result.json"))
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert len(found["steady"]["step_ms"]) == 150
-    assert found["steady"]["samples"][-1][0] > 100
-    assert all(len(rates) == 2 and min(rates) > 0 for rates in found["logging"].values())
-    assert "rise after step 50" in printed
-
-
-def test_slope_distinguishes_a_rise_from_noise() -> None:
-    from bench.steadiness import Slope, windows
-
-    flat, rising = [10.0, 10.2] * 50, [10.0 + 0.01 * i + 0.1 * (i % 2) for i in range(100)]
-    assert abs(Slope.of(flat).rise) < 2 * Slope.of(flat).error
-    assert Slope.of(rising).rise == pytest.approx(0.99 / 10.545, rel=0.02)
-    assert Slope.of(rising).rise > 20 * Slope.of(rising).error
-    assert windows(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_gpu_program_refuses_without_a_gpu() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

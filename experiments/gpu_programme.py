@@ -160,7 +160,9 @@ def environment(site: Path) -> None:
     wheels = [str(path) for path in (BUNDLE / "wheels").glob("*.whl")]
     if wheels:
         words = ("install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site))
-        subprocess.run([sys.executable, "-m", "pip", *words, *wheels], check=True)
+        done = subprocess.run([sys.executable, "-m", "pip", *words, *wheels], capture_output=True, text=True)
+        if done.returncode:
+            print(f"the bundle's wheels are not used: {done.stderr.strip()[-300:]}", flush=True)
     paths = [str(site), *(str(ROOT / folder) for folder in ("src", "cli", "experiments"))]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONUNBUFFERED"] = "1"

@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.gpu_models import card_of
 from bench.markdown import table
-from bench.programme.compared import COLUMNS, fastest_attention, of, padded_flops, steps
+from bench.programme.compared import COLUMNS, fastest_attention, memory_rate, of, padded_flops, steps
 from bench.programme.programmes import ROOT
 from bench.programme.results import merged
 from vitpar.planner.profile.cluster import Cluster, find_cluster
@@ -57,7 +57,8 @@ def main() -> int:
         after = refitted(before, micro, measured)
     except ValueError as error:
         parser.error(str(error))
-    rows = [[name, f"{getattr(before, name) or 0:.3f}", f"{getattr(after, name):.3f}"] for name in FITTED]
+    shares = ([sheet.sustained, memory_rate(sheet) / sheet.memory_bandwidth] for sheet in (before, after))
+    rows = [[name, *(f"{share:.3f}" for share in pair)] for name, *pair in zip(FITTED, *shares, strict=True)]
     old, new = (sheet.kernels.model_dump() for sheet in (before, after))
     rows += [[f"kernels.{name}", f"{old[name]:.3g}", f"{new[name]:.3g}"] for name in new]
     print("\n".join(table(("rate", "before", "after"), rows)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command, run
+from helpers.command_line import Command, run, stop_servers
 from helpers.ranks import RankPool
 from vitpar.launch import ALONE, join, leave
 
@@ -54,6 +54,11 @@ def alone(environment: None) -> Iterator[None]:
 def vitpar(place: Path) -> Command:
     """Return a function that runs `vitpar <words>` in the module's folder `place`, behind `launcher` if given."""
     return lambda *words, launcher=(): run(place, words, launcher)
+
+
+def pytest_unconfigure() -> None:
+    """Stop the server of commands."""
+    stop_servers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,24 +1,35 @@
-"""Run `vitpar` in a separate process on the CPU, as a user would."""
+"""Run `vitpar` on the CPU, as a user would: in a fork of a server that has torch loaded, or in a new process.
+
+`run` forks. A test starts a new process, by `started` or a launcher, if it is about what a fork cannot show: signals,
+kills and hangs; torchrun and other programs that start vitpar; what happens before or while torch is imported; standard
+streams other than pipes; ranks that hash strings differently. `run` does so by itself if an environment variable is not
+that of the server, since libraries read some at import.
+"""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import command_server
+from helpers.command_server import Process, early
 from helpers.paths import ROOT
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 """A function that runs `vitpar <words>`, behind `launcher` if given."""
+_servers: "list[subprocess.Popen[bytes]]" = []
 
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without launcher variables, set to run this checkout's vitpar on the CPU."""
-    launchers = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_")
+    launchers = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_", "PYTEST_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     paths = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
     return env | {
@@ -28,14 +39,20 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> "subprocess.Popen[str]":
-    """Start ``vitpar <words>`` in the folder `place`, behind `launcher`, in a new session."""
+def started(
+    place: Path, words: Iterable[str], launcher: Iterable[str] = (), process: Callable[..., Any] = subprocess.Popen
+) -> "subprocess.Popen[str]":
+    """Start ``vitpar <words>`` in the folder `place`, behind `launcher`, in a new process and session.
+
+    process: Process forks the server instead
+    """
     command = [sys.executable, *launcher, "-m", "vitpar_cli.main", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    return process(
         command,
         cwd=place,
         env=clean_environment(),
+        stdin=subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,
         text=True,
@@ -48,13 +65,33 @@ def started(place: Path, words: Iterable[str], launcher: Iterable[str] = ()) -> 
 def run(
     place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end and return its output; kill it after `timeout` seconds."""
-    process = started(place, words, launcher)
+    """Run a command to its end and return its output; kill it and its children after `timeout` seconds."""
+    if not _servers and sys.platform == "linux":
+        _servers.append(server())
+    process = started(place, words, launcher, subprocess.Popen if launcher else Process)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def server() -> "subprocess.Popen[bytes]":
+    """Start the server of `Process`."""
+    Process.requests, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Process.environment, null = early(clean_environment()), subprocess.DEVNULL
+    with its:
+        command = [sys.executable, "-P", command_server.__file__, str(its.fileno())]
+        return subprocess.Popen(command, env=Process.environment, stdin=null, stdout=null, pass_fds=[its.fileno()])
+
+
+def stop_servers() -> None:
+    """Stop the server, if one was started."""
+    while _servers:
+        assert Process.requests is not None
+        Process.requests.close()
+        _servers.pop().communicate()
 
 
 def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -3,12 +3,12 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command, run, stop_servers
+from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
 from vitpar.launch import ALONE, join, leave
 
@@ -54,6 +54,22 @@ def alone(environment: None) -> Iterator[None]:
 def vitpar(place: Path) -> Command:
     """Return a function that runs `vitpar <words>` in the module's folder `place`, behind `launcher` if given."""
     return lambda *words, launcher=(): run(place, words, launcher)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Return a function of rows (words, sentence): each `vitpar <start> <words>` is refused with its sentence."""
+
+    def check(place: Path, rows: Iterable[tuple[Iterable[str], str]], *start: str) -> None:
+        monkeypatch.chdir(place)
+        for words, sentence in rows:
+            try:
+                assert sentence in refusal([*start, *words], monkeypatch, capsys)
+            except BaseException as error:
+                error.add_note(f"the row is: vitpar {shlex.join([*start, *words])}")
+                raise
+
+    return check
 
 
 def pytest_unconfigure() -> None:

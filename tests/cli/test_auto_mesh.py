@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.run_folder import losses_of
 from helpers.small_data import pack_small
 from vitpar.models import model_config
@@ -165,35 +165,20 @@ def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch:
     assert sources() == 1 and "model" in measured[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
-        (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
-        (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
-        (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is not a size"),
-        (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB per rank"),
-        (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "both --cluster and a profile are given"),
-        (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),
-        (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
-    ],
-)
-def test_invalid_auto_options_are_refused(
-    words: tuple[str, ...],
-    sentence: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(place)
-    assert sentence in refusal(["train", "--recipe", "recipe.toml", *words], monkeypatch, capsys)
+INVALID = [
+    (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
+    (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
+    (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
+    (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is not a size"),
+    (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB per rank"),
+    (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "both --cluster and a profile are given"),
+    (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),
+    (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
+]
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "plan"])
-def test_other_commands_refuse_mesh_auto(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    words = ["auto"] if command == "plan" else ["--mesh", "auto"]
-    told = refusal([command, *words, "--recipe", "recipe.toml"], monkeypatch, capsys)
-    assert "parallel.mesh is 'auto', which only vitpar train supports" in told
+def test_invalid_options_are_refused(place: Path, refused: Refused) -> None:
+    refused(place, INVALID, "train", "--recipe", "recipe.toml")
+    message = "parallel.mesh is 'auto', which only vitpar train supports"
+    others = [["check", "--mesh", "auto"], ["bench", "--mesh", "auto"], ["plan", "auto"]]
+    refused(place, [([*words, "--recipe", "recipe.toml"], message) for words in others])

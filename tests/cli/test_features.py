@@ -10,7 +10,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.imported import model_of
 from helpers.paths import ROOT
@@ -92,21 +92,16 @@ def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest
 SMALL = ["--checkpoint", "weights", "--out", "x.parquet"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (SMALL, "reads either image files or a data set: name images, or --data DIR"),
-        (["images", "--data", "data", *SMALL], "reads either image files or a data set"),
-        (["images", *SMALL[:3], "gone/x.parquet"], "cannot write gone/x.parquet"),
-        (["--data", "data", "--data-split", "test", *SMALL], "test"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_refused(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(["features", *words], monkeypatch, capsys)
+MISTAKES = [
+    (SMALL, "reads either image files or a data set: name images, or --data DIR"),
+    (["images", "--data", "data", *SMALL], "reads either image files or a data set"),
+    (["images", *SMALL[:3], "gone/x.parquet"], "cannot write gone/x.parquet"),
+    (["--data", "data", "--data-split", "test", *SMALL], "test"),
+]
+
+
+def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
+    refused(place, MISTAKES, "features")
     assert not (place / "x.parquet").exists()
 
 

@@ -6,6 +6,7 @@ streams other than pipes; ranks that hash strings differently. `run` does so by 
 that of the server, since libraries read some at import.
 """
 
+import json
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from helpers.paths import ROOT
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 """A function that runs `vitpar <words>`, behind `launcher` if given."""
+Refused = Callable[..., None]
+"""The fixture `refused`: a function of a folder, rows (words, sentence), and words that all commands start with."""
 _servers: "list[subprocess.Popen[bytes]]" = []
 
 
@@ -37,6 +40,10 @@ def clean_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+ENVIRONMENT = early(clean_environment())
+"""Environment of the server, before any test changes variables."""
 
 
 def started(
@@ -77,10 +84,35 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+WITHOUT_TORCH = """
+import json, os, sys
+sys.modules["torch"] = None
+import vitpar_cli.main
+ended = []
+for words in json.load(sys.stdin):
+    files = [os.memfd_create(name) for name in ("out", "err")]
+    if os.fork() == 0:
+        os.dup2(files[0], 1), os.dup2(files[1], 2)
+        sys.argv = ["vitpar", *words]
+        vitpar_cli.main.main()
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    ended.append((code, *(os.pread(file, 2**30, 0).decode() for file in files)))
+print(json.dumps(ended))
+"""
+
+
+def run_without_torch(place: Path, commands: list[list[str]]) -> "list[subprocess.CompletedProcess[str]]":
+    """Run commands, for a terminal of 80 columns, in forks of a new process that cannot import torch."""
+    program, env = [sys.executable, "-c", WITHOUT_TORCH], clean_environment() | {"COLUMNS": "80"}
+    words = json.dumps(commands)
+    done = subprocess.run(program, cwd=place, env=env, input=words, capture_output=True, text=True, timeout=100)
+    return [subprocess.CompletedProcess("vitpar", *ended) for ended in json.loads(done.stdout)]
+
+
 def server() -> "subprocess.Popen[bytes]":
     """Start the server of `Process`."""
     Process.requests, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    Process.environment, null = early(clean_environment()), subprocess.DEVNULL
+    Process.environment, null = ENVIRONMENT, subprocess.DEVNULL
     with its:
         command = [sys.executable, "-P", command_server.__file__, str(its.fileno())]
         return subprocess.Popen(command, env=Process.environment, stdin=null, stdout=null, pass_fds=[its.fileno()])

@@ -3,9 +3,8 @@
     test, or launcher of ranks ── request ──> server ── fork ──> waiter ── fork ──> command, in a new session
                                <── process id, then wait status ───┘
 
-A command has the arguments, folder, environment and files of a new process. Each is the fork of a server that has run
-no command and has one thread, so commands share no state. Three things differ from a new interpreter: imports are done,
-modules are not freed at the end, and all forks hash strings alike.
+A command has the arguments, folder, environment and files of a new process. The server has run no command and has one
+thread, so commands share no state. Unlike in a new interpreter, imports are done and all forks hash strings alike.
 """
 
 import atexit
@@ -16,6 +15,7 @@ import inspect
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -32,14 +32,14 @@ torch.distributed.checkpoint torch.distributed.elastic.agent.server einops._torc
 PIL.JpegImagePlugin PIL.PngImagePlugin
 """.split()
 """Modules that commands import, in part when they run."""
-READ_LATE = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "PYTHONUNBUF")
-"""Variables that a command reads when it runs. Libraries may read others at import."""
+READ_LATE = re.compile("VITPAR_|MASTER_|RANK|WORLD|LOCAL_|TORCHELASTIC_|TORCHINDUCTOR_|PYTHONUNBUFFERED|HF_|NO_PROXY")
+"""Variables that are read after LOADED is imported. Other libraries may read others at import."""
 HIGH = 500  # first descriptor above those that processes pass on
 
 
 def early(environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that a command and its server have in common."""
-    return {name: value for name, value in environment.items() if not name.startswith(READ_LATE)}
+    return {name: value for name, value in environment.items() if not READ_LATE.match(name)}
 
 
 class Process(subprocess.Popen[Any]):

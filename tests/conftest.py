@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import command_line
 from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
 from vitpar.launch import ALONE, join, leave
@@ -31,6 +32,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_commands() -> None:
+    """Give commands the session's environment, with changes that this test file makes, not those of other imports."""
+    command_line.before_file = dict(os.environ)
 
 
 @pytest.fixture

@@ -30,10 +30,15 @@ Refused = Callable[..., None]
 _servers: "list[subprocess.Popen[bytes]]" = []
 
 
+before_session = before_file = dict(os.environ)
+"""Variables at the start of the session and of the current test file. Imports and other tests set some in between."""
+
+
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without launcher variables, set to run this checkout's vitpar on the CPU."""
+    """Return the session's environment as this test file changed it, without launchers, to run vitpar on the CPU."""
     launchers = ("VITPAR_", "MASTER_", "RANK", "WORLD", "LOCAL_", "PYTEST_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    env, gone = before_session | dict(os.environ.items() - before_file.items()), before_file.keys() - os.environ.keys()
+    env = {name: value for name, value in env.items() if name not in gone and not name.startswith(launchers)}
     paths = (str(ROOT / "src"), str(ROOT / "cli"), os.environ.get("PYTHONPATH", ""))
     return env | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

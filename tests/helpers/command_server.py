@@ -32,7 +32,7 @@ torch.distributed.checkpoint torch.distributed.elastic.agent.server einops._torc
 PIL.JpegImagePlugin PIL.PngImagePlugin
 """.split()
 """Modules that commands import, in part when they run."""
-READ_LATE = re.compile("VITPAR_|MASTER_|RANK|WORLD|LOCAL_|TORCHELASTIC_|TORCHINDUCTOR_|PYTHONUNBUFFERED|HF_|NO_PROXY")
+READ_LATE = re.compile("VITPAR_|MASTER_|RANK|WORLD|LOCAL_|TORCH(ELAST|INDUCT)|PYTORCH_NVML|PYTHONUNBUF|HF_|NO_PROXY")
 """Variables that are read after LOADED is imported. Other libraries may read others at import."""
 HIGH = 500  # first descriptor above those that processes pass on
 

@@ -11,6 +11,7 @@ import pytest
 from helpers import command_line
 from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
+from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
 
 
@@ -55,6 +56,22 @@ def alone(environment: None) -> Iterator[None]:
     join(ALONE, "cpu")
     yield
     leave()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return a folder with packed data, and the test file's RECIPE if it has one, to run commands in."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    if recipe := getattr(request.module, "RECIPE", None):
+        (folder / "recipe.toml").write_text(recipe)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from helpers.command_line import Refused, run
 from helpers.ranks import RankPool
-from helpers.small_data import CLASSES, pack_small
+from helpers.small_data import CLASSES
 from helpers.trained import recipe_of
 from vitpar.bench import Benchmark, PhaseClock, Repeated, Settings, bench
 from vitpar.bench.feeds import Loaded, Synthetic
@@ -41,11 +41,6 @@ def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the launcher variables left by a test that joined a world."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Benchmark:

@@ -13,7 +13,7 @@ import pytest
 from helpers.calibration import expected_calibration_error
 from helpers.command_line import Command, Refused, refusal
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
-from helpers.small_data import VAL, damage, pack_small
+from helpers.small_data import VAL, damage
 from vitpar.data import ShardSet
 from vitpar.weights.importing import import_weights
 
@@ -21,14 +21,12 @@ KEYS = ["samples", "loss", "top1", "top5", "ece"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with two data sets of the same content, one of them with a bad image, and weights."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    shutil.copytree(folder / "data", folder / "spoilt")
-    damage(folder / "spoilt", "val", 3)
-    import_weights(saved(folder / "there", timm_state(), TIMM_CONFIG), folder / "weights")
-    return folder
+    shutil.copytree(place / "data", place / "spoilt")
+    damage(place / "spoilt", "val", 3)
+    import_weights(saved(place / "there", timm_state(), TIMM_CONFIG), place / "weights")
+    return place
 
 
 def measures(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from helpers.command_line import Command, Refused
 from helpers.foreign_models import timm_swin
 from helpers.foreign_weights import saved
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import CLASSES, VAL, pack_small
+from helpers.small_data import CLASSES, VAL
 from vitpar import model_config
 
 SIZES = {
@@ -46,17 +46,14 @@ keep = 0
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with packed data, a recipe, and weights of timm as safetensors and as a pickle of tensors."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
     config = model_config("swin_custom", num_classes=CLASSES, **SIZES)
     state = {name: tensor.contiguous() for name, tensor in timm_swin(config).state_dict().items()}
     pretrained = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3}
-    saved(folder / "there", state, {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": pretrained})
-    torch.save(state, folder / "swin.pth")
-    return folder
+    saved(place / "there", state, {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": pretrained})
+    torch.save(state, place / "swin.pth")
+    return place
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import killed_runs
 from helpers.command_line import run
 from helpers.killed_runs import alive, lines, rows, wait_for
 from helpers.paths import ROOT
@@ -35,6 +36,7 @@ with reporting():
     leave()
 """
 HOSTS = ("a", "a", "b", "b")
+RECIPE = killed_runs.RECIPE
 
 
 def free_port() -> str:

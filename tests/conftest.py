@@ -3,14 +3,16 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase, settings
 
-from helpers.command_line import Command, run
+from helpers import command_line
+from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
+from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
 
 # `--hypothesis-profile first` reports the first counterexample: searching for a shorter one can take minutes.
@@ -37,6 +39,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         started.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment_of_commands() -> None:
+    """Give commands the session's environment, with changes that this test file makes, not those of other imports."""
+    command_line.before_file = dict(os.environ)
+
+
 @pytest.fixture
 def environment() -> Iterator[None]:
     """Restore the environment after the test, because joining a world writes its variables."""
@@ -55,9 +63,46 @@ def alone(environment: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a packed data set."""
+    return pack_small(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return a folder with packed data, and the test file's RECIPE if it has one, to run commands in."""
+    folder = tmp_path_factory.mktemp("place")
+    pack_small(folder).rename(folder / "data")
+    if recipe := getattr(request.module, "RECIPE", None):
+        (folder / "recipe.toml").write_text(recipe)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def vitpar(place: Path) -> Command:
     """Return a function that runs `vitpar <words>` in the module's folder `place`, behind `launcher` if given."""
     return lambda *words, launcher=(): run(place, words, launcher)
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Return a function of rows (words, sentence): each `vitpar <start> <words>` is refused with its sentence."""
+
+    def check(place: Path, rows: Iterable[tuple[Iterable[str], str]], *start: str) -> None:
+        monkeypatch.chdir(place)
+        for words, sentence in rows:
+            try:
+                assert sentence in refusal([*start, *words], monkeypatch, capsys)
+            except BaseException as error:
+                error.add_note(f"the row is: vitpar {shlex.join([*start, *words])}")
+                raise
+
+    return check
+
+
+def pytest_unconfigure() -> None:
+    """Stop the server of commands."""
+    stop_servers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.errors import CheckpointError, RecipeError
@@ -23,13 +22,6 @@ from vitpar.sharded import sharded_as
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import find
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
-
 
 # bad checkpoints
 

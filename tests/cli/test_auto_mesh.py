@@ -9,48 +9,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.run_folder import losses_of
-from helpers.small_data import pack_small
+from helpers.shared_runs import SMALL, shared_run
 from vitpar.models import model_config
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 2
-
-[data]
-path = "data"
-workers = 1
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-
-[checkpoint]
-every_steps = 2
-"""
+RECIPE = SMALL + "[checkpoint]\nevery_steps = 2\n"
 AUTO = ("train", "--recipe", "recipe.toml", "--mesh", "auto")
 SHEET = ("--cluster", "8xH100", "--ranks", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with packed data and recipes, to run commands in."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    (folder / "planned.toml").write_text(RECIPE + '[parallel]\nmesh = "pp2"\nsplit = [1, 3]\n')
-    return folder
+    (place / "planned.toml").write_text(RECIPE + '[parallel]\nmesh = "pp2"\nsplit = [1, 3]\n')
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +41,7 @@ def searched_run(place: Path, vitpar: Command) -> "subprocess.CompletedProcess[s
 
 
 def test_found_plan_is_trained_and_stored(
-    place: Path, vitpar: Command, searched_run: "subprocess.CompletedProcess[str]"
+    place: Path, searched_run: "subprocess.CompletedProcess[str]", tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = searched_run.stdout
     plan = read_plan(place / "run" / "plan.json")
@@ -72,9 +49,8 @@ def test_found_plan_is_trained_and_stored(
     assert "why not" in words and "times are estimates" in words and "of 4 GB" in words
     assert "\nthe plan was searched, predicted:" in words
     assert read_recipe(place / "run" / "recipe.toml").parallel.mesh == str(plan)
-    alone = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone", "--json")
-    assert alone.returncode == 0, alone.stderr
-    assert losses_of(place / "run") == pytest.approx(losses_of(place / "alone"), rel=1e-5)
+    alone = shared_run("small", tmp_path_factory) / "run"
+    assert losses_of(place / "run") == pytest.approx(losses_of(alone), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -165,35 +141,20 @@ def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch:
     assert sources() == 1 and "model" in measured[-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
-        (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
-        (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
-        (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is not a size"),
-        (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB per rank"),
-        (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "both --cluster and a profile are given"),
-        (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),
-        (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
-    ],
-)
-def test_invalid_auto_options_are_refused(
-    words: tuple[str, ...],
-    sentence: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(place)
-    assert sentence in refusal(["train", "--recipe", "recipe.toml", *words], monkeypatch, capsys)
+INVALID = [
+    (("--mesh", "dp2", "--memory", "4GB"), "--memory requires --mesh auto, but the mesh is 'dp2': leave one out"),
+    (("--mesh", "dp2", "--cluster", "8xH100"), "--cluster requires --mesh auto"),
+    (("--mesh", "auto", "--split", "balanced"), "parallel.split is searched with --mesh auto"),
+    (("--mesh", "auto", *SHEET, "--memory", "much"), "--memory much is not a size"),
+    (("--mesh", "auto", *SHEET, "--memory", "10KB"), "no plan fits into 0.01 MB per rank"),
+    (("--mesh", "auto", *SHEET, "--hardware", "x.json"), "both --cluster and a profile are given"),
+    (("--mesh", "auto", "--hardware", "gone.json"), "gone.json"),
+    (("--mesh", "auto", "--cluster", "1xH100", "--ranks", "2"), "2 ranks do not fit the 1 devices"),
+]
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "plan"])
-def test_other_commands_refuse_mesh_auto(
-    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    words = ["auto"] if command == "plan" else ["--mesh", "auto"]
-    told = refusal([command, *words, "--recipe", "recipe.toml"], monkeypatch, capsys)
-    assert "parallel.mesh is 'auto', which only vitpar train supports" in told
+def test_invalid_options_are_refused(place: Path, refused: Refused) -> None:
+    refused(place, INVALID, "train", "--recipe", "recipe.toml")
+    message = "parallel.mesh is 'auto', which only vitpar train supports"
+    others = [["check", "--mesh", "auto"], ["bench", "--mesh", "auto"], ["plan", "auto"]]
+    refused(place, [([*words, "--recipe", "recipe.toml"], message) for words in others])

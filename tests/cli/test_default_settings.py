@@ -10,9 +10,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.run_folder import losses_of
-from helpers.small_data import CLASSES, TRAIN, pack_small
+from helpers.small_data import CLASSES, TRAIN
 from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.recipe_options import training_recipe
@@ -23,11 +23,9 @@ STREAM = ("stream.train=a.tar", "stream.val=b.tar", "stream.samples=77", "stream
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text('[train]\nepochs = 3\n[data]\npath = "data"\n')
-    return folder
+def place(place: Path) -> Path:
+    (place / "recipe.toml").write_text('[train]\nepochs = 3\n[data]\npath = "data"\n')
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +71,13 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
 
 
-def test_fine_tuning_requires_epochs_or_steps(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    said = refusal(["train", "--data", "data", "--weights", "w"], monkeypatch, capsys)
-    assert "neither train.epochs nor train.steps" in said
-
-
-def test_batch_beyond_host_memory_is_refused(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    words = ["train", "--data", "data", "--model", "vit_nano_patch16_4096", "--batch-size", "16000000"]
-    assert "16,000,000 images of 4096 pixels needs 805,306 GB of memory" in refusal(words, monkeypatch, capsys)
+def test_missing_epochs_and_a_batch_beyond_host_memory_are_refused(place: Path, refused: Refused) -> None:
+    large = ["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"]
+    rows = [
+        (["--weights", "w"], "neither train.epochs nor train.steps"),
+        (large, "16,000,000 images of 4096 pixels needs 805,306 GB of memory"),
+    ]
+    refused(place, rows, "train", "--data", "data")
 
 
 # precision

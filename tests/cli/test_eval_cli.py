@@ -11,9 +11,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from helpers.calibration import expected_calibration_error
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused, refusal
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
-from helpers.small_data import VAL, damage, pack_small
+from helpers.small_data import VAL, damage
 from vitpar.data import ShardSet
 from vitpar.weights.importing import import_weights
 
@@ -21,14 +21,12 @@ KEYS = ["samples", "loss", "top1", "top5", "ece"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with two data sets of the same content, one of them with a bad image, and weights."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    shutil.copytree(folder / "data", folder / "spoilt")
-    damage(folder / "spoilt", "val", 3)
-    import_weights(saved(folder / "there", timm_state(), TIMM_CONFIG), folder / "weights")
-    return folder
+    shutil.copytree(place / "data", place / "spoilt")
+    damage(place / "spoilt", "val", 3)
+    import_weights(saved(place / "there", timm_state(), TIMM_CONFIG), place / "weights")
+    return place
 
 
 def measures(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -93,31 +91,24 @@ def test_one_data_set_is_a_line_and_several_are_a_table(place: Path, vitpar: Com
 
 
 SMALL = ["eval", "--checkpoint", "weights"]
+STREAM = ("val=x.tar", "train=x.tar", "samples=9", "val_samples=9", "classes=7")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([*SMALL, "--data", "data", "--data", "gone"], "no data set at 'gone'"),
-        ([*SMALL, "--data", "data", "--data", "data"], "--data names a data set twice"),
-        ([*SMALL, "--data", "data", "--predictions", "gone/p.parquet"], "cannot write gone/p.parquet"),
-        ([*SMALL, "--data", "data", "--data", "digits"], "'digits' has 3 classes but the weights in 'weights' have 7"),
-        (
-            [*SMALL, "--predictions", "p.parquet", "--set", "stream.val=x.tar", "--set", "stream.train=x.tar"],
-            "--predictions needs packed data, since a stream has no order",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_refused(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    if "digits" in words:
-        _pack_three_classes(place / "digits")
-    if "stream.val=x.tar" in words:
-        words = [*words, *(f"--set=stream.{key}" for key in ("samples=9", "val_samples=9", "classes=7"))]
-    assert message in refusal(words, monkeypatch, capsys)
+MISTAKES = [
+    ([*SMALL, "--data", "data", "--data", "gone"], "no data set at 'gone'"),
+    ([*SMALL, "--data", "data", "--data", "data"], "--data names a data set twice"),
+    ([*SMALL, "--data", "data", "--predictions", "gone/p.parquet"], "cannot write gone/p.parquet"),
+    ([*SMALL, "--data", "data", "--data", "digits"], "'digits' has 3 classes but the weights in 'weights' have 7"),
+    (
+        [*SMALL, "--predictions", "p.parquet", *(f"--set=stream.{key}" for key in STREAM)],
+        "--predictions needs packed data, since a stream has no order",
+    ),
+]
+
+
+def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
+    _pack_three_classes(place / "digits")
+    refused(place, MISTAKES)
     assert not (place / "p.parquet").exists()
 
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.imported import model_of
 from helpers.paths import ROOT
-from helpers.small_data import VAL, damage, pack_small
+from helpers.small_data import VAL, damage
 from vitpar.data import EvalTransform, Normalize, ShardSet
 from vitpar.data.images import decode
 from vitpar.training.feature_file import FeatureFile
@@ -22,14 +22,12 @@ from vitpar.weights.importing import import_weights
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with data, one of whose images is damaged, and weights."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    shutil.copytree(folder / "source" / "val" / "class0", folder / "images")
-    damage(folder / "data", "val", 3)
-    import_weights(saved(folder / "there", timm_state(), TIMM_CONFIG), folder / "weights")
-    return folder
+    shutil.copytree(place / "source" / "val" / "class0", place / "images")
+    damage(place / "data", "val", 3)
+    import_weights(saved(place / "there", timm_state(), TIMM_CONFIG), place / "weights")
+    return place
 
 
 def by_hand(place: Path, images: list[bytes]) -> list[list[float]]:
@@ -92,21 +90,16 @@ def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest
 SMALL = ["--checkpoint", "weights", "--out", "x.parquet"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (SMALL, "reads either image files or a data set: name images, or --data DIR"),
-        (["images", "--data", "data", *SMALL], "reads either image files or a data set"),
-        (["images", *SMALL[:3], "gone/x.parquet"], "cannot write gone/x.parquet"),
-        (["--data", "data", "--data-split", "test", *SMALL], "test"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_refused(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(["features", *words], monkeypatch, capsys)
+MISTAKES = [
+    (SMALL, "reads either image files or a data set: name images, or --data DIR"),
+    (["images", "--data", "data", *SMALL], "reads either image files or a data set"),
+    (["images", *SMALL[:3], "gone/x.parquet"], "cannot write gone/x.parquet"),
+    (["--data", "data", "--data-split", "test", *SMALL], "test"),
+]
+
+
+def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
+    refused(place, MISTAKES, "features")
     assert not (place / "x.parquet").exists()
 
 

@@ -1,7 +1,6 @@
 """`vitpar models`: sizes of the published models, and what one consists of."""
 
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.command_line import clean_environment, refusal
+from helpers.command_line import refusal, run_without_torch
 from helpers.paths import ROOT
 from vitpar import model_config, parse, validate
 from vitpar.errors import StrategyError
@@ -17,21 +16,20 @@ from vitpar.models.catalog import common_tp, entry, kinds, options
 from vitpar.models.families import FAMILIES, SHIPPED
 from vitpar.models.layers import LayeredModel
 
-PROGRAM = "import sys; sys.modules['torch'] = None; from vitpar_cli.main import main; sys.exit(main())"
-"""Program that runs the command line with an unimportable torch."""
+NAMES = ("vit_base_patch16_224", "swin_large_patch4_window12_384")
 
 
-def printed(*words: str) -> str:
-    """Return the output of `vitpar models <words>` without torch, for a terminal of 80 columns."""
-    command = [sys.executable, "-c", PROGRAM, "models", *words]
-    environment = clean_environment() | {"COLUMNS": "80"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the list of models, two single models, and one family as JSON, printed without torch."""
+    commands = [[], *([name] for name in NAMES), ["swin", "--json"]]
+    found = run_without_torch(tmp_path_factory.mktemp("models"), [["models", *words] for words in commands])
+    assert [(done.returncode, done.stderr) for done in found] == [(0, "")] * len(found)
+    return [done.stdout for done in found]
 
 
-def test_list_has_every_published_name_within_80_columns() -> None:
-    text = printed()
+def test_list_has_every_published_name_within_80_columns(printed: list[str]) -> None:
+    text = printed[0]
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.split() and line.split()[0] in SHIPPED] == list(SHIPPED)
@@ -40,12 +38,11 @@ def test_list_has_every_published_name_within_80_columns() -> None:
     assert "swin_tiny_patch4_window7_224              28.3 M        9.0    3,136-49     224" in text
 
 
-def test_one_model_fits_80_columns_and_says_what_its_options_are() -> None:
-    for name in ("vit_base_patch16_224", "swin_large_patch4_window12_384"):
-        text = printed(name)
+def test_one_model_fits_80_columns_and_says_what_its_options_are(printed: list[str]) -> None:
+    for text in printed[1:3]:
         assert max(map(len, text.splitlines())) <= 80
     assert "stage3   blocks.5-21" in text and "model.window_size  12\n    Side of a window, in tokens." in text
-    found = json.loads(printed("swin", "--json"))["models"]
+    found = json.loads(printed[3])["models"]
     assert [one["name"] for one in found] == list(FAMILIES["swin"].published())
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from helpers.command_line import Command
 from helpers.imported import model_of
 from helpers.oracles import timm, transformers
-from helpers.small_data import pack_small
 
 OPTIONS = {
     "img_size": 8,
@@ -35,14 +34,12 @@ def our_logits(folder: Path, images: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with packed data, and a DINOv3 of timm with random values."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
     torch.manual_seed(0)
     model = timm.create_model(NAME, **OPTIONS)
-    timm.models.save_for_hf(model, folder / "there", model_args=OPTIONS, safe_serialization=True)
-    return folder
+    timm.models.save_for_hf(model, place / "there", model_args=OPTIONS, safe_serialization=True)
+    return place
 
 
 @pytest.mark.slow

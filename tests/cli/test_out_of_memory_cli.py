@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from helpers.command_line import Command
-from helpers.small_data import pack_small
 
 # Python imports sitecustomize at start-up. In the failing rank it raises the error of CUDA's allocator.
 SITE = """
@@ -24,12 +23,10 @@ if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PH
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "site").mkdir()
-    (folder / "site" / "sitecustomize.py").write_text(SITE)
-    return folder
+def place(place: Path) -> Path:
+    (place / "site").mkdir()
+    (place / "site" / "sitecustomize.py").write_text(SITE)
+    return place
 
 
 @pytest.mark.parametrize(

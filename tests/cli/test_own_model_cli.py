@@ -7,7 +7,6 @@ import pytest
 
 from helpers.command_line import Command
 from helpers.paths import ROOT
-from helpers.small_data import pack_small
 
 MODEL = ("--model", "own_model.py:Mixer")
 SMALL = ("--set", "model.options.depth=2", "--set", "model.options.width=16", "--set", "model.image_size=8")
@@ -17,11 +16,9 @@ pytestmark = pytest.mark.slow  # tests/test_examples.py trains the same model
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    shutil.copy(ROOT / "examples" / "own_model.py", folder)
-    return folder
+def place(place: Path) -> Path:
+    shutil.copy(ROOT / "examples" / "own_model.py", place)
+    return place
 
 
 @pytest.fixture(scope="module")

@@ -9,52 +9,23 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.command_line import Command, refusal, run
-from helpers.small_data import CLASSES, VAL, pack_small
+from helpers.command_line import Command, Refused
+from helpers.shared_runs import shared_run
+from helpers.small_data import CLASSES, VAL
 from vitpar.data import EvalTransform, Normalize
 from vitpar.data.images import decode
 from vitpar.models.layers import LayeredModel
 from vitpar.weights.folder import open_weights
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 2
-num_heads = 2
-init = "moco"
-
-[data]
-path = "data"
-workers = 1
-crop_pct = 0.7
-interpolation = "bilinear"
-mean = [0.3, 0.4, 0.5]
-std = [0.2, 0.3, 0.4]
-
-[optimizer]
-lr = 0.1
-
-[train]
-steps = 3
-batch_size = 14
-ema_decay = 0.5
-"""
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with images, one of them damaged, and a run that was trained on its data."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
+    shared = shared_run("small", tmp_path_factory)
+    folder = shutil.copytree(shared, tmp_path_factory.mktemp("predict") / "place")
     shutil.copytree(folder / "source" / "val", folder / "images")
     Image.new("RGB", (30, 9), (200, 30, 60)).save(folder / "wide.jpg")
     (folder / "images" / "class3" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
-    done = run(folder, ("train", "--recipe", "recipe.toml", "--run-dir", "run"))
-    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -91,7 +62,7 @@ def test_probabilities_are_those_of_evaluation(place: Path, vitpar: Command) -> 
 
 def test_a_checkpoint_predicts_with_its_averages_and_names(place: Path, vitpar: Command) -> None:
     """Without names in the weights, those of the data are used; without either, numbers."""
-    checkpoint = place / "run" / "checkpoints" / "step_3"
+    checkpoint = place / "run" / "checkpoints" / "step_4"
     assert json.loads((checkpoint / "classes.json").read_text()) == [f"class{number}" for number in range(CLASSES)]
     for name in ("unnamed", "numbers"):
         shutil.copytree(place / "run" / "weights", place / name)
@@ -122,27 +93,22 @@ def test_table_fits_80_columns(place: Path, vitpar: Command) -> None:
     assert sum(line.rstrip().endswith(" %") for line in lines) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["gone.jpg", "--checkpoint", "run"], "there is no image 'gone.jpg': name image files, or folders of them"),
-        (["empty", "--checkpoint", "run"], "'empty' holds no images (.jpg, .jpeg, "),
-        (["wide.jpg", "--checkpoint", "gone"], "'gone' holds no weights"),
-        (
-            ["wide.jpg", "--checkpoint", "run", "--set", "train.seed=1"],
-            "--set train.seed changes nothing in a prediction",
-        ),
-        (["wide.jpg", "--checkpoint", "few"], "'few/classes.json' has 1 names but the model has 7 classes: remove it"),
-        (["wide.jpg", "--checkpoint", "odd"], "'odd/classes.json' is not a list of names: remove it to use numbers"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_refused(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
+MISTAKES = [
+    (["gone.jpg", "--checkpoint", "run"], "there is no image 'gone.jpg': name image files, or folders of them"),
+    (["empty", "--checkpoint", "run"], "'empty' holds no images (.jpg, .jpeg, "),
+    (["wide.jpg", "--checkpoint", "gone"], "'gone' holds no weights"),
+    (
+        ["wide.jpg", "--checkpoint", "run", "--set", "train.seed=1"],
+        "--set train.seed changes nothing in a prediction",
+    ),
+    (["wide.jpg", "--checkpoint", "few"], "'few/classes.json' has 1 names but the model has 7 classes: remove it"),
+    (["wide.jpg", "--checkpoint", "odd"], "'odd/classes.json' is not a list of names: remove it to use numbers"),
+]
+
+
+def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
     (place / "empty").mkdir(exist_ok=True)
     for name, text in (("few", '["one"]'), ("odd", '{"0": "one"}')):
         shutil.copytree(place / "run" / "weights", place / name, dirs_exist_ok=True)
         (place / name / "classes.json").write_text(text)
-    assert message in refusal(["predict", *words], monkeypatch, capsys)
+    refused(place, MISTAKES, "predict")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import urllib.request
@@ -10,39 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command, refusal, run, started
+from helpers.command_line import Command, Refused, started
 from helpers.html_pages import Page
 from helpers.run_folders import eval_row, start_line, train_row, write_run
-from helpers.small_data import CLASSES, VAL, pack_small
-
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 2
-num_heads = 2
-
-[data]
-path = "data"
-workers = 1
-
-[train]
-steps = 3
-batch_size = 14
-"""
+from helpers.shared_runs import shared_run
+from helpers.small_data import CLASSES, VAL
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run that was trained on packed data, and runs that were written by hand."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    done = run(folder, ("train", "--recipe", "recipe.toml", "--run-dir", "runs/trained"))
-    assert done.returncode == 0, done.stderr
-    assert "report     vitpar report runs/trained" in done.stdout.splitlines()
+    shared = shared_run("small", tmp_path_factory)
+    folder = tmp_path_factory.mktemp("report")
+    shutil.copytree(shared / "data", folder / "data")
+    shutil.copytree(shared / "run", folder / "runs" / "trained")
+    assert "report     vitpar report run" in (shared / "printed").read_text().splitlines()
     long = "20260102-030405-vit_small_patch16_224-pp2xtp2xdp2"
     rows = [train_row(1), eval_row(1, top1=1.0)]
     write_run(folder / "runs" / long, rows, mesh="pp2xtp2xdp2", log=[start_line("pp2xtp2xdp2", 300_000), "error: hot"])
@@ -94,30 +77,21 @@ def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:
     assert process.returncode == 0 and err == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["report", "gone"], "there is no run 'gone': name a folder such as runs/mine, see `vitpar runs`"),
-        (["report", "data"], "'data' is not the folder of a run (log.txt is missing): see `vitpar runs`"),
-        (["report", *["runs/trained"] * 7], "a report shows at most 6 runs but 7 are named: name fewer"),
-        (["report", "runs/trained", "--live", "--out", "x.html"], "--out does nothing with --live"),
-        (["report", "runs/trained", "--live", "--images", "3"], "--images does nothing with --live"),
-        (["report", "runs/trained", "--port", "80"], "--port does nothing without --live"),
-        (["report", "runs/trained", "--device", "cpu"], "--device does nothing without --images"),
-        (["report", "runs/trained", "--data", "data"], "--data does nothing without --images"),
-        (["report", "runs/trained", "--images", "201"], "--images is 201: use at most 200"),
-        (["report", "runs/trained", "runs/trained", "--images", "1"], "--images shows the predictions of one run"),
-        (["report", "runs/trained", "--out", "gone/x.html"], "cannot write gone/x.html"),
-        (["runs", "gone"], "there is no folder 'gone': name one that holds runs"),
-    ],
-    ids=lambda value: " ".join(value[1:])[:50] if isinstance(value, list) else "",
-)
-def test_mistakes_are_refused(
-    words: list[str],
-    message: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(words, monkeypatch, capsys)
+MISTAKES = [
+    (["report", "gone"], "there is no run 'gone': name a folder such as runs/mine, see `vitpar runs`"),
+    (["report", "data"], "'data' is not the folder of a run (log.txt is missing): see `vitpar runs`"),
+    (["report", *["runs/trained"] * 7], "a report shows at most 6 runs but 7 are named: name fewer"),
+    (["report", "runs/trained", "--live", "--out", "x.html"], "--out does nothing with --live"),
+    (["report", "runs/trained", "--live", "--images", "3"], "--images does nothing with --live"),
+    (["report", "runs/trained", "--port", "80"], "--port does nothing without --live"),
+    (["report", "runs/trained", "--device", "cpu"], "--device does nothing without --images"),
+    (["report", "runs/trained", "--data", "data"], "--data does nothing without --images"),
+    (["report", "runs/trained", "--images", "201"], "--images is 201: use at most 200"),
+    (["report", "runs/trained", "runs/trained", "--images", "1"], "--images shows the predictions of one run"),
+    (["report", "runs/trained", "--out", "gone/x.html"], "cannot write gone/x.html"),
+    (["runs", "gone"], "there is no folder 'gone': name one that holds runs"),
+]
+
+
+def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
+    refused(place, MISTAKES)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused
 from helpers.foreign_models import timm_swin
 from helpers.foreign_weights import saved
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import CLASSES, VAL, pack_small
+from helpers.small_data import CLASSES, VAL
 from vitpar import model_config
 
 SIZES = {
@@ -46,17 +46,14 @@ keep = 0
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(place: Path) -> Path:
     """Return a folder with packed data, a recipe, and weights of timm as safetensors and as a pickle of tensors."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
     config = model_config("swin_custom", num_classes=CLASSES, **SIZES)
     state = {name: tensor.contiguous() for name, tensor in timm_swin(config).state_dict().items()}
     pretrained = {"input_size": [3, 8, 8], "mean": [0.5] * 3, "std": [0.5] * 3}
-    saved(folder / "there", state, {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": pretrained})
-    torch.save(state, folder / "swin.pth")
-    return folder
+    saved(place / "there", state, {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": pretrained})
+    torch.save(state, place / "swin.pth")
+    return place
 
 
 @pytest.mark.slow
@@ -90,27 +87,19 @@ def test_timms_weights_are_imported_and_trained(source: str, place: Path, vitpar
     assert "parameters are loaded from" in (place / f"{source}-run" / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--mesh", "tp4"],
-            "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as ",
-        ),
-        (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
-        (["--set", "model.depths=[2,2]"], "depths of swin_custom are 2 but num_heads are 3: list one of each"),
-        (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),
-    ],
-)
-def test_plans_and_models_that_do_not_fit_are_refused_before_launch(
-    words: list[str],
-    message: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(["train", "--recipe", "recipe.toml", *words], monkeypatch, capsys)
+MISFITS = [
+    (
+        ["--mesh", "tp4"],
+        "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as ",
+    ),
+    (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
+    (["--set", "model.depths=[2,2]"], "depths of swin_custom are 2 but num_heads are 3: list one of each"),
+    (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),
+]
+
+
+def test_plans_and_models_that_do_not_fit_are_refused_before_launch(place: Path, refused: Refused) -> None:
+    refused(place, MISFITS, "train", "--recipe", "recipe.toml")
 
 
 def test_suggested_plan_is_accepted(place: Path, vitpar: Command) -> None:

@@ -7,40 +7,10 @@ import pytest
 
 from helpers.command_line import Command
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import pack_small
+from helpers.shared_runs import SMALL
 from helpers.tracker_files import EventFiles, wandb_history
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 2
-num_heads = 2
-
-[data]
-path = "data"
-workers = 1
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_every = 2
-
-[checkpoint]
-every_steps = 2
-"""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with packed data and a recipe, to run commands in."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    return folder
+RECIPE = SMALL + "[checkpoint]\nevery_steps = 2\n"
 
 
 @pytest.mark.slow

@@ -9,34 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused, refusal
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
+from helpers.shared_runs import shared_run
+from helpers.small_data import CLASSES, TRAIN, VAL, damage
 from vitpar.data import ShardSet
 
 STEPS = 4
-CHECKPOINT = "alone/weights"
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 2
-drop_path = 0.1
-init = "moco"
-
-[data]
-path = "data"
-workers = 1
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_every = 3
-"""
+CHECKPOINT = "run/weights"
 TRAIN_KEYS = [
     *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
     *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "time"),
@@ -46,19 +26,14 @@ EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "ece", "time"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with packed data and a recipe, to run commands in."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    return folder
+    """Return a folder with packed data, a recipe, and a run of one process."""
+    return shutil.copytree(shared_run("small", tmp_path_factory), tmp_path_factory.mktemp("train") / "place")
 
 
 @pytest.fixture(scope="module")
-def alone_run(place: Path, vitpar: Command) -> Path:
-    """Train in one process and return the run's folder."""
-    done = vitpar("train", "--recipe", "recipe.toml", "--run-dir", "alone")
-    assert done.returncode == 0, done.stderr
-    return place / "alone"
+def alone_run(place: Path) -> Path:
+    """Return the folder of the run of one process."""
+    return place / "run"
 
 
 def test_run_folder_has_all_files(alone_run: Path) -> None:
@@ -77,7 +52,7 @@ def test_run_folder_has_all_files(alone_run: Path) -> None:
     assert str(read_plan(alone_run / "plan.json")) == str(parse("dp1"))
     env = json.loads((alone_run / "env.json").read_text())
     assert {"command", "git_commit", "python", "torch"} <= env.keys()
-    assert env["command"][1:] == ["train", "--recipe", "recipe.toml", "--run-dir", "alone"]
+    assert env["command"][1:] == ["train", "--recipe", "recipe.toml", "--run-dir", "run"]
 
 
 def test_metrics_hold_every_key(alone_run: Path) -> None:
@@ -143,7 +118,7 @@ def test_torchrun_gives_the_losses_of_one_process(
 
 
 def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:
-    done = vitpar("eval", "--checkpoint", "alone", "--json")
+    done = vitpar("eval", "--checkpoint", "run", "--json")
     assert done.returncode == 0, done.stderr
     expected = rows_of(alone_run, "eval")[-1]
     assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:-1]})
@@ -246,30 +221,25 @@ BAD_INPUT = [
     (["--run-dir", "recipe.toml/run"], "the run folder 'recipe.toml/run' cannot be created"),
     (["--epochs", "2", "--steps", "5"], "both train.epochs and train.steps are given: keep one"),
     (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
-    (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.001: lower it"),
+    (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.01: lower it"),
     (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
     (["--device", "cuda"], "this machine has no CUDA GPU: use --device cpu"),
     (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), BAD_INPUT, ids=lambda value: " ".join(value) if type(value) is list else ""
-)
-def test_invalid_input_is_refused_before_launch(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_refused_before_launch(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(place)
     (place / "empty").mkdir(exist_ok=True)
     (place / "used").mkdir(exist_ok=True)
     (place / "used" / "something").touch()
     before = sorted(place.iterdir())
-    base = [] if "--recipe" in words else ["--recipe", "recipe.toml"]
-    assert message in refusal(["train", *base, *words], monkeypatch, capsys)
-    assert sorted(place.iterdir()) == before, "something was left behind"
+    rows = [([] if "--recipe" in words else ["--recipe", "recipe.toml"]) + words for words, _ in BAD_INPUT]
+    for words, (_, message) in zip(rows, BAD_INPUT, strict=True):
+        refused(place, [(words, message)], "train")
+        assert sorted(place.iterdir()) == before, f"{words} left something behind"
 
 
 def test_plan_must_match_the_world_size(
@@ -284,34 +254,25 @@ def test_plan_must_match_the_world_size(
     assert "which does not divide 4 ranks" in refusal([*words, "pp3xdp"], monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
-        (
-            ["eval", "--checkpoint", CHECKPOINT, "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"],
-            "must be positive in every",
-        ),
-        (
-            ["eval", "--checkpoint", CHECKPOINT, "--set", "optimizer.lr=1"],
-            "optimizer.lr changes nothing in an evaluation",
-        ),
-        (["check", "--mesh", "tp5"], "tp5"),
-        (["check", "--mesh", "dp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a check"),
-        (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
-        (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),
-    ],
-)
-def test_other_commands_refuse_invalid_input(
-    words: list[str],
-    message: str,
-    place: Path,
-    alone_run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(words, monkeypatch, capsys)
+OTHER_COMMANDS = [
+    (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
+    (
+        ["eval", "--checkpoint", CHECKPOINT, "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"],
+        "must be positive in every",
+    ),
+    (
+        ["eval", "--checkpoint", CHECKPOINT, "--set", "optimizer.lr=1"],
+        "optimizer.lr changes nothing in an evaluation",
+    ),
+    (["check", "--mesh", "tp5"], "tp5"),
+    (["check", "--mesh", "dp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a check"),
+    (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
+    (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),
+]
+
+
+def test_other_commands_refuse_invalid_input(place: Path, refused: Refused) -> None:
+    refused(place, OTHER_COMMANDS)
 
 
 def test_files_in_the_working_folder_are_not_imported(place: Path, vitpar: Command) -> None:
@@ -332,15 +293,14 @@ def test_refusal_exits_with_2_and_one_error_line(vitpar: Command) -> None:
 # help
 
 
-@pytest.mark.parametrize("command", ["", "train", "eval", "plan", "check", "doctor", "data", "data pack", "data info"])
-def test_help_has_an_example(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from vitpar_cli.main import main
 
-    monkeypatch.setattr(sys, "argv", ["vitpar", *command.split(), "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    assert "Example" in capsys.readouterr().out
+    for command in ("", "train", "eval", "plan", "check", "doctor", "data", "data pack", "data info"):
+        monkeypatch.setattr(sys, "argv", ["vitpar", *command.split(), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0 and "Example" in capsys.readouterr().out, command
 
 
 def test_packed_data_is_unchanged_by_all_commands(place: Path, alone_run: Path) -> None:

@@ -16,40 +16,40 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return capsys.readouterr().err, ended.value.code
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("train --lr 1", "vitpar train has no option --lr: use --set optimizer.lr=VALUE"),
-        ("train --seed 1", "vitpar train has no option --seed: use --set train.seed=VALUE"),
-        ("train --num-workers 1", "vitpar train has no option --num-workers: use --set data.workers=VALUE"),
-        ("train --recip x", "vitpar train has no option --recip (did you mean '--recipe'?)"),
-        ("train --qqq", "vitpar train has no option --qqq: see --help"),
-        ("train dp2", "unexpected argument dp2: give it as --mesh dp2"),
-        ("eval --checkpoint x runs/x", "unexpected argument runs/x: give it as --checkpoint runs/x"),
-        ("eval runs/x/weights", "unexpected argument runs/x/weights: give it as --checkpoint runs/x/weights"),
-        ("eval", "missing option '--checkpoint': see vitpar eval --help"),
-        ("scaling dp2", "unexpected argument dp2: see vitpar scaling --help"),
-        ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
-        ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
-        (
-            "search --hardware no.json",
-            "make one with vitpar profile hardware, or plan from a data sheet with --cluster",
-        ),
-        (
-            "train --set optimizer.learning_rate=1",
-            "unknown recipe key 'optimizer.learning_rate' (did you mean 'optimizer.lr'?)",
-        ),
-        ("plan fsdp2+zero3", "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"),
-        ("settings wd2", "unknown setting 'wd2'"),
-        ("fly", "no such command 'fly'"),
-    ],
-)
+MISTAKES = [
+    ("train --lr 1", "vitpar train has no option --lr: use --set optimizer.lr=VALUE"),
+    ("train --seed 1", "vitpar train has no option --seed: use --set train.seed=VALUE"),
+    ("train --num-workers 1", "vitpar train has no option --num-workers: use --set data.workers=VALUE"),
+    ("train --recip x", "vitpar train has no option --recip (did you mean '--recipe'?)"),
+    ("train --qqq", "vitpar train has no option --qqq: see --help"),
+    ("train dp2", "unexpected argument dp2: give it as --mesh dp2"),
+    ("eval --checkpoint x runs/x", "unexpected argument runs/x: give it as --checkpoint runs/x"),
+    ("eval runs/x/weights", "unexpected argument runs/x/weights: give it as --checkpoint runs/x/weights"),
+    ("eval", "missing option '--checkpoint': see vitpar eval --help"),
+    ("scaling dp2", "unexpected argument dp2: see vitpar scaling --help"),
+    ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
+    ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
+    (
+        "search --hardware no.json",
+        "make one with vitpar profile hardware, or plan from a data sheet with --cluster",
+    ),
+    (
+        "train --set optimizer.learning_rate=1",
+        "unknown recipe key 'optimizer.learning_rate' (did you mean 'optimizer.lr'?)",
+    ),
+    ("plan fsdp2+zero3", "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"),
+    ("settings wd2", "unknown setting 'wd2'"),
+    ("fly", "no such command 'fly'"),
+]
+
+
 def test_usage_errors_are_one_line_with_a_remedy(
-    words: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printed, code = said(words.split(), monkeypatch, capsys)
-    assert code == 2 and printed.startswith("error: ") and sentence in printed
-    assert len(printed.splitlines()) == 1 and "╭" not in printed
+    for words, sentence in MISTAKES:
+        printed, code = said(words.split(), monkeypatch, capsys)
+        assert code == 2 and printed.startswith("error: ") and sentence in printed, (words, printed)
+        assert len(printed.splitlines()) == 1 and "╭" not in printed, (words, printed)
 
 
 def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

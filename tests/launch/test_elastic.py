@@ -4,6 +4,7 @@ The run resumes on the remaining ranks, with the losses of an uninterrupted run.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import run, started
+from helpers.command_line import started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
-from helpers.small_data import pack_small
+from helpers.shared_runs import shared_run
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
@@ -60,12 +61,10 @@ class Hosts:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
+    folder = tmp_path_factory.mktemp("elastic") / "place"
+    shutil.copytree(shared_run("uninterrupted", tmp_path_factory), folder)
     (folder / "recipe.toml").write_text(RECIPE + "\n[parallel]\nmicrobatches = 2\n")
-    done = run(folder, ["train", "--recipe", "recipe.toml", "--run-dir", "through", "--set", "data.workers=0"])
-    assert done.returncode == 0, done.stderr
-    return folder
+    return (folder / "run").rename(folder / "through").parent
 
 
 @pytest.fixture

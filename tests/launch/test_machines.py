@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers import killed_runs
 from helpers.command_line import run
-from helpers.killed_runs import RECIPE, alive, lines, rows, wait_for
+from helpers.killed_runs import alive, lines, rows, wait_for
 from helpers.paths import ROOT
-from helpers.small_data import pack_small
 
 PROGRAM = """
 import os, sys
@@ -36,6 +36,7 @@ with reporting():
     leave()
 """
 HOSTS = ("a", "a", "b", "b")
+RECIPE = killed_runs.RECIPE
 
 
 def free_port() -> str:
@@ -96,15 +97,6 @@ def test_mpirun_world_is_joined(tmp_path: Path) -> None:
 
 
 # Errors under torchrun
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with packed data and a recipe."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    return folder
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

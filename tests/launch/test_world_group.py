@@ -121,6 +121,13 @@ def test_json_and_checkpoints_work_with_a_cuda_only_default_group(tmp_path: Path
         assert "No backend type associated with device type cpu" in printed
 
 
+def run(place: Path, *words: str) -> None:
+    """Run COMMAND in a new process."""
+    command, env = [sys.executable, "-c", COMMAND, *words], clean_environment()
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("mesh", ["dp1+offload", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp1", "fsdp1"))])
 def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     """A single GPU needs no NCCL, so any collective on a tensor would fail here."""
@@ -131,14 +138,7 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     common = ("--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cpu")
     words = ("train", *common, "--mesh", mesh, "--steps", "4", "--run-dir", "run")
     for arguments in (words, ("train", "--resume", "run/checkpoints/step_2", "--run-dir", "on", "--device", "cpu")):
-        done = subprocess.run(
-            [sys.executable, "-c", COMMAND, *arguments],
-            cwd=tmp_path,
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run(tmp_path, *arguments)
     rows = map(json.loads, (tmp_path / "on" / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if row["kind"] == "train"] == [3, 4]
 
@@ -148,11 +148,4 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
 def test_check_and_bench_on_one_rank_send_no_tensor(command: str, tmp_path: Path) -> None:
     small = ["--steps", "2", "--repeats", "2", "--warmup", "1"] if command == "bench" else []
     words = [command, "--mesh", "dp1", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu", *small]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *words, "--json"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(tmp_path, *words, "--json")

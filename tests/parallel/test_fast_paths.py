@@ -15,7 +15,6 @@ import torch
 
 from helpers.command_line import refusal, run
 from helpers.paths import ROOT
-from helpers.small_data import pack_small
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data import Normalize
 from vitpar.errors import RecipeError
@@ -37,11 +36,6 @@ FAST_PATHS: dict[str, dict[str, Any]] = {
     "compiled": {"train.compile": True},
     "all": {"train.compile": True, "train.attention": "flash", "optimizer.implementation": "fused"},
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)

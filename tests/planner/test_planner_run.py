@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers.command_line import run
 from helpers.paths import EXPERIMENTS
 from helpers.ranks import RankPool
 from vitpar.errors import StrategyError
@@ -51,14 +50,12 @@ Command = Callable[..., str]
 def vitpar(tmp_path: Path) -> Command:
     """Return a function that runs `vitpar` in the test's folder and returns its output."""
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "vitpar_cli.main", *arguments], cwd=tmp_path, capture_output=True, text=True
-        )
+    def printed(*words: str) -> str:
+        done = run(tmp_path, words, timeout=900)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    return run
+    return printed
 
 
 def others_beside(device: torch.device) -> float | None:

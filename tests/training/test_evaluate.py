@@ -67,11 +67,6 @@ def same(result: Evaluation, expected: Evaluation) -> bool:
     return counts[0] == counts[1] and measures[0] == pytest.approx(measures[1], rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_small(tmp_path_factory.mktemp("small"))
-
-
 @pytest.mark.parametrize(("mesh", "fields"), PLANS, ids=str)
 @pytest.mark.parametrize("split", ["val", "train"])
 def test_evaluation_matches_a_plain_loop(

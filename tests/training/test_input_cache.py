@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from helpers.trained import recipe_of
 from vitpar.data import ShardSet
 from vitpar.errors import DataError
@@ -63,12 +62,6 @@ def refuse(args: tuple[Any, ...]) -> Any:
     if len(args) == 3:
         raise DataError("there is no such file")
     return ImageCache(*args)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize(

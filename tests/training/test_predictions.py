@@ -67,11 +67,6 @@ def same(found: Rows, expected: Rows) -> bool:
     return exact[0] == exact[1] and shares[0] == pytest.approx(shares[1], rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_small(tmp_path_factory.mktemp("small"))
-
-
 @pytest.mark.parametrize(("mesh", "fields"), [*PLANS, ("dp8", {}), ("tp4+2d", {})], ids=str)
 def test_one_row_for_each_image_under_every_plan(
     mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]

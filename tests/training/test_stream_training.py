@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.command_line import Command, refusal
+from helpers.command_line import Command, Refused, refusal
 from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
 from helpers.streamed_shards import brightness, served, write_shards
@@ -261,11 +261,6 @@ def test_eval_runs_no_command_from_the_weights_folder(
     assert f"17 images of 'val': top-1 {row['top1']:.2%}" in done.stdout and (place / "pwned").exists()
 
 
-def test_command_in_a_url_is_refused_before_launch(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    words = ["train", "--recipe", "recipe.toml", "--set", "stream.val=pipe:touch pwned-too"]
-    assert "'pipe:touch pwned-too' runs a shell command, which is disabled: set stream.allow_pipe=true" in refusal(
-        words, monkeypatch, capsys
-    )
+def test_command_in_a_url_is_refused_before_launch(place: Path, refused: Refused) -> None:
+    message = "'pipe:touch pwned-too' runs a shell command, which is disabled: set stream.allow_pipe=true"
+    refused(place, [(["--set", "stream.val=pipe:touch pwned-too"], message)], "train", "--recipe", "recipe.toml")

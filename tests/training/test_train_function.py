@@ -10,15 +10,8 @@ import torch.distributed as dist
 
 import vitpar
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from helpers.trained import STEPS, recipe_of, rows
 from vitpar.errors import RecipeError, StrategyError
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from typer.testing import CliRunner
 
-from helpers.command_line import refusal, run
+from helpers.command_line import Refused, run
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
@@ -134,28 +134,20 @@ def test_resumed_run_does_not_read_the_initial_weights(place: Path, tmp_path: Pa
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
-        (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 but 24 in the weights"),
-        (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg but cls in the weights"),
-    ],
-)
-def test_weights_of_another_model_are_refused_before_launch(
-    words: list[str], message: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    assert message in refusal(
-        ["train", "--data", "data", "--recipe", "weights/recipe.toml", *words], monkeypatch, capsys
-    )
+OTHER_MODELS = [
+    (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
+    (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 but 24 in the weights"),
+    (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg but cls in the weights"),
+]
 
 
-def test_model_weights_setting_is_refused_for_plan(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", "dp1", "--set", "model.weights=weights"]
-    assert "--set model.weights changes nothing in a plan" in refusal(words, monkeypatch, capsys)
+def test_weights_of_another_model_are_refused_before_launch(place: Path, refused: Refused) -> None:
+    refused(place, OTHER_MODELS, "train", "--data", "data", "--recipe", "weights/recipe.toml")
+
+
+def test_model_weights_setting_is_refused_for_plan(place: Path, refused: Refused) -> None:
+    message = "--set model.weights changes nothing in a plan"
+    refused(place, [(["plan", "dp1", "--set", "model.weights=weights"], message)])
 
 
 def test_changed_initial_weights_are_refused_on_resume(place: Path, tmp_path: Path, alone: None) -> None:

@@ -1,7 +1,6 @@
 """Weights of the Hugging Face hub, from a server on loopback: what is downloaded, imported and refused."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from helpers.command_line import clean_environment, refusal
+from helpers.command_line import refusal, run
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, timm_state
 from helpers.hub_server import COMMIT, Hub, serving, use
 from helpers.small_data import pack_small
@@ -169,18 +168,19 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch(named("hf:owner/tiny"))
 
 
-def run(place: Path, hub: Hub, *words: str, **more: str) -> str:
-    """Run `vitpar <words>` in the folder `place` and return its output."""
-    environment = clean_environment() | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(place / "other"), **more}
-    environment |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-m", "vitpar_cli.main", *words]
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+def printed(place: Path, hub: Hub, *words: str, **more: str) -> str:
+    """Return the output of `vitpar <words>` in the folder `place`."""
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(place / "other"), "NO_PROXY": "127.0.0.1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"} | more).items():
+            patch.setenv(name, value)
+        done = run(place, words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_import_follows_the_librarys_environment(hub: Hub, tmp_path: Path) -> None:
-    run(tmp_path, hub, "checkpoint", "import", "hf:owner/tiny@main", "--out", "weights", "--image-size", "16")
+    printed(tmp_path, hub, "checkpoint", "import", "hf:owner/tiny@main", "--out", "weights", "--image-size", "16")
     assert open_weights(tmp_path / "weights").config.image_size == 16
     assert [path.name for path in (tmp_path / "other").glob("models--*")] == ["models--owner--tiny"]
 
@@ -192,13 +192,13 @@ def test_training_and_evaluation_take_names(hub: Hub, tmp_path: Path) -> None:
     plan = ("--mesh", "dp2", "--batch-size", "4", "--steps", "1", "--run-dir", "run", "--resume", "auto")
     train = ("train", "--weights", "hf:owner/tiny", "--data", "data", *plan, "--set", "data.workers=0")
     folder = f"runs/hub/owner--tiny@{COMMIT[:12]}"
-    assert f"parameters are loaded from {folder}" in run(tmp_path, hub, *train)
+    assert f"parameters are loaded from {folder}" in printed(tmp_path, hub, *train)
     assert sum(path.startswith("GET /api") and "tree" not in path for path in hub.requests) <= 3
     assert f'weights = "{folder}"' in (tmp_path / "run" / "recipe.toml").read_text()
     hub.repos.clear()
-    assert "the run is complete" in run(tmp_path, hub, *train)
+    assert "the run is complete" in printed(tmp_path, hub, *train)
     words = ("eval", "--checkpoint", "hf:owner/tiny", "--data", "data", "--json")
-    assert json.loads(run(tmp_path, hub, *words, HF_HUB_OFFLINE="1"))["samples"] == 17
+    assert json.loads(printed(tmp_path, hub, *words, HF_HUB_OFFLINE="1"))["samples"] == 17
 
 
 def test_ranks_of_another_launcher_do_not_download(

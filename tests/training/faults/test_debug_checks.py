@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from vitpar import parse
 from vitpar.errors import FaultError
 from vitpar.sharded import local
@@ -27,12 +26,6 @@ ZBV = {"parallel__schedule": "zbvzerobubble", "parallel__virtual_stages": 2, "pa
 AS = r"step 2: collective \d+ of ranks 0 and 1 differs: rank 0 called"
 GATHER = "(allgather_|_allgather_base_)"  # the second in torch 2.15
 FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:

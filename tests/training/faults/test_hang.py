@@ -15,7 +15,6 @@ import pytest
 
 from helpers.command_line import clean_environment, run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
-from helpers.small_data import pack_small
 from vitpar.training.faults.hang import Answer, behind, sentence
 from vitpar.training.faults.watchdog import COMPUTING, WAITING, Watchdog
 from vitpar.training.recipe import read_recipe
@@ -45,15 +44,6 @@ every_steps = 0
 [faults]
 hang_minutes = 0.05
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with packed data and a recipe."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    return folder
 
 
 @contextmanager

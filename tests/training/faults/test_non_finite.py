@@ -12,19 +12,12 @@ from torch import Tensor
 
 from helpers.command_line import run
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.sharded import local
 from vitpar.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from helpers.parity import check
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import RecipeError
@@ -24,12 +23,6 @@ FP16_LOSS = 2e-3
 """Relative tolerance of losses after a few fp16 steps. fp16 has 11 significant bits (5e-4); seen: 4e-4 to 1.1e-3."""
 
 # training
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:

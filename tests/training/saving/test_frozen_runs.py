@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from helpers.trained import STEPS, assembled, recipe_of, rows, train, trainer_of
 from vitpar.errors import CheckpointError
 from vitpar.training.recipe import Recipe
@@ -15,12 +14,6 @@ from vitpar.weights.folder import open_weights
 
 FREEZE = {"train.freeze": "embed, 0-1", "optimizer.lr": 1e-3}
 FROZEN = ("embed.", "blocks.0.", "blocks.1.")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def stopped(device: torch.device, recipe: Recipe, run_dir: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helpers.ranks import RankPool
-from helpers.small_data import pack_small
 from helpers.trained import LAYERWISE, PLANS, STEPS, assembled, recipe_of, rows, train, trainer_of
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe
@@ -23,12 +22,6 @@ OPTIMIZERS: tuple[dict[str, Any], ...] = (
     {"name": "lamb"},
 )
 RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "augment.policy": "3a"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def compared(trainer: Trainer, checkpoint: Path) -> tuple[list[str], list[str]]:

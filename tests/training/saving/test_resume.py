@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import refusal, run, started
-from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
-from helpers.small_data import pack_small
+from helpers.command_line import Refused, run, started
+from helpers.killed_runs import alive, lines, ranks_of, rows, wait_for
+from helpers.shared_runs import shared_run
 from vitpar.launch.stop_request import STOPPING
 
 STEPS = 40
@@ -21,12 +21,9 @@ STEPS = 40
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
-    folder = tmp_path_factory.mktemp("place")
-    pack_small(folder).rename(folder / "data")
-    (folder / "recipe.toml").write_text(RECIPE)
-    done = run(folder, ["train", "--recipe", "recipe.toml", "--run-dir", "through"])
-    assert done.returncode == 0, done.stderr
-    return folder
+    folder = tmp_path_factory.mktemp("resume") / "place"
+    shutil.copytree(shared_run("uninterrupted", tmp_path_factory), folder)
+    return (folder / "run").rename(folder / "through").parent
 
 
 def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Random, saved: bool = False) -> None:
@@ -145,44 +142,35 @@ def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
     assert answers[0] == pytest.approx(answers[1])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--resume", "auto"], "--resume auto requires --run-dir: name the folder of the run"),
-        (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),
-        (["--resume", "data"], "--resume 'data' is neither the folder of a run nor a checkpoint"),
-        (
-            ["--resume", "never", "--recipe", "recipe.toml", "--run-dir", "through"],
-            "the run folder 'through' exists and is not empty",
-        ),
-        (["--resume", "through", "--run-dir", "data"], "the run folder 'data' exists and is not empty"),
-        (["--allow-change", "train.seed"], "--allow-change train.seed does nothing without --resume"),
-        (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
-        (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
-        (
-            ["--resume", "begun"],
-            "has no checkpoint to resume from: to start the run, use --resume auto --run-dir begun",
-        ),
-        (["--resume", "away"], "is not in the folder of a run: name a new run folder with --run-dir"),
-        (
-            ["--recipe", "recipe.toml", "--resume", "auto", "--run-dir", "."],
-            "the run folder '.' exists and is not empty",
-        ),
-    ],
-)
-def test_unusable_resume_options_are_refused_before_launch(
-    words: list[str],
-    message: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    if not (place / "away").exists():
-        shutil.copytree(place / "through" / "checkpoints" / f"step_{STEPS}", place / "away")
-        (place / "begun").mkdir()
-        shutil.copy(place / "recipe.toml", place / "begun")
-    monkeypatch.chdir(place)
-    assert message in refusal(["train", *words], monkeypatch, capsys)
+UNUSABLE = [
+    (["--resume", "auto"], "--resume auto requires --run-dir: name the folder of the run"),
+    (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),
+    (["--resume", "data"], "--resume 'data' is neither the folder of a run nor a checkpoint"),
+    (
+        ["--resume", "never", "--recipe", "recipe.toml", "--run-dir", "through"],
+        "the run folder 'through' exists and is not empty",
+    ),
+    (["--resume", "through", "--run-dir", "data"], "the run folder 'data' exists and is not empty"),
+    (["--allow-change", "train.seed"], "--allow-change train.seed does nothing without --resume"),
+    (["--resume", "through", "--data", "gone"], "no data set at 'gone'"),
+    (["--resume", "through/checkpoints/step_7"], "is neither the folder of a run nor a checkpoint"),
+    (
+        ["--resume", "begun"],
+        "has no checkpoint to resume from: to start the run, use --resume auto --run-dir begun",
+    ),
+    (["--resume", "away"], "is not in the folder of a run: name a new run folder with --run-dir"),
+    (
+        ["--recipe", "recipe.toml", "--resume", "auto", "--run-dir", "."],
+        "the run folder '.' exists and is not empty",
+    ),
+]
+
+
+def test_unusable_resume_options_are_refused_before_launch(place: Path, refused: Refused) -> None:
+    shutil.copytree(place / "through" / "checkpoints" / f"step_{STEPS}", place / "away")
+    (place / "begun").mkdir()
+    shutil.copy(place / "recipe.toml", place / "begun")
+    refused(place, UNUSABLE, "train")
 
 
 def test_changed_training_setting_is_refused_on_resume(place: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from helpers.fake_trackio import FakeTrackio
 from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import pack_small
 from helpers.tracker_files import EventFiles, wandb_history, wandb_records
 from helpers.trained import CPU, STEPS, recipe_of, train
 from vitpar.errors import RecipeError
@@ -37,12 +36,6 @@ class Notes(Reporter):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a packed data set."""
-    return pack_small(tmp_path_factory.mktemp("data"))
 
 
 def tracked_recipe(data: Path, *trackers: str, mesh: str = "dp1", **changed: Any) -> Recipe:

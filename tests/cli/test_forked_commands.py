@@ -1,0 +1,44 @@
+"""Commands that tests fork from a server behave as in a new process, share no state, and end with their ranks."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import run, started
+
+
+def test_fork_prints_and_exits_as_a_new_process_does(tmp_path: Path) -> None:
+    for words in (["settings", "optimizer.lr"], ["plan", "foo"]):
+        process = started(tmp_path, words)
+        expected = (*process.communicate(timeout=100), process.returncode)
+        forked = run(tmp_path, words)
+        assert (forked.stdout, forked.stderr, forked.returncode) == expected
+
+
+def test_commands_share_no_state(tmp_path: Path) -> None:
+    """--debug sets a variable of the environment, with which errors have a traceback."""
+    ended = [run(tmp_path, [*option, "plan", "foo"]) for option in ([], ["--debug"], [])]
+    assert ["Traceback" in done.stderr for done in ended] == [False, True, False]
+
+
+def processes_in(folder: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [process.name] * (os.readlink(process / "cwd") == str(folder))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def test_command_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> None:
+    words = ("profile", "hardware", "--ranks", "2", "--seconds", "100", "--device", "cpu")
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(tmp_path, words, timeout=3)
+    deadline = time.monotonic() + 20
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline, processes_in(tmp_path)
+        time.sleep(0.02)

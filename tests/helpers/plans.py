@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-import pytest
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
@@ -32,6 +31,9 @@ class Case:
 
     batch: int = 16
     """Images per step."""
+
+    family: ClassVar[str] = "ViT"
+    """Family of the model."""
 
     @property
     def ranks(self) -> int:
@@ -288,28 +290,19 @@ CASES = (
 )
 
 
-def representatives(cases: Sequence[Case]) -> list[Case]:
-    """Return few cases that cover every feature of `cases`, chosen greedily by new features per rank."""
-    missing = frozenset().union(*(case.features for case in cases))
+def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[Any]]) -> list[Case]:
+    """Return few cases that reach every goal that `cases` reach, chosen greedily by new goals per rank.
+
+    goals: what a case covers, such as its features
+    """
+    waiting = [(case, frozenset(goals(case))) for case in cases]
+    missing = frozenset().union(*(reached for _, reached in waiting))
     found = []
     while missing:
-        best = max(cases, key=lambda case: len(missing & case.features) / case.ranks)
-        missing -= best.features
+        best, reached = max(waiting, key=lambda pair: len(missing & pair[1]) / pair[0].ranks)
+        missing -= reached
         found.append(best)
     return found
-
-
-Chosen = TypeVar("Chosen")
-
-
-def shared_out(cases: Sequence[Chosen], quick: Collection[str], name: Callable[[Chosen], str] = str) -> list[Any]:
-    """Return test parameters of `cases`, in their order, so that CI stays within its time limit.
-
-    `make test` runs those named in `quick`, `make test-slow` every second one of the others, `make soak` the rest.
-    """
-    others = [case for case in cases if name(case) not in quick]
-    marks = {name(case): [pytest.mark.soak if n % 2 else pytest.mark.slow] for n, case in enumerate(others)}
-    return [pytest.param(case, marks=marks.get(name(case), []), id=name(case)) for case in cases]
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,8 @@ SGD = {"optimizer__name": "sgd"}
 class SwinCase(Case):
     """Plan of the tiny Swin Transformer, with the options of the check."""
 
+    family: ClassVar[str] = "Swin"
+
     @property
     def sizes(self) -> dict[str, Any]:
         return {**TINY, **self.model}
@@ -53,6 +55,9 @@ class SwinCase(Case):
     def valid_plan(self) -> Plan:
         """Return the plan, validated for the model."""
         return validate(replace(parse(self.mesh), **self.plan), self.config, self.batch)
+
+    def __str__(self) -> str:
+        return f"swin {super().__str__()}"
 
 
 def run_swin_case(device: torch.device, case: SwinCase) -> CheckResult:

@@ -9,7 +9,7 @@ import torch
 
 from helpers.parity import check, skip_what_cannot_run
 from helpers.paths import ROOT
-from helpers.plans import Case, shared_out
+from helpers.plans import Case
 from helpers.ranks import RankPool
 from helpers.support_matrix import STRUCTURE, covering, ranks_of, smallest_plan
 from vitpar import Plan, ViTConfig, model_config, parse, validate
@@ -74,7 +74,10 @@ def test_every_allowed_combination_gives_a_valid_plan(choice: tuple[str, ...]) -
 
 @pytest.mark.parametrize(
     "choice",
-    shared_out(covering(), [" ".join(choice) for choice in covering() if ranks_of(choice) <= 4], " ".join),
+    [
+        pytest.param(choice, marks=[pytest.mark.slow] * (ranks_of(choice) > 4), id=" ".join(choice))
+        for choice in covering()
+    ],
 )
 def test_every_pair_of_features_matches_one_process(choice: tuple[str, ...], ranks: Callable[[int], RankPool]) -> None:
     """Few combinations contain all possible pairs; `make soak` checks the complete product."""

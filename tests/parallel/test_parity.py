@@ -7,18 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.covering_set import tiers
 from helpers.parity import run_case, run_compiled, skip_what_cannot_run
-from helpers.plans import CASES, Case, representatives, shared_out
+from helpers.plans import CASES, Case
 from helpers.ranks import RankPool
 from vitpar.check import CheckResult
 from vitpar.parallel import data as data_parallel
 from vitpar.parallel import model as parallel_model
 
-QUICK = {str(case) for case in representatives(CASES)}
-TABLE = shared_out(sorted(CASES, key=lambda case: case.ranks), QUICK)
 
-
-@pytest.mark.parametrize("case", TABLE)
+@pytest.mark.parametrize("case", tiers(CASES))
 def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     """All ranks must agree on the result, which covers gradients, updates, averages and the gradient norm."""
     skip_what_cannot_run(case.check.get("precision", "fp32"))

@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from helpers.covering_set import tiers
 from helpers.parity import skip_what_cannot_run
-from helpers.plans import representatives, shared_out
 from helpers.ranks import RankPool
 from helpers.support_matrix import covering, ranks_of
 from helpers.swin_plans import SWIN_CASES, SwinCase, run_swin_case, swin_of_features
-
-QUICK = set(map(str, representatives([case for case in SWIN_CASES if case.ranks <= 4])))
 
 
 def check_case(case: SwinCase, ranks: Callable[[int], RankPool]) -> None:
@@ -25,7 +23,7 @@ def check_case(case: SwinCase, ranks: Callable[[int], RankPool]) -> None:
         assert {f"{what} {name}" for name in parameters} <= compared
 
 
-@pytest.mark.parametrize("case", shared_out(sorted(SWIN_CASES, key=lambda case: case.ranks), QUICK))
+@pytest.mark.parametrize("case", tiers(SWIN_CASES))
 def test_plan_of_swin_matches_one_process(case: SwinCase, ranks: Callable[[int], RankPool]) -> None:
     check_case(case, ranks)
 
@@ -35,7 +33,8 @@ def test_table_has_enough_plans_of_swin() -> None:
     assert any(not strategy.has("tp") for case in SWIN_CASES for strategy in case.valid_plan.kinds)
 
 
-@pytest.mark.parametrize("choice", shared_out(covering(), (), " ".join))
+@pytest.mark.soak
+@pytest.mark.parametrize("choice", covering(), ids=" ".join)
 def test_every_pair_of_features_of_swin_matches_one_process(
     choice: tuple[str, ...], ranks: Callable[[int], RankPool]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from mutating.mutation import Mutation
 
+MODERN = "tests/parallel/test_modern_plans.py::test_plan_of_a_modern_model_matches_one_process"
 MUTATIONS = (
     Mutation(
         name="tp-backward-sum",
@@ -42,7 +43,7 @@ MUTATIONS = (
         file="src/vitpar/strategy/splits.py",
         old='"row": Split({"j": 1, "k": 0}, {"k": 0}, sums=("j",)),',
         new='"row": Split({"j": 1, "k": 0}, {"k": 0}),',
-        caught_by=('pytest "tests/parallel/test_parity.py::test_plan_matches_one_process[tp8+3d+ckpt num_classes=7]"',),
+        caught_by=(f'pytest "{MODERN}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',),
     ),
     Mutation(
         name="2d-norm-backward",

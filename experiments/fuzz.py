@@ -16,8 +16,6 @@ is known, an accepted case is compared with it. Exit code 1: something was found
 findings so far.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

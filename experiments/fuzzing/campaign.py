@@ -1,7 +1,5 @@
 """Campaign against one target: hypothesis draws, shrinks and stores cases; the guard runs each in a forked process."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import pickle

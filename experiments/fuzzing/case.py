@@ -1,7 +1,5 @@
 """Cases, and base class of targets: readers of vitpar that take untrusted input."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -49,6 +47,9 @@ class Case:
     def __repr__(self) -> str:
         changed = f"changes {', '.join(sorted(self.changed))} of " if self.changed else ""
         return f"{changed}seed {self.seed}{', with right checksums' * self.sealed} {self.told or ''!r:.300}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print all fields, which may have megabytes
 
     def write(self, folder: Path) -> None:
         """Write the files into a folder."""

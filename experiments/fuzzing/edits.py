@@ -1,7 +1,5 @@
 """Edits of bytes and texts that know no format but JSON and TOML."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Edits that know a format: where its numbers are, how it splits into parts, and how its checksums are computed."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickletools

@@ -6,8 +6,6 @@ by stubs in the first folder of PATH. These have the names of shells and of prog
 write a file when they run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc
@@ -63,6 +61,46 @@ class Outcome:
     """Whether the process must be replaced, so that the next case is not blamed for this one."""
 
 
+class Watch:
+    """Audit hook that records started programs, access to files outside the case, and connections.
+
+    folders: where files may be written. programs: programs that may be started; if there are any, connections to this
+    machine are allowed too.
+    """
+
+    def __init__(self, folders: tuple[Path, ...], programs: tuple[str, ...]) -> None:
+        self.on, self.findings = False, set[Finding]()
+        self._programs = programs
+        self._allowed = (*(f"{folder.resolve()}" for folder in folders), "/dev/", "/proc/")
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        problem = self.on and self._problem(event, *arguments)
+        if problem:
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and not oracle.ours(frame.f_code.co_filename):
+                frame = frame.f_back
+            where = oracle.short(frame.f_code.co_filename, frame.f_lineno) if frame else "?"
+            self.findings.add(Finding(problem[0], event, where, f"{event} of {problem[1]!r:.300}"))
+
+    def _problem(self, event: str, *arguments: Any) -> tuple[str, Any] | None:
+        """Return kind and object of a forbidden action."""
+        if event in STARTS:
+            allowed = event == "subprocess.Popen" and os.path.basename(str(arguments[0])) in self._programs
+            return None if allowed else ("program", arguments[:2])
+        if event in CONNECTS:
+            host = arguments[1] if event == "socket.connect" else arguments[0]
+            host = host[0] if isinstance(host, tuple) and host else host
+            return None if self._programs and host in ("127.0.0.1", "localhost") else ("place", host)
+        path = arguments[0] if event == "open" or event in CHANGES else None
+        if path is None or isinstance(path, int):
+            return None
+        whole, flags = os.path.abspath(os.fsdecode(path)), arguments[2] if event == "open" else os.O_WRONLY
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        inside = whole.startswith(self._allowed) or "__pycache__" in whole
+        return ("place", f"{whole}, outside the case") if whole.endswith(CANARY) or (writes and not inside) else None
+
+
 class Guard:
     """Runner of cases, in a forked process that is replaced when it has ended.
 
@@ -115,7 +153,7 @@ class Guard:
             else:
                 kind = "crash", signal.Signals(-status).name if status < 0 else f"exit code {status}"
                 words = f"the process ended: {kind[1]}"
-            finding = Finding(*kind, oracle.place_in(said), f"{words}\n{said}")
+            finding = Finding(*kind, oracle.place(said, 0), f"{words}\n{said}")
             outcome = Outcome(words, self._limit * (kind[0] == "hang"), findings=[finding])
         if self._ran.exists():
             words = self._ran.read_text(errors="replace").strip()
@@ -186,54 +224,16 @@ class Guard:
             outcome.refusal = oracle.trace(error)
             outcome.findings += oracle.of_error(error)
             if isinstance(error, UserError) and case.is_seed:
-                outcome.findings.append(Finding("damage", "seed", oracle.place(error), f"a seed is refused: {error}"))
+                outcome.findings.append(
+                    Finding("damage", "seed", oracle.place(outcome.refusal), f"a seed is refused: {error}")
+                )
         watch.on = False
         outcome.findings += sorted(watch.findings)
         outcome.seconds, outcome.mib = time.perf_counter() - begin, (memory("VmHWM") - before) / MIB
         if outcome.mib > MOST_MIB:
             words = f"{outcome.mib:,.0f} MiB above the memory before the case\n{outcome.refusal or 'accepted'}"
-            outcome.findings.append(Finding("memory", "taken", oracle.place_in(words), words))
+            outcome.findings.append(Finding("memory", "taken", oracle.place(words), words))
         return outcome
-
-
-class Watch:
-    """Audit hook that records started programs, access to files outside the case, and connections.
-
-    folders: where files may be written. programs: programs that may be started; if there are any, connections to this
-    machine are allowed too.
-    """
-
-    def __init__(self, folders: tuple[Path, ...], programs: tuple[str, ...]) -> None:
-        self.on, self.findings = False, set[Finding]()
-        self._programs = programs
-        self._allowed = (*(f"{folder.resolve()}" for folder in folders), "/dev/", "/proc/")
-        sys.addaudithook(self._see)
-
-    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
-        problem = self.on and self._problem(event, *arguments)
-        if problem:
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and not oracle.ours(frame.f_code.co_filename):
-                frame = frame.f_back
-            where = oracle.short(frame.f_code.co_filename, frame.f_lineno) if frame else "?"
-            self.findings.add(Finding(problem[0], event, where, f"{event} of {problem[1]!r:.300}"))
-
-    def _problem(self, event: str, *arguments: Any) -> tuple[str, Any] | None:
-        """Return kind and object of a forbidden action."""
-        if event in STARTS:
-            allowed = event == "subprocess.Popen" and os.path.basename(str(arguments[0])) in self._programs
-            return None if allowed else ("program", arguments[:2])
-        if event in CONNECTS:
-            host = arguments[1] if event == "socket.connect" else arguments[0]
-            host = host[0] if isinstance(host, tuple) and host else host
-            return None if self._programs and host in ("127.0.0.1", "localhost") else ("place", host)
-        path = arguments[0] if event == "open" or event in CHANGES else None
-        if path is None or isinstance(path, int):
-            return None
-        whole, flags = os.path.abspath(os.fsdecode(path)), arguments[2] if event == "open" else os.O_WRONLY
-        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        inside = whole.startswith(self._allowed) or "__pycache__" in whole
-        return ("place", f"{whole}, outside the case") if whole.endswith(CANARY) or (writes and not inside) else None
 
 
 def memory(key: str) -> int:

@@ -1,7 +1,5 @@
 """Hostile parts of binary formats: what chance would hardly find."""
 
-from __future__ import annotations
-
 import re
 import struct
 import tomllib

@@ -4,8 +4,6 @@ A reader must accept a case or raise a UserError that says what is wrong. The me
 characters, no control characters, and no memory address, which would differ every time.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,7 +46,8 @@ class Finding(NamedTuple):
 
 def of_error(error: BaseException) -> Iterator[Finding]:
     """Yield the findings about an error that reading a case raised."""
-    where, words = place(error), trace(error)
+    words = trace(error)
+    where = place(words)
     if isinstance(error, Wrong):
         yield Finding("damage", re.sub(r"[0-9]+", "N", str(error).partition("\n")[0])[:60], where, words)
     elif not isinstance(error, UserError):
@@ -108,16 +107,13 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         at = at.__cause__ or at.__context__
 
 
-def place(error: BaseException) -> str:
-    """Return file:line of the innermost frame of vitpar in the traceback of `error`, else in those of its causes."""
-    frames = (frame for cause in causes(error) for frame in reversed(traceback.extract_tb(cause.__traceback__)))
-    return next((short(frame.filename, frame.lineno) for frame in frames if ours(frame.filename)), "?")
+def place(text: str, innermost: int = -1) -> str:
+    """Return file:line of the innermost frame of vitpar in the text of a traceback, `?` if there is none.
 
-
-def place_in(stack: str) -> str:
-    """Return file:line of the first frame of vitpar in the text of a stack, the innermost frame first."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
-    return next((short(name, line) for name, line in frames if ours(name)), "?")
+    innermost: 0 if the innermost frame is the first, as in the stacks of faulthandler.
+    """
+    frames = [(name, line) for name, line in re.findall(r'File "([^"]+)", line (\d+)', text) if ours(name)]
+    return short(*frames[innermost]) if frames else "?"
 
 
 def ours(filename: str) -> bool:

@@ -72,7 +72,7 @@ def test_hanging_reader_is_killed_with_its_stack(planted: Planted) -> None:
 
 
 def test_finding_is_shrunk_and_repeated_from_the_database(planted: Planted, tmp_path: Path) -> None:
-    (found,) = planted("NeedsTheRightNumber", cases=2_000, shrink=5.0).found.values()
+    (found,) = planted("NeedsTheRightNumber", cases=2_000, shrink=2.0).found.values()
     assert found.folder is not None
     simplest = (found.folder / "file").read_bytes()
     assert len(simplest) < 30 and simplest[1] > 200

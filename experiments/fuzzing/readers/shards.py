@@ -122,6 +122,9 @@ class Index(PackedShards):
         for header in PIECES["npy"]:
             files = self.seeds[0] | {ROWS: header + rows[128:]}
             self.seal(files)
+            text = files[MANIFEST]
+            if isinstance(text, bytes) and b"99999999999" in header:
+                files[MANIFEST] = text.replace(b'"samples": 12', b'"samples": 99999999999')
             self.triggers.append(self.case(0, files, sealed=True))
 
     def editable(self, files: Files) -> list[str]:

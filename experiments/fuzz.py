@@ -105,12 +105,13 @@ def fuzz(tallies: dict[str, Tally], options: argparse.Namespace, console: Consol
 def campaign(name: str, seconds: float, options: argparse.Namespace, writing: Connection) -> None:
     """Run one campaign and send its tally, from time to time and at the end."""
     die_with_parent()
-    sent = [0.0]
+    sent, found = 0.0, 0
 
     def changed(tally: Tally) -> None:
-        if time.monotonic() - sent[0] > 1 or tally.done:
+        nonlocal sent, found
+        if time.monotonic() - sent > 1 or tally.done or len(tally.found) > found:
             writing.send(tally)
-            sent[0] = time.monotonic()
+            sent, found = time.monotonic(), len(tally.found)
 
     with (
         tempfile.TemporaryDirectory(prefix="vitpar-fuzz-", ignore_cleanup_errors=True) as home,

@@ -35,6 +35,8 @@ class Found:
     """Cases with this finding."""
     folder: Path | None = None
     """Folder that keeps the files of the case."""
+    size: int = 0
+    """Bytes of the files."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Shown(Exception):
 
 
 class OutOfTime(BaseException):
-    """The time of the campaign is over; hypothesis lets it pass."""
+    """The time of the campaign, or to look for a simpler case, is over; hypothesis lets it pass."""
 
 
 class Campaign:
@@ -122,13 +124,11 @@ class Campaign:
             identity = hashlib.blake2b(pickle.dumps((case.files, case.told))).digest()
             if identity not in shown:
                 if time.monotonic() > end:
-                    if shown:
-                        return  # no time to look for a simpler case: hypothesis ends with the simplest so far
                     raise OutOfTime
                 new = [finding for finding in self._findings(case) if finding.key not in known]
                 if not new:
                     return
-                end = end if shown else time.monotonic() + self._shrink
+                end = time.monotonic() + self._shrink if phases == DRAW and not shown else end
                 shown[identity] = new
             for finding in shown[identity]:
                 self._record(finding, case)
@@ -154,6 +154,9 @@ class Campaign:
             run()
         except* (Shown, hypothesis.errors.Flaky, SkipTest):  # SkipTest: nothing is stored
             pass
+        except* OutOfTime:
+            if not shown or phases != DRAW:
+                raise
 
     def _findings(self, case: Case) -> list[Finding]:
         """Run a case, count it, and return the findings."""
@@ -169,14 +172,19 @@ class Campaign:
         return outcome.findings
 
     def _record(self, finding: Finding, case: Case) -> None:
-        """Note a finding and keep the files of its case."""
+        """Note a finding and keep the files of its case, unless a smaller one is known."""
+        known, size = self.tally.found.get(finding.key), sum(len(data) for data in case.files.values())
+        if known and known.folder and size > known.size:
+            return
         found = self.tally.note(finding, repr(case))
+        found.size = size
         found.folder = self._keep / f"{finding.kind}-{[*self.tally.found].index(finding.key)}"
         shutil.rmtree(found.folder, ignore_errors=True)
         found.folder.mkdir(parents=True)
         case.write(found.folder)
         words = f"{case}\n{case.told!r}\n\n{finding.words}"
         (found.folder / "finding.txt").write_text(words, errors="backslashreplace")
+        self._changed(self.tally)
 
 
 def loaded(name: str) -> type[Target]:

@@ -21,7 +21,7 @@ from helpers.tfrecord_files import record
 
 MOST_REPEATED = 1 << 21
 """Most bytes that repeating a part adds."""
-BROKEN = (ValueError, IndexError, OSError, EOFError, RecursionError, NotImplementedError, struct.error, zlib.error)
+BROKEN = (ValueError, IndexError, OSError, EOFError, RuntimeError, struct.error, zlib.error, zipfile.BadZipFile)
 """Errors of splitting a file whose structure an earlier edit broke."""
 Parts = list[bytes]
 
@@ -50,7 +50,7 @@ def edited(draw: Draw, name: str, data: bytes) -> tuple[bytes, bool]:
         try:
             data, known = _once(draw, name, data)
             sealed |= known
-        except (*BROKEN, zipfile.BadZipFile):
+        except BROKEN:
             data = bytes_edited(draw, data)
     return data, sealed
 

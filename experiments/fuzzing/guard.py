@@ -186,8 +186,9 @@ class Guard:
         ended = os.pidfd_open(child)
         select.select([ended], [], [], 0.2)  # its status tells more if it ends by itself
         os.close(ended)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # it may not have its own group yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def _work(self, connection: Connection) -> None:

@@ -32,6 +32,8 @@ from vitpar.errors import UserError
 
 SECONDS, GRACE_S = 5.0, 2.0
 """Time limit of a case, and time that a process has beyond it to print its stacks."""
+PATIENCE = 4.0
+"""Factor of the time limit when a case is repeated."""
 MIB, MOST_MIB = 1 << 20, 1 << 10
 """Bytes of a MiB, and memory limit of a case in MiB."""
 ADDRESS_BYTES = 7 * MOST_MIB * MIB // 2
@@ -54,6 +56,7 @@ class Outcome:
     refusal: str | None = None
     """Traceback of the error, None if the case was accepted."""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     mib: float = 0.0
     """Growth of resident memory, in MiB."""
     findings: list[Finding] = field(default_factory=list)
@@ -122,11 +125,18 @@ class Guard:
         (home / CANARY).write_text("secret")
 
     def run(self, case: Case) -> Outcome:
-        """Write the files of a case and read it. Repeat a case that hangs: the machine may have been slow."""
-        outcome = self._once(case)
-        return self._once(case) if any(one.kind == "hang" for one in outcome.findings) else outcome
+        """Write the files of a case and read it.
 
-    def _once(self, case: Case) -> Outcome:
+        A case that takes too long is repeated with more time, because other processes may slow it down. It is a finding
+        if it takes too long again, or too much time of the CPU.
+        """
+        outcome = self._once(case, self._limit)
+        if any(one.kind == "hang" for one in outcome.findings):
+            again = self._once(case, PATIENCE * self._limit)
+            return outcome if again.cpu_seconds > self._limit else again
+        return outcome
+
+    def _once(self, case: Case, limit: float) -> Outcome:
         for folder in (self._place, self._temporary):
             if not folder.is_dir() or any(os.scandir(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -139,8 +149,8 @@ class Guard:
         _, connection = self._worker = self._worker or self._start()
         in_time = True
         try:
-            connection.send(case)
-            in_time = connection.poll(self._limit + GRACE_S)
+            connection.send((case, limit))
+            in_time = connection.poll(limit + GRACE_S)
             if not in_time:
                 raise EOFError
             outcome: Outcome = connection.recv()
@@ -149,12 +159,12 @@ class Guard:
         except (EOFError, OSError):
             status, said = self.end(), self._errors.read_text(errors="replace")[:6000]
             if not in_time or said.startswith("Timeout ("):
-                words, kind = f"takes more than {self._limit:g} s", ("hang", "")
+                words, kind = f"takes more than {limit:g} s", ("hang", "")
             else:
                 kind = "crash", signal.Signals(-status).name if status < 0 else f"exit code {status}"
                 words = f"the process ended: {kind[1]}"
             finding = Finding(*kind, oracle.place(said, 0), f"{words}\n{said}")
-            outcome = Outcome(words, self._limit * (kind[0] == "hang"), findings=[finding])
+            outcome = Outcome(words, limit * (kind[0] == "hang"), findings=[finding])
         if self._ran.exists():
             words = self._ran.read_text(errors="replace").strip()
             outcome.findings.append(Finding("program", f"stub {words.split(' ')[0]}", "?", f"ran: {words:.500}"))
@@ -205,8 +215,8 @@ class Guard:
         faulthandler.enable(errors)
         watch, begin = Watch((self._place, self._temporary), self._target.programs), memory("VmRSS")
         while True:
-            case = connection.recv()
-            faulthandler.dump_traceback_later(self._limit, exit=True, file=errors)
+            case, limit = connection.recv()
+            faulthandler.dump_traceback_later(limit, exit=True, file=errors)
             outcome = self._outcome(case, watch)
             faulthandler.cancel_dump_traceback_later()
             grown = memory("VmRSS") > begin + RETIRES_BYTES or len(os.listdir("/proc/self/fd")) > RETIRES_FILES
@@ -216,7 +226,7 @@ class Guard:
     def _outcome(self, case: Case, watch: Watch) -> Outcome:
         outcome = Outcome()
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before, begin = memory("VmRSS"), time.perf_counter()
+        before, begin, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
         watch.findings.clear()
         watch.on = True
         try:
@@ -230,6 +240,7 @@ class Guard:
                 )
         watch.on = False
         outcome.findings += sorted(watch.findings)
+        outcome.cpu_seconds = time.process_time() - cpu
         outcome.seconds, outcome.mib = time.perf_counter() - begin, (memory("VmHWM") - before) / MIB
         if outcome.mib > MOST_MIB:
             words = f"{outcome.mib:,.0f} MiB above the memory before the case\n{outcome.refusal or 'accepted'}"

@@ -1,16 +1,14 @@
-"""Guarantees for untrusted files, and findings about readers that break them.
+"""Guarantees for untrusted input, and findings about readers that break them.
 
 A reader must accept a case or raise a UserError that says what is wrong. The message must have at most LONGEST
 characters, no control characters, and no memory address, which would differ every time.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import vitpar
 from vitpar.errors import UserError
@@ -19,28 +17,16 @@ LONGEST = 1200
 """Most characters of an error message."""
 ADDRESS = re.compile(r"\bat 0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
 """Memory address. It is longer than a 32-bit checksum and has a letter, unlike a strategy such as dp10x100000000."""
-HERE = Path(__file__).parent
 READERS = Path(vitpar.__file__).parent
-_LINES = 12
+Result = TypeVar("Result")
+Key = tuple[str, str, str]
 
 
 class Wrong(Exception):
     """A reader accepted a wrong input or did something forbidden."""
 
 
-class Worse(Wrong):
-    """Using an accepted input broke a guarantee.
-
-    found: the findings.
-    """
-
-    def __init__(self, found: list[Finding]) -> None:
-        super().__init__("; ".join(finding.words for finding in found))
-        self.found = found
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A broken guarantee. Findings with the same kind, sort and place are the same finding."""
 
     kind: str
@@ -52,24 +38,38 @@ class Finding:
     words: str
     """Description, in one or several lines."""
 
+    @property
+    def key(self) -> Key:
+        """Identity of the finding."""
+        return self[:3]
 
-def of_error(error: BaseException) -> list[Finding]:
-    """Return the findings about an error that reading a case raised."""
-    if isinstance(error, Worse):
-        return error.found
-    if isinstance(error, UserError):
-        found = []
-        if problem := message_problem(error):
-            found.append(Finding("message", problem.partition(":")[0], place(error), f"{problem}\n{error!s:.2000}"))
-        if any(map(lacks_memory, causes(error))):
-            words = "it was refused only because there was not so much memory to be had\n"
-            found.append(Finding("memory", "asked for", place(error), words + trace(error)))
-        return found
+
+def of_error(error: BaseException) -> Iterator[Finding]:
+    """Yield the findings about an error that reading a case raised."""
+    words = trace(error)
+    where = place(words)
     if isinstance(error, Wrong):
-        first = str(error).partition("\n")[0]
-        return [Finding("damage", re.sub(r"[0-9]+", "N", first)[:60], place(error), f"{error}\n{trace(error)}")]
-    kind = "memory" if lacks_memory(error) else "error"
-    return [Finding(kind, type(error).__name__, place(error), trace(error))]
+        yield Finding("damage", re.sub(r"[0-9]+", "N", str(error).partition("\n")[0])[:60], where, words)
+    elif not isinstance(error, UserError):
+        yield Finding("memory" if lacks_memory(error) else "error", type(error).__name__, where, words)
+    else:
+        if problem := message_problem(error):
+            yield Finding("message", problem.partition(":")[0], where, f"{problem}\n{words:.3000}")
+        if any(map(lacks_memory, causes(error))):
+            yield Finding("memory", "asked for", where, f"it was refused only because an allocation failed\n{words}")
+
+
+def tolerated(call: Callable[[], Result]) -> Result | None:
+    """Return the result of `call`, or None if it raises a UserError with a good message.
+
+    For uses of an accepted input that may be refused themselves.
+    """
+    try:
+        return call()
+    except UserError as error:
+        if found := next(of_error(error), None):
+            raise Wrong(f"{found.kind}: {found.words}") from error
+        return None
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -99,30 +99,33 @@ def message_problem(error: UserError) -> str | None:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield `error` and the chain of its causes."""
-    seen = set[int]()
+    seen = list[int]()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
-        seen.add(id(at))
+        seen.append(id(at))
         yield at
         at = at.__cause__ or at.__context__
 
 
-def place(error: BaseException) -> str:
-    """Return file:line of the innermost frame of vitpar in the traceback of `error`, else in those of its causes."""
-    frames = [reversed(traceback.extract_tb(cause.__traceback__)) for cause in causes(error)]
-    ours = (frame for each in frames for frame in each if frame.filename.startswith(str(READERS)))
-    frame = next(ours, None)
-    return f"{short(frame.filename)}:{frame.lineno}" if frame else "?"
+def place(text: str, innermost: int = -1) -> str:
+    """Return file:line of the innermost frame of vitpar in the text of a traceback, `?` if there is none.
+
+    innermost: 0 if the innermost frame is the first, as in the stacks of faulthandler.
+    """
+    frames = [(name, line) for name, line in re.findall(r'File "([^"]+)", line (\d+)', text) if ours(name)]
+    return short(*frames[innermost]) if frames else "?"
 
 
-def short(filename: str) -> str:
-    """Return the path of a file relative to vitpar's package, or the last two parts of other paths."""
-    path = Path(filename)
-    return str(path.relative_to(READERS.parent)) if path.is_relative_to(READERS.parent) else "/".join(path.parts[-2:])
+def ours(filename: str) -> bool:
+    """Return whether a file is one of vitpar."""
+    return filename.startswith(f"{READERS}/")
 
 
-def trace(error: BaseException, lines: int | None = _LINES) -> str:
-    """Return the last `lines` lines of the traceback of `error`, None for all."""
-    text = "".join(traceback.format_exception(error)).rstrip().split("\n")
-    shown = text if lines is None else text[-lines:]
-    return "\n".join(line if len(line) <= 300 else f"{line[:300]}…" for line in shown)
+def short(filename: str, line: object) -> str:
+    """Return `vitpar/...:line`."""
+    return f"{Path(filename).relative_to(READERS.parent)}:{line}"
+
+
+def trace(error: BaseException) -> str:
+    """Return the traceback of `error` with lines of at most 300 characters."""
+    return "\n".join(f"{line:.300}" for line in "".join(traceback.format_exception(error)).rstrip().split("\n"))

@@ -110,6 +110,16 @@ def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "bomb.pth", "bytes and unpacks to 4,00.*unlike files of torch.save")
 
 
+def test_encrypted_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.pth"
+    torch.save(timm_state(), path)
+    data = bytearray(path.read_bytes())
+    for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        data[data.index(header) + flags] |= 1
+    path.write_bytes(data)
+    refused(path, "is encrypted, password required")
+
+
 def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         torch.save({**timm_state(qk_norm=True), "norm.bias": tensor}, folder / "x.pth")

@@ -74,8 +74,13 @@ def test_parquet_files_that_expand_in_memory_are_refused(tmp_path: Path, monkeyp
     split = open_source(tmp_path).splits["train"]
     assert len(split.read(0)) == 1 << 20
     monkeypatch.setattr(sys.modules["vitpar.data.sources.parquet"], "MAX_RECORD_BYTES", 1 << 23)
+    read, rows = parquet.ParquetFile.iter_batches, list[int]()
+    monkeypatch.setattr(
+        parquet.ParquetFile, "iter_batches", lambda file, size, **more: rows.append(size) or read(file, size, **more)
+    )
     with pytest.raises(DataError, match=r"a row group of .* has more than 8,388,608 bytes"):
         open_source(tmp_path).splits["train"].read(0)
+    assert rows == [1], "a quarter of the limit has only one image of a MiB and its header"
 
 
 def test_damaged_tfrecord_is_refused(tmp_path: Path) -> None:

@@ -1,70 +1,62 @@
 """Readers with planted faults, for the tests of the fuzzing harness."""
 
 import os
-import random
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 from fuzzing import oracle
-from fuzzing.target import Case, FileTarget, Target
+from fuzzing.case import Case, Target
 from vitpar.errors import DataError
-
-CASES = 4
 
 
 class Planted(Target):
-    """Reader that accepts every case except the second, for which it calls `wrong`."""
+    """Reader of a file that holds SEED; it calls `wrong` for any other content."""
 
-    what = "nothing"
+    about = "nothing"
+    SEED = b"seed"
 
-    def __init__(self, home: Path) -> None:
-        pass
+    def make(self, home: Path) -> None:
+        self.seeds = [{"file": self.SEED}]
 
-    def make(self, draw: random.Random, number: int, place: Path) -> Case:
-        return Case(number, place, 0, {"text": draw.randbytes(4)}, frozenset({"text"}), "planted")
+    def read(self, case: Case, place: Path) -> None:
+        data = case.files["file"]
+        if data != self.SEED:
+            self.wrong(place, data if isinstance(data, bytes) else b"")
 
-    def read(self, case: Case) -> None:
-        if case.number == 1:
-            self.wrong(case)
-
-    def wrong(self, case: Case) -> None:
-        """Do nothing; subclasses fail here."""
-
-
-class Good(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
+        """Refuse it; subclasses fail here."""
         raise DataError("the file is damaged: replace it")
 
 
 class Hangs(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         time.sleep(60)
 
 
 class Crashes(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class Exits(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         os._exit(3)
 
 
 class RaisesAnother(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         raise KeyError("label")
 
 
 class EatsMemory(Planted):
-    def wrong(self, case: Case) -> None:
-        bytearray(b"x") * (2 << 30)
+    def wrong(self, place: Path, data: bytes) -> None:
+        bytearray(b"x") * (1100 << 20)
 
 
 class AsksForMemory(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         try:
             bytearray(100 << 30)
         except MemoryError:
@@ -72,59 +64,59 @@ class AsksForMemory(Planted):
 
 
 class StartsAProgram(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         subprocess.run(["true"], check=True)
 
 
 class StartsAStub(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         os.spawnlp(os.P_WAIT, "gs", "gs", "--version")
 
 
 class WritesElsewhere(Planted):
-    def wrong(self, case: Case) -> None:
-        (case.place.parent / "elsewhere").write_text("x")
+    def wrong(self, place: Path, data: bytes) -> None:
+        (place.parent / "elsewhere").write_text("x")
+
+
+class Connects(Planted):
+    def wrong(self, place: Path, data: bytes) -> None:
+        import socket
+
+        with socket.socket() as connection:
+            connection.connect_ex(("127.0.0.1", 1))
 
 
 class TellsAnAddress(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         raise DataError(f"cannot read <object at {0x7F12AB34CD56:#x}>")
 
 
 class TellsTooMuch(Planted):
-    def wrong(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
         raise DataError("x" * 2_000)
 
 
+class AcceptsDamage(Planted):
+    def wrong(self, place: Path, data: bytes) -> None:
+        raise oracle.Wrong("its bytes are not what was written, and nothing is said")
+
+
+class RefusesItsSeed(Planted):
+    def read(self, case: Case, place: Path) -> None:
+        self.wrong(place, b"")
+
+
 class CannotBeMade(Planted):
-    def make(self, draw: random.Random, number: int, place: Path) -> Case:
-        if number == 1:
-            raise RuntimeError("the attack itself is wrong")
-        return super().make(draw, number, place)
+    def drawn(self, draw: object) -> Case:
+        raise RuntimeError("the strategy itself is wrong")
 
 
-class RefusesItsSeed(FileTarget):
-    what = "nothing"
+class NeedsTheRightNumber(Planted):
+    """Reader that fails if the second byte is larger than 200 and the file is longer than its seed."""
 
-    def __init__(self, home: Path) -> None:
-        self.seeds = [{"file": b"seed"}]
+    SEED = b"a\0bcdefgh"
 
-    def read(self, case: Case) -> None:
+    def wrong(self, place: Path, data: bytes) -> None:
+        if data[1:2] > b"\xc8" and len(data) > len(self.SEED):
+            raise KeyError("label")
         raise DataError("the file is damaged: replace it")
-
-
-class ChangesSilently(FileTarget):
-    """Reader of a file whose second half has no checksum; the oracle knows the correct content."""
-
-    what = "nothing"
-
-    def __init__(self, home: Path) -> None:
-        self.seeds = [{"file": bytes(range(64))}]
-
-    def read(self, case: Case) -> None:
-        data = (case.place / "file").read_bytes()
-        seed = self.seeds[0]["file"]
-        if data[:32] != seed[:32]:
-            raise DataError("the file is damaged: replace it")
-        if data != seed:
-            raise oracle.Wrong("its bytes are not what was written, and nothing is said")

@@ -39,8 +39,8 @@ _AROUND = ("module.", "_orig_mod.")
 _LEGACY_PICKLES = 5
 """Pickles in a file of the legacy format: magic number, protocol, machine, object, and keys of the storages."""
 
-_DAMAGED = (OSError, EOFError, ValueError, ArithmeticError, LookupError, NotImplementedError, zipfile.BadZipFile)
-"""Errors that zipfile and pickletools raise for a file that is of another format or damaged."""
+_DAMAGED = (OSError, EOFError, ValueError, ArithmeticError, LookupError, RuntimeError, zipfile.BadZipFile)
+"""Errors that zipfile and pickletools raise for a file that is of another format, encrypted or damaged."""
 _SMALL = 1 << 16  # bytes; smaller reads skip the check against the size of the file
 
 

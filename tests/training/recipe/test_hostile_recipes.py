@@ -85,6 +85,9 @@ def test_dots_in_values_and_comments_are_not_counted() -> None:
         ("train.seed=1\n" + "a." * 60_000 + "b=1", r"recipe key 'train.seed' is '1"),
         ("x" * 100_000, "'x{198}…' is not an assignment"),
         ("x" * 100_000 + "=1", "'x{198}…' is not a setting"),
+        ("model.name=0x" + "F" * 100_000, "model.name is a number of thousands of digits"),
+        ("model.name=[" + "0," * 300_000 + "]", r"'model.name=\[0.*…' has 600,013 characters: use at most 262,144"),
+        ("model.name='" + "x" * 262_000 + "'", "the recipe has 26.,... bytes with all its settings, more than 262,144"),
     ],
 )
 def test_oversized_assignments_are_refused(assignment: str, message: str) -> None:

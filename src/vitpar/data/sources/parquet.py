@@ -18,7 +18,7 @@ from vitpar.limits import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
 from vitpar.text import shown
 
 _IMAGES = ("image", "img")
-_BATCH = 16  # rows that are read at a time
+_BATCH = 16  # most rows that are read at a time
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
 
 
@@ -108,9 +108,11 @@ class _File:
         pieces, size = [], 0
         try:
             # Read a few rows at a time and count their bytes: the file may store a repeated image once, while memory
-            # holds every copy.
+            # holds every copy. No image is larger than what the group stores.
+            stored = self._meta.row_group(number).total_byte_size
+            rows = min(_BATCH, max(1, MAX_RECORD_BYTES // 4 // max(1, stored)))
             with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
-                for piece in file.iter_batches(_BATCH, row_groups=[number], columns=[f"{self.image}.bytes"]):
+                for piece in file.iter_batches(rows, row_groups=[number], columns=[f"{self.image}.bytes"]):
                     size += piece.nbytes
                     if size > MAX_RECORD_BYTES:
                         raise DataError(f"a row group of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from vitpar.errors import RecipeError
 from vitpar.former_names import FORMER_NAMES
 from vitpar.io import parse_toml, read_toml
+from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.other_names import OTHER_NAMES
 from vitpar.training.recipe.recipe import Recipe
@@ -72,6 +73,10 @@ def read_recipe(
             raise RecipeError(
                 f"'{shown(assignment)}' is not an assignment: write --set section.key=value, as in --set train.seed=1"
             )
+        if len(text) > MAX_TOML_BYTES:
+            raise RecipeError(
+                f"'{shown(assignment)}' has {len(assignment):,} characters: use at most {MAX_TOML_BYTES:,}"
+            )
         assigned[key.strip()] = _parse_value(text.strip())
     for source in (given, assigned):
         _check_alternatives(source)
@@ -81,7 +86,7 @@ def read_recipe(
         section, dot, name = key.partition(".")
         if not dot:
             raise RecipeError(f"'{shown(key)}' is not a setting: use section.key, as in train.seed")
-        _refuse_bytes(key, value)
+        _refuse_unwritable(key, value)
         values.setdefault(section, {})
         for group, *ways in _ALTERNATIVES:
             if section == group and name in ways:
@@ -104,6 +109,11 @@ def read_recipe(
             values[section][name] = value
     _refuse_unknown(values)
     recipe = checked(values)
+    written = len(recipe.to_toml().encode())
+    if written > MAX_TOML_BYTES:  # a run would write a recipe.toml that cannot be read when it resumes
+        raise RecipeError(
+            f"the recipe has {written:,} bytes with all its settings, more than {MAX_TOML_BYTES:,}: shorten it"
+        )
     if needs_length and recipe.train.epochs is None and recipe.train.steps is None:
         raise RecipeError("the recipe has neither train.epochs nor train.steps: give --epochs N or --steps N")
     return recipe
@@ -147,12 +157,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"the recipe '{path}' is not valid TOML: {shown(error)}: correct it") from None
 
 
-def _refuse_bytes(key: str, value: object) -> None:
-    """Refuse values that are not UTF-8: a command line can hold them, recipe.toml cannot."""
+def _refuse_unwritable(key: str, value: object) -> None:
+    """Refuse values that a command line can hold and recipe.toml cannot: not UTF-8, or thousands of digits."""
     try:
         json.dumps({key: value}, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RecipeError(f"{shown(key)} is '{shown(value)}', which is not UTF-8: write it in UTF-8") from None
+    except ValueError:  # Python refuses to write so many digits
+        raise RecipeError(f"{shown(key)} is a number of thousands of digits: write a smaller one") from None
 
 
 def _refuse_unknown(values: Mapping[str, object]) -> None:

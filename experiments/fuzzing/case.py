@@ -1,0 +1,153 @@
+"""Cases, and base class of targets: readers of vitpar that take untrusted input."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from hypothesis import strategies as st
+
+SPARSE_BYTES = 2 << 30
+
+
+class Odd(NamedTuple):
+    """Replacement of a file by something that is no regular file, or is huge."""
+
+    kind: str
+    """fifo, folder, sparse, or the target of a link."""
+    begin: bytes = b""
+    """First bytes of a sparse file."""
+
+
+Files = dict[str, bytes | Odd]
+"""Contents by path in the folder of the case."""
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+"""Function of hypothesis that draws a value from a strategy."""
+ODD = st.sampled_from(("fifo", "folder", "sparse", "/dev/zero", "itself", "nowhere"))
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """Input of a target."""
+
+    files: Files
+    seed: int = 0
+    """Index of the seed that it was made from."""
+    told: Any = None
+    """Input that is not in a file, for example a text; None for the usual one."""
+    changed: frozenset[str] = frozenset()
+    """Names of the files that differ from the seed."""
+    sealed: bool = False
+    """Whether checksums were recomputed, so that the reader cannot know that the content changed."""
+    is_seed: bool = False
+    """Whether a reader must accept it."""
+
+    def __repr__(self) -> str:
+        changed = f"changes {', '.join(sorted(self.changed))} of " if self.changed else ""
+        return f"{changed}seed {self.seed}{', with right checksums' * self.sealed} {self.told or ''!r:.300}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # hypothesis would print all fields, which may have megabytes
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a folder."""
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            elif content.kind == "fifo":
+                os.mkfifo(path)
+            elif content.kind == "folder":
+                path.mkdir()
+            elif content.kind == "sparse":
+                path.write_bytes(content.begin)
+                os.truncate(path, SPARSE_BYTES)
+            else:
+                path.symlink_to(path.name if content.kind == "itself" else content.kind)
+
+
+class Target(ABC):
+    """One kind of input.
+
+    home: folder for files that are needed to make the seeds.
+    """
+
+    about: ClassVar[str]
+    """Short description of the input."""
+    programs: ClassVar[tuple[str, ...]] = ()
+    """Programs that the reader may start."""
+    seeds: Sequence[Files] = ()
+    """Folders of small valid files."""
+    told: st.SearchStrategy[Any] = st.none()
+    """Input that is not in a file."""
+    pieces: Sequence[bytes] = ()
+    """Complete hostile contents of a file."""
+    triggers: Sequence[Case] = ()
+    """Cases that once showed a defect, or that chance would hardly find. They run first, after the seeds."""
+
+    def __init__(self, home: Path) -> None:
+        self.make(home)
+
+    @abstractmethod
+    def make(self, home: Path) -> None:
+        """Set seeds, pieces and triggers."""
+
+    @abstractmethod
+    def read(self, case: Case, place: Path) -> None:
+        """Read the case, whose files are in the folder `place`, as vitpar does.
+
+        Raises the errors of the reader (UserError for a refusal), and `oracle.Wrong` if it accepted a wrong input.
+        """
+
+    def prepare(self, case: Case) -> None:  # noqa: B027, most have only files
+        """Prepare what a case needs outside its process."""
+
+    def seal(self, files: Files) -> bool:
+        """Correct checksums that one file has of another; return whether that was possible."""
+        return False
+
+    def editable(self, files: Files) -> list[str]:
+        """Return the names of the files to edit."""
+        return sorted(name for name, content in files.items() if isinstance(content, bytes))
+
+    def case(self, seed: int, changes: Files, *, told: Any = None, sealed: bool = False) -> Case:
+        """Return the case of a seed with other contents of some files."""
+        before, files = self.seeds[seed], {**self.seeds[seed], **changes}
+        return Case(files, seed, told, frozenset(name for name in files if before.get(name) != files[name]), sealed)
+
+    def first(self) -> list[Case]:
+        """Return the unchanged seeds and the triggers."""
+        return [*(Case(files, number, is_seed=True) for number, files in enumerate(self.seeds)), *self.triggers]
+
+    def drawn(self, draw: Draw) -> Case:
+        """Return a case with one or two edited files."""
+        from fuzzing.formats import edited  # reads its tables when the first case is drawn
+
+        seed = draw(st.integers(0, len(self.seeds) - 1))
+        files, sealed = dict(self.seeds[seed]), False
+        for _ in range(draw(st.integers(1, 2))):
+            names = self.editable(files)
+            name, way = draw(st.sampled_from(names)), draw(st.integers(0, 19))
+            content = files[name]
+            assert isinstance(content, bytes)
+            if way == 19:
+                files[name] = Odd(draw(ODD), content)
+                break
+            if way == 18 and len(names) > 1:
+                files[name] = files[draw(st.sampled_from(names))]
+            elif way >= 15 and self.pieces:
+                files[name] = self.pieces[draw(st.integers(0, len(self.pieces) - 1))]
+            else:
+                files[name], known = edited(draw, name, content)
+                sealed |= known
+        if draw(st.booleans()):
+            sealed |= self.seal(files)
+        return self.case(seed, files, told=draw(self.told), sealed=sealed)
+
+
+def read_folder(folder: Path) -> Files:
+    """Return the contents of all files in a folder by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,168 @@
+"""Targets: strategies as text and as JSON, and other short texts of the command line."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fuzzing import oracle
+from fuzzing.case import Case, Draw, Target
+from fuzzing.edits import LONG, WORDS, pick, words
+from fuzzing.oracle import tolerated
+from helpers.galvatron_files import FILES
+from vitpar.data import Labels, StreamSet, parse_policy
+from vitpar.data.stream.urls import expand
+from vitpar.launch import expand_hosts
+from vitpar.models.families import model_config
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.strategy import Plan, parse, rank_grid, validate
+from vitpar.strategy.galvatron import read_galvatron, to_galvatron
+from vitpar.strategy.plan_json import plan_from_json, plan_text, plan_to_json, read_plan
+
+MODELS = (model_config("vit_small_patch16_224"), model_config("vit_giant_patch14_224"))
+SETTINGS: tuple[dict[str, Any], ...] = (
+    *({}, {}, {"microbatches": 4}, {"microbatch_size": 2}, {"microbatches": 1 << 24}, {"microbatches": 10**18}),
+    *({"schedule": name, "virtual_stages": 2} for name in ("interleaved1f1b", "zbvzerobubble", "gpipe")),
+    *({"split": (5, 7)}, {"split": (10**12,)}, {"virtual_stages": 10**9}, {"microbatch_size": 10**18}),
+)
+USES = st.tuples(*map(st.sampled_from, (MODELS, (None, 1, 64, 1024, 1_000_003), SETTINGS, (1, 2, 8, 6, 4096))))
+"""Model, batch size, other settings and number of ranks that a plan is used with."""
+FIRST = (MODELS[0], 64, {}, 8)
+
+
+def used(plan: Plan, model: Any, batch: int | None, settings: dict[str, Any], ranks: int) -> None:
+    """Validate, resolve and convert a plan, as vitpar does before a run starts."""
+    if plan_from_json(json.loads(plan_text(plan))) != plan or plan_from_json(plan_to_json(plan)) != plan:
+        raise oracle.Wrong(f"'{plan!s:.200}' is another plan when it comes back from JSON")
+    changed = tolerated(lambda: dataclasses.replace(plan, **settings)) or plan
+    valid = tolerated(lambda: validate(changed, model, batch))
+    if valid is not None:
+        if validate(valid, model, batch) != valid:
+            raise oracle.Wrong("validating a valid plan again changes it")
+        tolerated(lambda: to_galvatron(valid, model.depth, batch or 64))
+        if valid.is_uniform and valid.world_size <= 4096:
+            tolerated(lambda: rank_grid(valid))
+    resolved = tolerated(lambda: changed.resolve(ranks))
+    if resolved is not None:
+        tolerated(lambda: validate(resolved, model, batch))
+
+
+RIGHT = (
+    "dp1",
+    "pp2xtp2xdp2",
+    "tp2xdp",
+    "dp2xfsdp4+ckpt",
+    "pp1: 0-7=dp8, 8-11=fsdp8",
+    "pp2: embed=fsdp4, 0-11=tp2xfsdp2, *=fsdp4+ckpt",
+)
+
+
+@st.composite
+def strategies(draw: Draw) -> str:
+    """Return a strategy that is likely to parse, or one of any words."""
+    degree = st.sampled_from(("2", "2", "4", "1", "3", "16"))
+    roles = draw(st.lists(st.sampled_from(("dp", "fsdp", "tp", "pp")), min_size=1, max_size=3, unique=True))
+    flags = draw(
+        st.lists(st.sampled_from(("ckpt", "sp", "2d", "2.5d@2", "3d", "zero1", "zero2", "offload")), max_size=2)
+    )
+    text = "+".join(["x".join(role + draw(degree) for role in roles), *flags])
+    kinds, cut = st.sampled_from(("dp2", "tp2", "fsdp2", "fsdp2+ckpt", "tp2+sp", text)), draw(st.integers(1, 10))
+    layered = f"pp{draw(degree)}: embed={draw(kinds)}, 0-{cut}={draw(kinds)}, *={draw(kinds)}"
+    text = pick(draw, (text, layered, words(draw, "strategy"), pick(draw, RIGHT)))
+    place = draw(st.integers(0, len(text)))
+    return pick(draw, (text, text, text[:place] + words(draw, "strategy") + text[place:], text.upper()))
+
+
+class StrategyText(Target):
+    """Strategy strings."""
+
+    about = "strategy strings: parsed, written, validated, resolved"
+
+    def make(self, home: Path) -> None:
+        long = ("dp2" * 500, "x".join(["dp2"] * 2_000), "x" * 70_000, "pp2: " + ", ".join(["*=dp2"] * 4_000), *LONG)
+        self.triggers = [Case({}, told=(text, FIRST), is_seed=True) for text in RIGHT]
+        self.triggers += [Case({}, told=(text, FIRST)) for text in (*long, *WORDS["words"]["strategy"])]
+
+    def drawn(self, draw: Draw) -> Case:
+        return Case({}, told=(draw(strategies()), draw(USES)))
+
+    def read(self, case: Case, place: Path) -> None:
+        text, use = case.told
+        plan = parse(text)
+        again = tolerated(lambda: parse(str(plan)))
+        if again is None or (again, str(again)) != (plan, str(plan)):
+            raise oracle.Wrong(f"'{plan!s:.200}', as it writes itself, is read as something else")
+        used(plan, *use)
+
+
+class PlanFile(Target):
+    """Plans in JSON, in the formats of vitpar and Galvatron."""
+
+    about = "plan.json of vitpar and strategies of Galvatron"
+    told = USES
+
+    def make(self, home: Path) -> None:
+        plans = [parse(text) for text in (*RIGHT, "tp4+2.5d@1", "pp4xdp2+zero1")]
+        plans.append(
+            dataclasses.replace(parse("pp2xdp2"), schedule="interleaved1f1b", virtual_stages=2, microbatches=8)
+        )
+        plans.append(dataclasses.replace(parse("pp4"), split=(3, 3, 3, 3), microbatch_size=2))
+        self.ranks = [0] * len(plans) + [ranks for _, ranks in FILES.values()]
+        self.seeds = [{"plan.json": plan_text(plan).encode()} for plan in plans]
+        self.seeds += [{"galvatron.json": json.dumps(plan).encode()} for plan, _ in FILES.values()]
+
+    def read(self, case: Case, place: Path) -> None:
+        if ranks := self.ranks[case.seed]:
+            plan = read_galvatron(place / "galvatron.json", ranks, None).plan
+        else:
+            plan = read_plan(place / "plan.json")
+        used(plan, *(case.told or FIRST))
+
+
+def url(draw: Draw) -> str:
+    """Return a URL of shards with braces. Some URLs run a command."""
+    return (
+        pick(draw, WORDS["url"]["places"])
+        + "train-"
+        + pick(draw, WORDS["url"]["braces"])
+        + pick(draw, (".tar", "", *LONG))
+    )
+
+
+class Words(Target):
+    """Labels, policies, URLs, clusters, models and hosts."""
+
+    about = "label specs, augmentation policies, URLs with braces, names of clusters and models, lists of hosts"
+    kinds = ("label", "policy", "url", "cluster", "model", "hosts")
+
+    def make(self, home: Path) -> None:
+        urls = [place + braces for place in WORDS["url"]["places"] for braces in ("x.tar", "sh")]
+        texts = [("url", text) for text in (*urls, *WORDS["url"]["braces"])]
+        texts += [(kind, text) for kind in self.kinds for text in (*LONG, "x" * 10**6)]
+        self.triggers = [Case({}, told=text) for text in texts]
+
+    def drawn(self, draw: Draw) -> Case:
+        kind = pick(draw, self.kinds)
+        return Case({}, told=(kind, url(draw) if kind == "url" else words(draw, kind)))
+
+    def read(self, case: Case, place: Path) -> None:
+        kind, text = case.told
+        match kind:
+            case "label":
+                Labels.parse(text)
+            case "policy":
+                parse_policy(text)
+            case "url":
+                shards = expand(text)
+                if len(shards) > 1_000_000:
+                    raise oracle.Wrong(f"{len(shards):,} URLs out of {len(text):,} characters")
+                StreamSet(shards, samples=1, num_classes=1, labels=Labels())
+            case "cluster":
+                tolerated(find_cluster(text).hardware)
+            case "hosts":
+                if len(found := expand_hosts(text)) > 65_536:
+                    raise oracle.Wrong(f"{len(found):,} hosts out of {len(text):,} characters")
+            case _:
+                model_config(text)

@@ -29,6 +29,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bench import work_tree
 from bench.programme.programmes import PROGRAMMES, ROOT
 
 BUNDLE = ROOT / "gpu-bundle"
@@ -102,7 +103,8 @@ def rehearse(options: argparse.Namespace) -> int:
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         place, programs = Path(folder, "checkout"), making.rehearsal_python(options.python).parent
-        copy_tree(place)
+        work_tree.copy(ROOT, place)
+        shutil.copytree(BUNDLE, place / BUNDLE.name, ignore=shutil.ignore_patterns("rehearsal-*"))
         for number, _ in enumerate(PROGRAMMES[options.programme], start=1):
             out = ROOT / "gpu-bundle" / f"rehearsal-{options.programme}{number}"
             shutil.rmtree(out, ignore_errors=True)
@@ -116,17 +118,6 @@ def rehearse(options: argparse.Namespace) -> int:
             }
             failed |= subprocess.run(["bash", "-c", command], cwd=place, env=environment).returncode != 0
     return 1 if failed else 0
-
-
-def copy_tree(place: Path) -> None:
-    """Copy the working tree, as it would travel, and the bundle to `place`."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    for name in filter(None, subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")):
-        if (ROOT / name).exists():
-            target = place / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target, follow_symlinks=False)
-    shutil.copytree(BUNDLE, place / BUNDLE.name, ignore=shutil.ignore_patterns("rehearsal-*"))
 
 
 def run(options: argparse.Namespace) -> int:

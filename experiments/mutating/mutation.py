@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import compileall
 import py_compile
-import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench import work_tree
 
 
 class MutationError(Exception):
@@ -61,15 +62,10 @@ def copy_tree(source: Path, target: Path) -> Path:
 
     Bytecode is validated by a hash of the source. By time and size, Python could miss a change in the same second.
     """
-    command = ["git", "-C", str(source), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        work_tree.copy(source, target)
     except (OSError, subprocess.CalledProcessError):
         raise MutationError(f"git cannot list the files of '{source}': run this in a clone of the repository") from None
-    for name in filter(None, names.split("\0")):
-        with suppress(FileNotFoundError):  # deleted, but not in the index yet
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source / name, target / name)
     for part in ("src", "cli"):
         compileall.compile_dir(target / part, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     return target

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from bench import work_tree
 from bench.programme.programmes import CALL_S, ROOT, Call
 from vitpar.data.images import image_type
 from vitpar.data.sources import open_source
@@ -129,9 +130,7 @@ def carried(call: Call) -> list[Path]:
 
 def tree_bytes(call: Call) -> int:
     """Return the bytes of the working tree (tracked, and neither tracked nor ignored) with what a call carries."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")
-    paths = [ROOT / name for name in names if name]
+    paths = [ROOT / name for name in work_tree.names(ROOT)]
     paths += [path for folder in carried(call) for path in folder.rglob("*")]
     return sum(path.lstat().st_size for path in paths if path.is_file())
 

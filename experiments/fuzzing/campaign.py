@@ -20,7 +20,7 @@ from fuzzing.guard import SECONDS, Guard
 from fuzzing.oracle import Finding, Key, trace
 
 ROUND = 200
-"""Cases that hypothesis draws until it starts anew. A round ends at its first new finding."""
+"""Cases that hypothesis draws before it starts again. A round ends at its first new finding."""
 DRAW = Phase.generate, Phase.target, Phase.shrink
 
 
@@ -121,7 +121,7 @@ class Campaign:
 
         def attack(case: Case) -> None:
             nonlocal end
-            identity = hashlib.blake2b(pickle.dumps((case.files, case.told))).digest()
+            identity = hashlib.blake2b(pickle.dumps((case.files, case.argument))).digest()
             if identity not in shown:
                 if time.monotonic() > end:
                     raise OutOfTime
@@ -182,7 +182,7 @@ class Campaign:
         shutil.rmtree(found.folder, ignore_errors=True)
         found.folder.mkdir(parents=True)
         case.write(found.folder)
-        words = f"{case}\n{case.told!r}\n\n{finding.words}"
+        words = f"{case}\n{case.argument!r}\n\n{finding.words}"
         (found.folder / "finding.txt").write_text(words, errors="backslashreplace")
         self._changed(self.tally)
 

@@ -35,7 +35,7 @@ class Case:
     files: Files
     seed: int = 0
     """Index of the seed that it was made from."""
-    told: Any = None
+    argument: Any = None
     """Input that is not in a file, for example a text; None for the usual one."""
     changed: frozenset[str] = frozenset()
     """Names of the files that differ from the seed."""
@@ -46,7 +46,7 @@ class Case:
 
     def __repr__(self) -> str:
         changed = f"changes {', '.join(sorted(self.changed))} of " if self.changed else ""
-        return f"{changed}seed {self.seed}{', with right checksums' * self.sealed} {self.told or ''!r:.300}"
+        return f"{changed}seed {self.seed}{', with right checksums' * self.sealed} {self.argument or ''!r:.300}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # hypothesis would print all fields, which may have megabytes
@@ -81,7 +81,7 @@ class Target(ABC):
     """Programs that the reader may start."""
     seeds: Sequence[Files] = ()
     """Folders of small valid files."""
-    told: st.SearchStrategy[Any] = st.none()
+    argument: st.SearchStrategy[Any] = st.none()
     """Input that is not in a file."""
     pieces: Sequence[bytes] = ()
     """Complete hostile contents of a file."""
@@ -113,10 +113,10 @@ class Target(ABC):
         """Return the names of the files to edit."""
         return sorted(name for name, content in files.items() if isinstance(content, bytes))
 
-    def case(self, seed: int, changes: Files, *, told: Any = None, sealed: bool = False) -> Case:
+    def case(self, seed: int, changes: Files, *, argument: Any = None, sealed: bool = False) -> Case:
         """Return the case of a seed with other contents of some files."""
         before, files = self.seeds[seed], {**self.seeds[seed], **changes}
-        return Case(files, seed, told, frozenset(name for name in files if before.get(name) != files[name]), sealed)
+        return Case(files, seed, argument, frozenset(name for name in files if before.get(name) != files[name]), sealed)
 
     def first(self) -> list[Case]:
         """Return the unchanged seeds and the triggers."""
@@ -145,7 +145,7 @@ class Target(ABC):
                 sealed |= known
         if draw(st.booleans()):
             sealed |= self.seal(files)
-        return self.case(seed, files, told=draw(self.told), sealed=sealed)
+        return self.case(seed, files, argument=draw(self.argument), sealed=sealed)
 
 
 def read_folder(folder: Path) -> Files:

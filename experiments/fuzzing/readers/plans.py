@@ -82,14 +82,14 @@ class StrategyText(Target):
 
     def make(self, home: Path) -> None:
         long = ("dp2" * 500, "x".join(["dp2"] * 2_000), "x" * 70_000, "pp2: " + ", ".join(["*=dp2"] * 4_000), *LONG)
-        self.triggers = [Case({}, told=(text, FIRST), is_seed=True) for text in RIGHT]
-        self.triggers += [Case({}, told=(text, FIRST)) for text in (*long, *WORDS["words"]["strategy"])]
+        self.triggers = [Case({}, argument=(text, FIRST), is_seed=True) for text in RIGHT]
+        self.triggers += [Case({}, argument=(text, FIRST)) for text in (*long, *WORDS["words"]["strategy"])]
 
     def drawn(self, draw: Draw) -> Case:
-        return Case({}, told=(draw(strategies()), draw(USES)))
+        return Case({}, argument=(draw(strategies()), draw(USES)))
 
     def read(self, case: Case, place: Path) -> None:
-        text, use = case.told
+        text, use = case.argument
         plan = parse(text)
         again = tolerated(lambda: parse(str(plan)))
         if again is None or (again, str(again)) != (plan, str(plan)):
@@ -101,7 +101,7 @@ class PlanFile(Target):
     """Plans in JSON, in the formats of vitpar and Galvatron."""
 
     about = "plan.json of vitpar and strategies of Galvatron"
-    told = USES
+    argument = USES
 
     def make(self, home: Path) -> None:
         plans = [parse(text) for text in (*RIGHT, "tp4+2.5d@1", "pp4xdp2+zero1")]
@@ -118,7 +118,7 @@ class PlanFile(Target):
             plan = read_galvatron(place / "galvatron.json", ranks, None).plan
         else:
             plan = read_plan(place / "plan.json")
-        used(plan, *(case.told or FIRST))
+        used(plan, *(case.argument or FIRST))
 
 
 def url(draw: Draw) -> str:
@@ -141,14 +141,14 @@ class Words(Target):
         urls = [place + braces for place in WORDS["url"]["places"] for braces in ("x.tar", "sh")]
         texts = [("url", text) for text in (*urls, *WORDS["url"]["braces"])]
         texts += [(kind, text) for kind in self.kinds for text in (*LONG, "x" * 10**6)]
-        self.triggers = [Case({}, told=text) for text in texts]
+        self.triggers = [Case({}, argument=text) for text in texts]
 
     def drawn(self, draw: Draw) -> Case:
         kind = pick(draw, self.kinds)
-        return Case({}, told=(kind, url(draw) if kind == "url" else words(draw, kind)))
+        return Case({}, argument=(kind, url(draw) if kind == "url" else words(draw, kind)))
 
     def read(self, case: Case, place: Path) -> None:
-        kind, text = case.told
+        kind, text = case.argument
         match kind:
             case "label":
                 Labels.parse(text)

@@ -20,7 +20,7 @@ class ProfileFiles(Target):
     """Clusters and profiles, one kind of file in each seed."""
 
     about = "clusters in TOML, profiles in JSON, profiles of Galvatron's"
-    told = st.sampled_from((None, None, 1, 2, 8))
+    argument = st.sampled_from((None, None, 1, 2, 8))
 
     def make(self, home: Path) -> None:
         self.seeds = [{"cluster.toml": (SEEDS / "cluster.toml").read_bytes()}]
@@ -34,7 +34,7 @@ class ProfileFiles(Target):
         match case.seed:
             case 0:
                 cluster = find_cluster(str(place / "cluster.toml"))
-                tolerated(lambda: cluster.hardware(case.told))
+                tolerated(lambda: cluster.hardware(case.argument))
             case 1:
                 hardware = Hardware.read(place / "hardware.json")
                 hardware.save(place / "again.json")

@@ -43,7 +43,7 @@ class RecipeFile(Target):
     """A recipe in TOML, in some cases with `--set`."""
 
     about = "recipes in TOML, and --set values"
-    told = settings()
+    argument = settings()
 
     def make(self, home: Path) -> None:
         paths = (
@@ -61,7 +61,7 @@ class RecipeFile(Target):
     def read(self, case: Case, place: Path) -> None:
         path = place / "recipe.toml"
         tolerated(lambda: read_data_section(path))
-        recipe = read_recipe(path, {}, case.told or ())
+        recipe = read_recipe(path, {}, case.argument or ())
         again = place / "again.toml"
         again.write_text(recipe.to_toml(), encoding="utf-8")
         read = tolerated(lambda: read_recipe(again))

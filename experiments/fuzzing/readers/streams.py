@@ -60,11 +60,11 @@ class LocalStream(ForeignShards):
 
     about = "shards in files, read as streams"
     kinds = ("cls", "json")
-    told = WAYS
+    argument = WAYS
 
     def read(self, case: Case, place: Path) -> None:
         shards = str(place / "train-0.tar"), str(place / "val-0.tar")
-        labels, skipped = labels_of(case.told, shards, self.kinds[case.seed])
+        labels, skipped = labels_of(case.argument, shards, self.kinds[case.seed])
         if case.is_seed and (labels, skipped) != ([*RIGHT, 0, 1], 0):
             raise oracle.Wrong(f"the labels are {labels}, and {skipped} were skipped")
         for name in case.changed:
@@ -149,7 +149,7 @@ class HttpStream(Target):
         )
         repeated = b"".join(step for step in last if isinstance(step, bytes))
         return Case(
-            {}, told=((*steps, *([(repeated,)] if repeated else [])), honest, way, url.replace("{host}", self.host))
+            {}, argument=((*steps, *([(repeated,)] if repeated else [])), honest, way, url.replace("{host}", self.host))
         )
 
     def drawn(self, draw: Draw) -> Case:
@@ -158,10 +158,10 @@ class HttpStream(Target):
         return self.asked(pick(draw, WORDS["http"]["answers"]), draw(WAYS), shard, cut)
 
     def prepare(self, case: Case) -> None:
-        self.server.answer = case.told[0]
+        self.server.answer = case.argument[0]
 
     def read(self, case: Case, place: Path) -> None:
-        _, honest, way, url = case.told
+        _, honest, way, url = case.argument
         labels, skipped = labels_of(way, (url,), "cls")
         if honest and not skipped and labels != RIGHT:
             raise oracle.Wrong(f"the labels are {labels} instead of {RIGHT}, and nothing is said")

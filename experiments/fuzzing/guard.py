@@ -120,8 +120,6 @@ class Guard:
             stub = home / "stubs" / name
             stub.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self._ran}"\n')
             stub.chmod(0o755)
-        os.environ["PATH"] = f"{home / 'stubs'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        tempfile.tempdir = str(self._temporary)
         (home / CANARY).write_text("secret")
 
     def run(self, case: Case) -> Outcome:
@@ -209,6 +207,8 @@ class Guard:
         for stream in (1, 2):
             os.dup2(errors, stream)
         os.chdir(self._home)
+        os.environ["PATH"] = f"{self._home / 'stubs'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        tempfile.tempdir = str(self._temporary)
         address = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (address + ADDRESS_BYTES, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

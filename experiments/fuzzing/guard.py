@@ -192,7 +192,7 @@ class Guard:
         (child, connection), self._worker = self._worker, None
         connection.close()
         ended = os.pidfd_open(child)
-        select.select([ended], [], [], 0.2)  # its status tells more if it ends by itself
+        select.select([ended], [], [], 0.2)  # its status says more if it ends by itself
         os.close(ended)
         for kill in (os.killpg, os.kill):  # it may not have its own group yet
             with suppress(ProcessLookupError, PermissionError):

@@ -138,7 +138,7 @@ if __name__ == "__main__":
     Process.environment = early(dict(os.environ))
     for name in LOADED:
         importlib.import_module(name)
-    del sys.modules[MODULE]  # each command runs it anew
+    del sys.modules[MODULE]  # each command runs it again
     gc.freeze()  # a collection then does not copy the pages of all modules
     listener, code = socket.socket(fileno=int(sys.argv[1])), 1
     serve(listener)

@@ -29,6 +29,7 @@ from bench.device_images import Split, augment, load, mix
 from bench.header import header
 from bench.json_file import write_json
 from bench.one_gpu import settle
+from vitpar.errors import DataError
 from vitpar.launch import ALONE, join, leave
 from vitpar.models import ViTConfig, model_config
 from vitpar.parallel import Execution, ParallelModel, parallelize
@@ -46,6 +47,7 @@ LAST_LR = 1e-5
 RESERVE_S = 3.0
 """Seconds kept for the end of the process."""
 EVALUATIONS = 10
+"""Evaluations of a training."""
 MODEL = {"image_size": 32, "patch_size": 4, "embed_dim": 256, "depth": 7, "num_heads": 4, "mlp_hidden_dim": 512}
 TINY = {"embed_dim": 64, "depth": 2, "mlp_hidden_dim": 128}
 
@@ -129,7 +131,10 @@ def main() -> None:
         parser.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
     if options.tiny:
         options.batch_size = 64
-    training = Training(options, join(ALONE, options.device))
+    try:
+        training = Training(options, join(ALONE, options.device))
+    except DataError as error:
+        parser.error(str(error))
     train(training, begun)
     leave()
 

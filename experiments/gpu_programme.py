@@ -45,6 +45,9 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except subprocess.CalledProcessError:
+        print(f"error: git cannot list the files of '{ROOT}': use a clone of the repository", file=sys.stderr)
+        return 2
 
 
 def arguments() -> argparse.Namespace:
@@ -100,6 +103,8 @@ def rehearse(options: argparse.Namespace) -> int:
     """Run the commands in a copy of the working tree without git, with nothing installed but what the machine has."""
     from bench.programme import bundle as making
 
+    if not (BUNDLE / "wheels").is_dir():
+        raise ValueError("there is no bundle to rehearse: run gpu_programme.py bundle before")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         place, programs = Path(folder, "checkout"), making.rehearsal_python(options.python).parent

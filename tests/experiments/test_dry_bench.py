@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ BASE = next(iter(MODELS))
 PASSES = {"plain": 41.5, "drop_path": 45.5, "dropout": 49.5, "fp8": 61.8}
 """Passes over tokens x width a block of B/16, at most: those of today. A change that moves more bytes must say why, and
 one that moves fewer lowers the limit. The limits hold on torch 2.11 and 2.13."""
-FEWER = {"drop_path": 3.2}
-"""Passes that torch 2.11 saves by variant."""
+OLD = int(version("torch").split(".")[1]) < 13
+FEWER = {"drop_path": 3.2} if OLD else {}
+"""Passes that torch before 2.13 saves by variant."""
 PTXAS = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'triton_poi_fused_0' for 'sm_90a'
@@ -119,7 +121,7 @@ def test_planner_prices_the_counted_bytes(variant: str, counted: dict[str, dict[
         moved = sum(launch["bytes"] for launch in graph["launches"] if launch["kind"] in ("triton", "small"))
         passes = elements / block.gives.elements
         assert passes == pytest.approx(moved / work["activation"], rel=0.03, abs=FEWER.get(variant))
-    assert step["planner"] == pytest.approx(step["step"], rel=0.015)
+    assert step["planner"] == pytest.approx(step["step"], rel=0.015 if OLD else 0.01)
 
 
 def launch(kind: Any, name: str, passes: float, **fields: Any) -> Launch:

@@ -77,7 +77,8 @@ if sys.argv[2] == "hangs":
 
 def test_program_is_stopped_at_its_limit_and_its_rows_are_kept(tmp_path: Path) -> None:
     results = Results(tmp_path, CALL)
-    jobs = [Job(name, 1.0, "none", ("-c", PROGRAM, RESULT, name)) for name in ("ends", "fails", "hangs")]
+    limits = {"ends": 60.0, "fails": 60.0, "hangs": 4.0}
+    jobs = [Job(name, limit, "none", ("-c", PROGRAM, RESULT, name)) for name, limit in limits.items()]
     assert not run_step(jobs, results, tmp_path)
     runs = {run["job"]: run for run in merged([tmp_path])["runs"]}
     ends = {name: run["ended"] for name, run in runs.items()}

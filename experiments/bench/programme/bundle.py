@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -98,19 +99,24 @@ def rehearsal_python(base: str) -> Path:
 def pack_cifar(source: Path) -> None:
     """Write CIFAR-10 as zips of JPEG files with maps: 50 MiB, where 60,000 members of tar shards have 130.
 
-    source: anything that ``vitpar data pack`` reads. Images that are no JPEG are compressed at quality 95.
+    source: anything that ``vitpar data pack`` reads. Images that are no JPEG are compressed at quality 95. Raises
+    DataError for another one.
     """
-    CIFAR.mkdir(parents=True, exist_ok=True)
     found = open_source(source)
-    (CIFAR / "classes.txt").write_text("".join(f"{name}\n" for name in found.classes))
+    half = CIFAR.with_name(f"{CIFAR.name}.partial")
+    for folder in (half, CIFAR):
+        shutil.rmtree(folder, ignore_errors=True)
+    half.mkdir(parents=True)
+    (half / "classes.txt").write_text("".join(f"{name}\n" for name in found.classes))
     for name, split in found.splits.items():
         lines = []
-        with zipfile.ZipFile(CIFAR / f"{name}.zip", "w") as archive:
+        with zipfile.ZipFile(half / f"{name}.zip", "w") as archive:
             for number, label in enumerate(split.labels):
                 member = f"{label}/{number:05d}.jpg"
                 archive.writestr(member, _jpeg(split.read(number)))
                 lines.append(f"{member}\t{label}\n")
-        (CIFAR / f"{name}_map.txt").write_text("".join(lines))
+        (half / f"{name}_map.txt").write_text("".join(lines))
+    half.rename(CIFAR)
 
 
 def _jpeg(data: bytes) -> bytes:

@@ -163,7 +163,7 @@ def _refuse_unwritable(key: str, value: object) -> None:
         json.dumps({key: value}, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         raise RecipeError(f"{shown(key)} is '{shown(value)}', which is not UTF-8: write it in UTF-8") from None
-    except ValueError:  # Python refuses to write so many digits
+    except ValueError:  # Python writes no integer of more than 4,300 digits
         raise RecipeError(f"{shown(key)} is a number of thousands of digits: write a smaller one") from None
 
 

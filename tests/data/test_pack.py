@@ -214,7 +214,7 @@ def test_damaged_images_are_left_out_on_request(tmp_path):
     assert len(labels) == 28 and labels.items() <= sound.items()
 
 
-def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out(tmp_path):
+def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out(tmp_path, monkeypatch):
     write_classes(tmp_path / "source", 6)
     (tmp_path / "source/ant/0.png").write_bytes(b"hello")
 
@@ -227,6 +227,8 @@ def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out
         pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, progress=interrupt, **options)
     with pytest.raises(DataError, match="is not a supported image type"):
         pack(tmp_path / "source", tmp_path / "packed", **options)
+    # Threads may not parse literals on Python 3.11.7: numpy.load does.
+    monkeypatch.delattr("numpy.load")
     pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, **options)
     assert (tmp_path / "packed" / SKIPPED).exists()
 

@@ -23,6 +23,7 @@ from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import scan
 from vitpar.data.shards.manifest import (
     MANIFEST,
+    ROW,
     Manifest,
     SplitEntry,
     read_any_manifest,
@@ -198,7 +199,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
         old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
         target.rename(old)
     partial.replace(target)
-    for path in (target / "lock", *target.glob("*.rows.npy"), *target.glob("*.skipped")):
+    for path in (target / "lock", *target.glob("*.rows"), *target.glob("*.skipped")):
         path.unlink()
     if old is not None:
         shutil.rmtree(old)
@@ -274,17 +275,19 @@ class _Packing:
 
         samples: numbers of its samples in the split.
         """
-        table_path, skipped_path = path.with_suffix(".rows.npy"), path.with_suffix(".skipped")
+        table_path, skipped_path = path.with_suffix(".rows"), path.with_suffix(".skipped")
         # A shard that exists is complete, since it is renamed last. It may lack images only if that is allowed now.
-        if path.exists() and (self.skip_damaged or not skipped_path.exists()):
+        if path.exists() and table_path.exists() and (self.skip_damaged or not skipped_path.exists()):
             self._report(name, len(samples), len(split.labels))
-            return np.load(table_path)
+            # Not np.load: it parses the header as Python, which fails in threads of Python before 3.11.8
+            # (python/cpython#106905).
+            return np.fromfile(table_path, ROW)
         partial = path.with_suffix(".partial")
         skipped = self._write(partial, name, split, samples)
         table = scan(partial).rows
         kept = np.setdiff1d(samples, list(skipped))
         assert np.array_equal(table["label"], split.labels[kept]), f"{path} has other labels than were packed"
-        np.save(table_path, table)
+        table.tofile(table_path)
         skipped_path.unlink(missing_ok=True)
         if skipped:
             write_text(skipped_path, "".join(f"{why}\n" for why in skipped.values()))

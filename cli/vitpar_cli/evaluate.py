@@ -57,7 +57,8 @@ def evaluate(
     """Evaluate saved weights on a complete split of data sets, under any mesh, independent of the training mesh.
 
     If the path is a run, evaluates its final weights or, if the run has not ended, its newest checkpoint. Results are
-    the images, the loss, top-1 and top-5 accuracy and the expected calibration error (15 bins).
+    the images, the loss, top-1 and top-5 accuracy and the expected calibration error (15 bins). Classes are matched by
+    name, so data may number them in another order or have only some of them.
 
     Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
 
@@ -76,12 +77,10 @@ def evaluate(
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}
-    for images in sets.values():
-        if images.num_classes != saved.config.num_classes:
-            raise DataError(
-                f"'{images.place}' has {images.num_classes} classes but the weights in '{saved.folder}' "
-                f"have {saved.config.num_classes}: give the data they were trained on with --data"
-            )
+    notes: list[str | None] = []
+    for name, images in sets.items():
+        sets[name], note = saved.labelled(images)
+        notes.append(note)
         if predictions is not None and not isinstance(images, ShardSet):
             raise DataError("--predictions needs packed data, since a stream has no order: index its shards")
     if predictions is not None:
@@ -97,7 +96,7 @@ def evaluate(
         from vitpar.training.input import Input
         from vitpar.training.prediction_file import PredictionFile
 
-        model, warning = planned.built(device)
+        model, warning = planned.built(device, sets)
         source, reports = Input(planned.recipe, model), dist.get_rank() == 0
         results: dict[str, Evaluation] = {}
         with ExitStack() as stack:
@@ -111,7 +110,7 @@ def evaluate(
                 results[name] = evaluate(model, source, images, partial(_progress, show, len(images)), add)
         if reports:
             warnings = {name: one.warning for name, one in results.items() if one.warning}
-            warn(warning, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
+            warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
             _print(results, split, as_json)
         return 0
 

@@ -135,11 +135,8 @@ def _with_images(
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):
         raise DataError("--images reads single validation images, which a stream cannot: name packed data with --data")
-    if validation.num_classes != saved.config.num_classes:
-        raise DataError(
-            f"'{validation.place}' has {validation.num_classes} classes but the run has {saved.config.num_classes}: "
-            "name the data it was trained on with --data"
-        )
+    validation, note = saved.labelled(validation)
+    assert isinstance(validation, ShardSet)
     names = class_names(saved) or validation.class_names or tuple(map(str, range(validation.num_classes)))
     source = NotedImages(validation)
     planned = saved.in_batches_of(min(len(source), AT_ONCE)).planned(device)
@@ -153,7 +150,7 @@ def _with_images(
         model, warning = planned.built(device)
         with progress_bar("predicting") as progress:
             found = predict(model, Input(skipping(planned.recipe), model), source, names, progress)
-        warn(warning)
+        warn(warning, note)
         about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
         write_page(sheet(found, validation.read, number, about))
         return report_bad(source.problems)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
+    from vitpar.training.input import ImageSet
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.recipe import Chosen
 
@@ -44,6 +45,31 @@ class SavedModel:
         """Return the model for another batch size than that of its training."""
         train = self.recipe.train.model_copy(update={"batch_size": images})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
+
+    def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
+        """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
+
+        Raises DataError for data of other classes.
+        """
+        from vitpar.data.classes import match_classes
+        from vitpar.data.shards.shard_set import ShardSet
+        from vitpar.weights.folder import read_class_names
+
+        classes = self.config.num_classes
+        names = read_class_names(self.folder, classes)
+        match = match_classes(names, images)
+        if match.kind == "moved":
+            assert match.outputs is not None and names is not None and isinstance(images, ShardSet)
+            return images.relabelled(names, match.outputs), match.words
+        instead = "give the data they were trained on, or data with some of its classes, with --data"
+        if match.kind == "mixed":
+            raise DataError(f"{match.words}: {instead}")
+        if images.num_classes != classes:
+            raise DataError(
+                f"'{images.place}' has {images.num_classes} classes but the weights in '{self.folder}' have {classes}: "
+                f"{instead}"
+            )
+        return images, f"{match.words}: they are compared by number" if match.words else None
 
     def planned(self, device: str | None) -> PlannedModel:
         """Return the model with its plan, on `device` or the default one.
@@ -73,14 +99,23 @@ class PlannedModel:
     chosen: Chosen
     """Plan."""
 
-    def built(self, device: torch.device) -> tuple[ParallelModel, str | None]:
-        """Return the model with its weights on this rank, and a warning on its speed. Collective."""
+    def built(
+        self, device: torch.device, data: Mapping[str, ImageSet] | None = None
+    ) -> tuple[ParallelModel, str | None]:
+        """Return the model with its weights on this rank, and a warning on its speed. Collective.
+
+        data: data sets that are evaluated, by name, to compare between ranks; None for none.
+
+        Raises RecipeError if ranks disagree.
+        """
         from vitpar.parallel import Execution, parallelize
         from vitpar.parallel.attention import choose_attention
         from vitpar.parallel.compiling import choose_compiling
-        from vitpar.weights.folder import load_weights
+        from vitpar.training.agreement import refuse_disagreement
+        from vitpar.weights.folder import fingerprint, load_weights
 
         train, plan = self.recipe.train, self.chosen.plan
+        refuse_disagreement(self.recipe, plan, data or {}, {"the content of --checkpoint": fingerprint(self.folder)})
         compiled = choose_compiling(train.compile, plan, train.precision, device).blocks
         execution = Execution(
             train.batch_size,

@@ -215,7 +215,7 @@ def train(
         world = find_world()
         refuse_impossible(merged, config, plan, world.local_size if world else plan.world_size)
     if merged.model.weights is not None and resumed_run.begins:
-        beginning(merged, config)
+        beginning(merged, config, train_set)
     resuming = run_dir is not None and resumed_run.source is not None and same_run(run_dir, resumed_run.source)
     check_run_folder(run_dir, resuming)
     if dry_run:

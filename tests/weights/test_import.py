@@ -181,7 +181,14 @@ def test_class_names_come_from_the_config(tmp_path: Path) -> None:
     saved(tmp_path / "transformers", as_transformers(timm_state()), transformers_config("vit") | {"id2label": table})
     saved(tmp_path / "other", timm_state(), TIMM_CONFIG | {"label_names": names[1:]})
     saved(tmp_path / "odd", timm_state(), TIMM_CONFIG | {"label_names": [1] * CLASSES})
-    for source, expected in (("timm", names), ("transformers", names), ("other", None), ("odd", None)):
+    nameless = {"id2label": {str(number): f"LABEL_{number}" for number in range(CLASSES)}}
+    saved(tmp_path / "nameless", as_transformers(timm_state()), transformers_config("vit") | nameless)
+    expected_names: dict[str, Any] = {
+        "timm": names,
+        "transformers": names,
+        **dict.fromkeys(("other", "odd", "nameless")),
+    }
+    for source, expected in expected_names.items():
         import_weights(tmp_path / source, tmp_path / f"{source} imported")
         found = read_class_names(tmp_path / f"{source} imported", CLASSES)
         assert found == (expected and tuple(expected)), source

@@ -70,7 +70,7 @@ def bench(
     cannot be used.
     """
     report("building the model")
-    trained = build(recipe, config, plan, device)
+    trained = build(recipe, config, plan, device, {"the training data": images})
     recipe = trained.recipe
     attention = trained.choose_attention()
     if device.type == "cuda":

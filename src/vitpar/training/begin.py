@@ -1,16 +1,18 @@
 """Initial weights from a folder: the recipe's `model.weights`, instead of random initial values.
 
-Parameters are those of the folder, under any plan. For fine-tuning, the classifier keeps its initial values if the data
-have another number of classes, and learned positions are interpolated if images have another size.
+Parameters are those of the folder, under any plan. For fine-tuning, rows of the classifier are matched with the classes
+of the data by name; it keeps its initial values if the data have other classes. Learned positions are interpolated if
+images have another size.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+from vitpar.data.classes import NamedClasses, match_classes
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import copy_whole_
@@ -18,17 +20,30 @@ from vitpar.parallel import ParallelModel
 from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
-from vitpar.weights.folder import RECIPE, load_weights, open_weights
+from vitpar.weights.folder import RECIPE, load_weights, open_weights, read_class_names
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
 _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
 """Model settings in which a run may differ from its initial weights: they change no parameter, or are adapted."""
 
 
-def beginning(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """Return, as sentences, how the run differs from the recipe's initial weights.
+@dataclass(frozen=True)
+class Beginning:
+    """How a run starts from its initial weights."""
+
+    notes: tuple[str, ...]
+    """Differences, as sentences."""
+    new_classifier: bool
+    """Whether the classifier keeps its initial values."""
+    outputs: tuple[int, ...] | None
+    """Row of the weights' classifier for each class of the data; None to keep their order."""
+
+
+def beginning(recipe: Recipe, config: ModelConfig, data: NamedClasses) -> Beginning:
+    """Return how the run starts from the recipe's initial weights.
 
     config: configuration of the run.
+    data: training set.
 
     Raises DataError for weights that cannot be read, and RecipeError for those of another model.
     """
@@ -55,41 +70,46 @@ def beginning(recipe: Recipe, config: ModelConfig) -> list[str]:
             f"{folder / RECIPE}"
         )
     notes = []
-    if config.num_classes != there.num_classes:
-        notes.append(
-            f"the classifier of {config.num_classes:,} classes is newly initialised "
-            f"(the weights have {there.num_classes:,})"
-        )
+    match = match_classes(read_class_names(folder, there.num_classes), data)
+    new = match.kind in ("other", "mixed") or (match.kind == "unnamed" and config.num_classes != there.num_classes)
+    if new:
+        why = match.words or f"the weights have {there.num_classes:,}"
+        notes.append(f"the classifier of {config.num_classes:,} classes is newly initialised ({why})")
+    elif match.words:
+        notes.append(match.words)
     if config.image_size != there.image_size:
         notes.append(resized(there, config))
     known = read_data_section(folder / RECIPE)
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
             notes.append(f"images are normalised with {name} {mine}, but with {theirs} for the weights")
-    return notes
+    return Beginning(tuple(notes), new, match.outputs)
 
 
 @torch.no_grad()
-def begin(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
+def begin(model: ParallelModel, recipe: Recipe, data: NamedClasses, ema: EMA | None = None) -> str:
     """Fill `model` and its averages from the recipe's weights, and return a message for the user. Collective.
 
     model: has its initial values, which parameters without weights keep.
+    data: training set.
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    notes, config = beginning(recipe, model.config), model.config
+    start, config = beginning(recipe, model.config, data), model.config
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = open_weights(folder)
-    without = set(CLASSIFIERS) if config.num_classes != weights.config.num_classes else set[str]()
     resizes = config.image_size != weights.config.image_size
-    if resizes:
-        without.add(POSITIONS)
-    load_weights(model, folder, without)
+    adapted = {POSITIONS} if resizes else set[str]()
+    if start.new_classifier or start.outputs is not None:
+        adapted |= {*CLASSIFIERS}
+    load_weights(model, folder, adapted)
     for name, parameter in model.named_parameters():
         if name == POSITIONS and resizes:
             copy_whole_(parameter, resampled(weights.read(POSITIONS), *grid_of(config, parameter.shape)))
+        if name in CLASSIFIERS and start.outputs is not None:
+            copy_whole_(parameter, weights.read(name)[list(start.outputs)])
     model.parameters_changed()
     if ema:
         ema.restart()
-    return "; ".join((f"parameters are loaded from {folder}", *notes))
+    return "; ".join((f"parameters are loaded from {folder}", *start.notes))

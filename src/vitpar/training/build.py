@@ -5,8 +5,9 @@ They are the model under its plan, and all that takes part in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
+from vitpar.training.agreement import Data, refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
@@ -24,6 +26,7 @@ from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import resolve_precision
 from vitpar.training.step import TrainStep, nothing
+from vitpar.weights.folder import fingerprint
 
 
 @dataclass(frozen=True)
@@ -95,15 +98,23 @@ def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: b
     )
 
 
-def build(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> TrainingComponents:
+def build(
+    recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device, data: Mapping[str, Data | None] | None = None
+) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 
     config: ``recipe.config`` for the classes of the data.
     plan: validated against `config` and the recipe's batch.
+    data: data sets that the training reads, by name, to compare between ranks; None for none.
 
-    Raises RecipeError if the recipe compiles blocks and they cannot be compiled, or freezes layers that do not exist.
+    Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
+    layers that do not exist.
     """
     recipe = resolve_precision(recipe, device.type)
+    # The weights of a resumed run may be gone: its parameters are in the checkpoint.
+    weights = recipe.model.weights and Path(recipe.model.weights)
+    found = fingerprint(weights) if weights and weights.is_dir() else None
+    refuse_disagreement(recipe, plan, data or {}, {"the content of model.weights": found})
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)

@@ -5,7 +5,7 @@
 | data               | string                              | data set, as named on the command line              |
 | index              | int64                               | number of the image in the split, from 0            |
 | key                | string                              | shard and key of the image                          |
-| label              | int64                               | class number                                        |
+| label              | int64                               | class number in the weights                         |
 | predicted          | int64                               | class with the highest probability                  |
 | probability        | float64                             | that probability                                    |
 | top5_classes       | list of int64 of a fixed length     | the most probable classes, the most probable first  |

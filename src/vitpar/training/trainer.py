@@ -28,7 +28,7 @@ from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import large_batch_warning, refuse_disagreement, resolve_precision
+from vitpar.training.recipe.machine import large_batch_warning, resolve_precision
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.training.saving.saver import Saver, TrainingState, texts
@@ -73,7 +73,6 @@ class Trainer:
     ) -> None:
         self.watchdog = watchdog or Watchdog()
         recipe = resolve_precision(recipe, device.type)
-        refuse_disagreement(recipe)
         self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
         self.train_set, self.val_set = open_data(recipe)
         if self.val_set is None and recipe.checkpoint.keep_best:
@@ -82,7 +81,8 @@ class Trainer:
                 "false, or pack the data with one"
             )
         self.config = recipe.config(self.train_set.num_classes)
-        trained = build(recipe, self.config, plan, device)
+        data = {"the training data": self.train_set, "the validation data": self.val_set}
+        trained = build(recipe, self.config, plan, device, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
         self.total_steps = recipe.total_steps(len(self.train_set))
@@ -125,7 +125,7 @@ class Trainer:
             if found:
                 self._resume(found, allow_change, resuming)
             elif recipe.model.weights is not None:
-                self.reporter.info(begin(self.model, recipe, self.ema))
+                self.reporter.info(begin(self.model, recipe, self.train_set, self.ema))
             cached = self.input.cache(self.train_set, self.val_set)
         except (CheckpointError, DataError, RecipeError):
             if self.folder:
@@ -252,7 +252,7 @@ class Trainer:
 
         same_folder: whether the run continues in its own folder.
         """
-        changed = allowed_changes(found, self.recipe, self.train_set.fingerprint, allow_change)
+        changed = allowed_changes(found, self.recipe, self.train_set, allow_change)
         self.samples = found.facts.samples
         # With another batch size, resume at the step that corresponds to the samples seen.
         self.done = found.facts.step

@@ -16,6 +16,7 @@ files before any memory of that size is allocated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIP
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
-from vitpar.io import read_json, read_text
+from vitpar.io import open_regular, read_json, read_text
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
@@ -49,6 +50,8 @@ INDEX = "model.safetensors.index.json"
 """File name of the index."""
 SINGLE = "model.safetensors"
 """File name of all tensors where other libraries expect one file."""
+_ENDS = 1 << 20
+"""Bytes at both ends of a file that its fingerprint covers."""
 
 
 @torch.no_grad()
@@ -277,10 +280,30 @@ def read_config(folder: Path) -> ModelConfig:
     return open_weights(folder).config
 
 
-def read_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
+def fingerprint(folder: Path) -> str:
+    """Return a checksum of saved weights or of a checkpoint: all of its small files, and both ends of its large ones.
+
+    It tells different trainings apart without reading all parameters. Raises DataError if the folder cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        # The recipe names paths, which may differ between machines.
+        for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECIPE):
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name} {size} ".encode(errors="surrogateescape"))
+                digest.update(file.read(_ENDS))
+                file.seek(max(_ENDS, size - _ENDS))
+                digest.update(file.read(_ENDS))
+    except OSError as error:
+        raise DataError(f"'{folder}' cannot be read: {error.strerror or error}") from None
+    return digest.hexdigest()
+
+
+def read_class_names(folder: Path, classes: int | None = None) -> tuple[str, ...] | None:
     """Return the names of the classes of saved weights or of a checkpoint; None if it has none.
 
-    classes: number of classes of the model.
+    classes: number of classes of the model; None for any.
 
     Raises DataError for a file that is not a list of that many names.
     """
@@ -293,7 +316,7 @@ def read_class_names(folder: Path, classes: int) -> tuple[str, ...] | None:
         raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f"'{path}' is not a list of names: remove it to use numbers")
-    if len(names) != classes:
+    if classes is not None and len(names) != classes:
         raise DataError(
             f"'{path}' has {len(names):,} names but the model has {classes:,} classes: remove it to use numbers"
         )

@@ -197,10 +197,14 @@ def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
 
 
 def _class_names(said: Any) -> tuple[str, ...] | None:
-    """Return the names of classes 0, 1, …, from a list or from a table by number; None if `said` is neither."""
+    """Return the names of classes 0, 1, …, from a list or from a table by number; None if `said` is neither.
+
+    transformers writes LABEL_0, LABEL_1, … for classes without names.
+    """
     if isinstance(said, dict) and all(str(label) in said for label in range(len(said))):
         said = [said[str(label)] for label in range(len(said))]
     usable = isinstance(said, list) and said and all(isinstance(name, str) for name in said)
+    usable = usable and said != [f"LABEL_{label}" for label in range(len(said))]
     return tuple(said) if usable else None
 
 

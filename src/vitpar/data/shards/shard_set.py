@@ -3,6 +3,8 @@
 import os
 import tarfile
 import zlib
+from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 
@@ -82,6 +84,23 @@ class ShardSet:
     def num_classes(self) -> int:
         """Number of classes, including those without samples."""
         return len(self.classes)
+
+    @property
+    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
+        """Lists of names by which the classes are known: human-readable names, and identifiers."""
+        return tuple(dict.fromkeys(names for names in (self.class_names, self.classes) if names))
+
+    def relabelled(self, names: Sequence[str], numbers: Sequence[int]) -> "ShardSet":
+        """Return the set with the classes of a model.
+
+        names: names of all classes of the model.
+        numbers: number in the model of each class of the set.
+        """
+        changed = copy(self)
+        changed.classes = changed.class_names = tuple(names)
+        changed.labels = np.asarray(numbers, np.int32)[self.labels]
+        changed.per_class = tuple(np.bincount(changed.labels, minlength=len(names)).tolist())
+        return changed
 
     @property
     def place(self) -> str:

@@ -71,6 +71,11 @@ class StreamSet:
         return None
 
     @property
+    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
+        """Lists of names by which the classes are known: none."""
+        return ()
+
+    @property
     def fingerprint(self) -> str:
         """Stated size of the stream, in words. It does not depend on the content, which only reading could check."""
         return f"stream of {len(self.shards)} shards, {self.samples} images, {self.num_classes} classes"

@@ -46,18 +46,6 @@ def resolve_precision(recipe: Recipe, device: str) -> Recipe:
     return recipe.with_precision(name)
 
 
-def refuse_disagreement(recipe: Recipe) -> None:
-    """Raise RecipeError if ranks of different machines resolved automatic precision differently. Collective."""
-    from vitpar.launch.world_group import all_gather_json
-
-    names = sorted(set(all_gather_json(recipe.train.precision)))
-    if len(names) > 1:
-        raise RecipeError(
-            f"train.precision is auto, which is {' on some machines and '.join(names)} on others: name one with "
-            "--precision"
-        )
-
-
 def automatic_precision(known: str | None, device: str) -> str:
     """Return the precision that "auto" stands for in planning, as a training on `device` would resolve it.
 

@@ -104,6 +104,11 @@ class Recipe(Section):
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
 
+    def flat(self) -> dict[str, Any]:
+        """Return all settings as JSON values, by dotted key."""
+        values = self.model_dump(mode="json")
+        return {f"{section}.{key}": value for section, settings in values.items() for key, value in settings.items()}
+
     @property
     def data_name(self) -> str:
         """Source of the training data, for messages."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
+from vitpar.data.classes import NamedClasses, match_classes
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.launch.world_group import broadcast_json
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.weights.folder import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
@@ -157,16 +159,33 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, fingerprint: str, allowed: Collection[str]) -> set[str]:
+class TrainingSet(NamedClasses, Protocol):
+    """Training set of a run."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Checksum of the samples and their order, or a description of a stream."""
+
+
+def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: TrainingSet, allowed: Collection[str]) -> set[str]:
     """Return the settings, and perhaps `data`, in which `recipe` trains differently from `checkpoint`.
 
-    fingerprint: of the training set.
+    data: training set of `recipe`.
 
-    Raises CheckpointError for any that is not in `allowed`.
+    Raises CheckpointError for any that is not in `allowed`, and for classes in another order, which would train wrong
+    outputs.
     """
     changed = changes(read_recipe(checkpoint.path / RECIPE), recipe)
-    if checkpoint.facts.data != fingerprint:
+    if checkpoint.facts.data != data.fingerprint:
         changed[DATA] = "the training set differs"
+    match = match_classes(read_class_names(checkpoint.path), data)
+    if match.kind in ("moved", "mixed"):
+        raise CheckpointError(
+            f"cannot resume '{checkpoint.path}': '{data.place}' has other classes, or the same in another order: train "
+            f"on the former data, or start a new run with --weights {checkpoint.path}, which matches classes by name"
+        )
+    if match.kind == "other":
+        changed[DATA] = match.words
     # A change of the optimizer changes its settings too.
     free = {*allowed, *(key for key in changed if key.startswith("optimizer.") and "optimizer.name" in allowed)}
     refused = {key: words for key, words in changed.items() if key not in free or _is_shape(key)}
@@ -188,15 +207,10 @@ def _is_shape(key: str) -> bool:
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the settings in which two recipes would train differently, by key, with a description of each change."""
-    old, new = _flat(before), _flat(after)
+    old, new = before.flat(), after.flat()
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     matters = [key for key in different if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE]
     return {key: f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}" for key in matters}
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    values = recipe.model_dump(mode="json")
-    return {f"{section}.{key}": value for section, settings in values.items() for key, value in settings.items()}
 
 
 def _shown(value: Any) -> str:

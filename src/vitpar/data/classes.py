@@ -1,0 +1,88 @@
+"""Matching the classes of saved weights with those of data, by name.
+
+Numbers of classes mean something only together with names: two data sets with the same classes may number them in
+another order. Weights and checkpoints keep the names of the data they were trained on (classes.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from vitpar.text import count, shown
+
+
+class NamedClasses(Protocol):
+    """Data with classes, such as a ShardSet or a StreamSet."""
+
+    @property
+    def place(self) -> str:
+        """Where the data are, for messages."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, including those without samples."""
+
+    @property
+    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
+        """Lists of names by which its classes are known, the preferred first; empty if they have numbers only."""
+
+
+@dataclass(frozen=True)
+class ClassMatch:
+    """Relation of a model's classes to those of data."""
+
+    kind: Literal["same", "moved", "unnamed", "other", "mixed"]
+    """How they relate:
+
+    same: equal names in the same order.
+    moved: the model has every class of the data, under another number or among more classes.
+    unnamed: one side has no names, or numbers for names.
+    other: the two have no name in common.
+    mixed: they share some names, but the data have classes that the model lacks.
+    """
+    outputs: tuple[int, ...] | None = None
+    """Number in the model of each class of the data, if `moved`."""
+    words: str = ""
+    """How the names differ, for messages; empty if they do not."""
+
+
+def match_classes(names: Sequence[str] | None, data: NamedClasses) -> ClassMatch:
+    """Return how the classes `names` of a model, in the order of its outputs, relate to those of `data`.
+
+    names: None if they are unknown.
+    """
+    if names is None or not data.names_of_classes:
+        return ClassMatch("unnamed")
+    names, place = tuple(names), {name: number for number, name in enumerate(names)}
+    if names in data.names_of_classes:
+        return ClassMatch("same")
+    unique = len(place) == len(names)
+    for known in data.names_of_classes:
+        if unique and len({*known}) == len(known) and place.keys() >= {*known}:
+            words = (
+                f"the {count(len(known), 'class')} of '{data.place}' are matched by name with the {len(names):,} of "
+                "the weights"
+            )
+            return ClassMatch("moved", tuple(place[name] for name in known), words)
+    known = max(data.names_of_classes, key=lambda known: len(place.keys() & {*known}))
+    missing = [name for name in known if name not in place]
+    if len(missing) < len(known):
+        what = f"lack {_listed(missing)} of" if missing else "repeat names, in another order than"
+        return ClassMatch("mixed", words=f"the weights' classes {_listed(names)} {what} '{data.place}'")
+    if any(map(_numbered, (names, *data.names_of_classes))):
+        return ClassMatch("unnamed")
+    return ClassMatch(
+        "other", words=f"the weights' classes are {_listed(names)}, those of '{data.place}' are {_listed(known)}"
+    )
+
+
+def _numbered(names: Sequence[str]) -> bool:
+    """Return whether names are only the numbers of the classes, as of shards that were labelled with numbers."""
+    return all(name == str(number) for number, name in enumerate(names))
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    quoted = ", ".join(f"'{shown(name)}'" for name in names[:most])
+    return f"{quoted}, … ({len(names):,})" if len(names) > most else quoted

@@ -161,7 +161,7 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     given = o.checked_settings(train, locals())
-    from vitpar.training.saving.resume import resumed, same_run
+    from vitpar.training.saving.resume import counting_images, resumed, same_run
 
     resumed_run = resumed(resume, run_dir)
     if resumed_run.source is None and allow_change:
@@ -184,6 +184,7 @@ def train(
         # Another mesh replaces the complete plan of the resumed run.
         without=("parallel", "communication") if own_recipe and mesh is not None else ("parallel",) * (mesh == AUTO),
     )
+    merged = counting_images(merged, resumed_run)
     refuse_missing(merged.track.trackers)
     merged = o.without_commands(merged, assignments) if own_recipe else merged
     from vitpar.training.begin import beginning

@@ -15,7 +15,7 @@ from vitpar.training.events import Reporter
 from vitpar.training.input import open_data, transforms
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
-from vitpar.training.saving.resume import resumed
+from vitpar.training.saving.resume import counting_images, resumed
 from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar.training.trainer import Trainer
 
@@ -56,7 +56,7 @@ def train(
     world = find_world() or ALONE
     ranks = dist.get_world_size() if given else world.size
     resumed_run = resumed(resume, None if run_dir is None else Path(run_dir))
-    recipe = on_device(recipe, kind)
+    recipe = on_device(counting_images(recipe, resumed_run), kind)
     config = recipe.config(open_data(recipe)[0].num_classes)
     plan = recipe.chosen(config, lambda plan: plan.resolve(ranks)).plan
     transforms(recipe, config.image_size)  # refuses wrong settings before anything starts

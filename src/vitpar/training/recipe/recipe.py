@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
@@ -217,6 +218,16 @@ class Recipe(Section):
             return self.train.steps
         assert self.train.epochs is not None
         return math.ceil(self.train.epochs * samples / self.train.batch_size)
+
+    def with_batch_size(self, images: int) -> Recipe:
+        """Return the recipe with another batch size, and lengths in steps that see as many images as before."""
+        ratio = Fraction(self.train.batch_size, images)
+        steps, warmup = (
+            number and math.ceil(number * ratio) for number in (self.train.steps, self.lr_schedule.warmup_steps)
+        )
+        train = self.train.model_copy(update={"batch_size": images, "steps": steps})
+        schedule = self.lr_schedule.model_copy(update={"warmup_steps": warmup})
+        return self.model_copy(update={"train": train, "lr_schedule": schedule})
 
     def warmup_steps(self, samples: int) -> int:
         """Return the steps of linear warm-up."""

@@ -138,6 +138,25 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
     return Resumed(source, recipe if recipe.is_file() else None)
 
 
+def counting_images(recipe: Recipe, source: Resumed) -> Recipe:
+    """Return the recipe of a resumed run, so that another batch size than before does not change its length.
+
+    Lengths in steps, `train.steps` and `lr_schedule.warmup_steps`, are converted unless they were changed too.
+    """
+    if source.begins or source.recipe is None:
+        return recipe
+    before = read_recipe(source.recipe)
+    after = before.with_batch_size(recipe.train.batch_size)
+    steps, warmup = recipe.train.steps, recipe.lr_schedule.warmup_steps
+    if steps == before.train.steps:
+        steps = after.train.steps
+    if warmup == before.lr_schedule.warmup_steps:
+        warmup = after.lr_schedule.warmup_steps
+    train = recipe.train.model_copy(update={"steps": steps})
+    schedule = recipe.lr_schedule.model_copy(update={"warmup_steps": warmup})
+    return recipe.model_copy(update={"train": train, "lr_schedule": schedule})
+
+
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """Return the checkpoint `path`, or the newest complete one of the run in it; None if the run has none. Collective.
 
@@ -175,7 +194,12 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: TrainingSet, a
     Raises CheckpointError for any that is not in `allowed`, and for classes in another order, which would train wrong
     outputs.
     """
-    changed = changes(read_recipe(checkpoint.path / RECIPE), recipe)
+    before = read_recipe(checkpoint.path / RECIPE)
+    changed = changes(before, recipe)
+    as_long = before.with_batch_size(recipe.train.batch_size)
+    for key, number in as_long.flat().items():
+        if key in changed and key != "train.batch_size" and number == recipe.flat()[key]:
+            del changed[key]  # the same number of images
     if checkpoint.facts.data != data.fingerprint:
         changed[DATA] = "the training set differs"
     match = match_classes(read_class_names(checkpoint.path), data)

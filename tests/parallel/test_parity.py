@@ -14,6 +14,8 @@ from helpers.ranks import RankPool
 from vitpar.check import CheckResult
 from vitpar.parallel import data as data_parallel
 from vitpar.parallel import model as parallel_model
+from vitpar.training import step
+from vitpar.training.optim.norms import clip_
 
 
 @pytest.mark.parametrize("case", tiers(CASES))
@@ -26,7 +28,7 @@ def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) 
     names = {comparison.name for comparison in results[0].comparisons}
     for what in ("gradient", "SGD update", "update", "average"):
         assert f"{what} blocks.0.attn.qkv.weight" in names and f"{what} head.fc.bias" in names
-    assert "gradient norm of step 2" in names
+    assert {"gradient norm of step 2", "clipped norm of step 2"} <= names
 
 
 slow, soak = pytest.mark.slow, pytest.mark.soak
@@ -109,3 +111,16 @@ def test_check_detects_a_wrong_gradient_scale(
     """The check must fail on averaged instead of summed gradients, and on an error of 1 % in one block."""
     result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
     assert not result.passed
+
+
+def clipped_less(device: torch.device, case: Case) -> list[str]:
+    """Return what fails if gradients are clipped to 1.2 times the limit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "clip_", lambda gradients, norm, limit, scale: clip_(gradients, norm, 1.2 * limit, scale))
+        return [comparison.name for comparison in run_case(device, case).comparisons if comparison.severity > 1]
+
+
+def test_check_detects_a_limit_of_clipping_that_depends_on_the_plan(ranks: Callable[[int], RankPool]) -> None:
+    """AdamW updates alike for gradients of any scale."""
+    failed = ranks(2).run(clipped_less, Case("pp2", check={"train__clip_grad_norm": 0.1}))[0]
+    assert "clipped norm of step 1" in failed

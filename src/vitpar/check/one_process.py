@@ -109,9 +109,10 @@ class OneProcess:
             images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
             loss, gradients = self._backward(self._noisy(images, max(self._noise, _NORMALISED)), target, keys)
             norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-            trace.numbers |= {f"loss of step {step}": loss, f"gradient norm of step {step}": norm}
             limit = self._recipe.train.clip_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
+            norms = {f"gradient norm of step {step}": norm, f"clipped norm of step {step}": factor * norm}
+            trace.numbers |= {f"loss of step {step}": loss, **norms}
             clipped = {name: factor * g for name, g in gradients.items()}
             optimizer.step(self._parameters, clipped, self._recipe.optimizer.lr)
             if decay is not None:

@@ -22,7 +22,8 @@ from vitpar.strategy import Plan
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.norms import multiply_
+from vitpar.training.optim.norms import global_norm, multiply_
+from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import resolve_precision
@@ -150,12 +151,13 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
     if trained.ema:
         trained.ema.restart()
     source, take = Input(trained.recipe, model), trained.step()
-    decoded = source.train_rows
+    decoded, clipped = source.train_rows, _clipped_norms(trained)
     for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
         batch = Batch(pixels[decoded] if decoded else None, labels, keys, epoch=0.0, samples=step * model.batch_size)
         done = take(step, trained.recipe.optimizer.lr, *source.train_step(batch))
         trace.numbers[f"loss of step {step}"] = model.global_loss(done.loss).item()
         trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
+        trace.numbers[f"clipped norm of step {step}"] = clipped[-1].item()
     trace.tensors["update"] = _since(begin, parameters)
     if trained.ema:
         average = trained.ema.average
@@ -163,6 +165,25 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
         trace.tensors["average"] = _since(begin, averages)
     trace.numbers |= _changed(trained, before, frozen)
     return trace
+
+
+def _clipped_norms(trained: TrainingComponents) -> list[Tensor]:
+    """Return a list to which every update appends the norm of the gradients that the optimizer sees.
+
+    Adaptive optimizers update alike for gradients of any scale, so updates do not show a wrong limit of clipping.
+    """
+    optimizer, seen = trained.optimizer, list[Tensor]()
+    step = optimizer.step
+
+    def recorded(lr: float) -> None:
+        norm = global_norm(optimizer.gradients(), trained.model)
+        in_one_pass = optimizer.torch_optimizer if optimizer.one_pass else None
+        factor = in_one_pass.alongside.factor if isinstance(in_one_pass, OnePassAdamW) else None
+        seen.append(norm if factor is None else norm * factor)
+        step(lr)
+
+    optimizer.step = recorded  # type: ignore[method-assign]
+    return seen
 
 
 def _changed(

@@ -62,7 +62,7 @@ MODERN_CASES = (
     _case("deit3", "pp3", batch=12),
     _case("dinov2_giant_reg4", "pp2xtp2xdp2"),
     _case("eva02_base", "pp2xtp2xfsdp2"),
-    _case("siglip", "pp3xdp2", batch=12),
+    _case("siglip_reg", "pp3xdp2", batch=12),
     _case("siglip", "tp2xfsdp2+sp+ckpt"),
     _case("vit5", "pp2xtp2", ZBV, model={"depth": 4}),
     _case("vit_22b", "fsdp2xtp2+sp"),
@@ -71,5 +71,5 @@ MODERN_CASES = (
     _case("dinov3", "pp2: 0=tp2, *=fsdp2"),
     _case("eva02_clip", "pp2: 0=tp2+sp, 1=dp2, head=dp2, *=fsdp2+ckpt"),
     _case("siglip2", "pp1: head=tp2, *=dp2"),
-    _case("siglip2", "pp1: head=tp4+2d, *=tp4+2d", {"microbatches": 2}),
+    _case("siglip_reg", "pp1: head=tp4+2d, *=tp4+2d", {"microbatches": 2}),
 )

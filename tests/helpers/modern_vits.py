@@ -58,6 +58,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "eva02_base": {**EVA02, "mlp_norm": True},
     "eva02_clip": {**EVA02, "mlp_norm": True, "attn_norm": True},
     "siglip": {"pool": "map"},
+    "siglip_reg": {"pool": "map", "num_reg_tokens": 2, "prefix_positions": False},
     "siglip2": {"pool": "map", "activation": "gelu_tanh"},
     "siglip_gap": {"pool": "avg"},
     "gap": {"pool": "avg", "qkv_bias": "none", "layer_scale": 0.1},

@@ -186,6 +186,7 @@ def test_vit_and_deit_go_to_transformers_and_back(name: str, options: dict[str, 
         ("parallel", "timm", "has parallel blocks"),
         ("eva02_base", "transformers", "norms inside attention or MLP"),
         ("rms", "transformers", "has RMSNorm, norms of queries and keys"),
+        ("siglip_reg", "transformers", "has registers"),
     ],
 )
 def test_parts_that_a_library_lacks_are_refused(parts: str, format: str, message: str, tmp_path: Path) -> None:

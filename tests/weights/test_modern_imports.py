@@ -60,11 +60,14 @@ def eva(**options: Any) -> nn.Module:
     return randomised(timm.models.eva.Eva(**{**sizes, "mlp_ratio": 4 * 2 / 3, **options}))
 
 
-def parallel(**options: Any) -> nn.Module:
+def plain(**options: Any) -> nn.Module:
     sizes = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
-    block = timm.models.vision_transformer.ParallelScalingBlock
     torch.manual_seed(0)
-    model = randomised(timm.models.vision_transformer.VisionTransformer(**sizes, block_fn=block, **options))
+    return randomised(timm.models.vision_transformer.VisionTransformer(**sizes, **options))
+
+
+def parallel(**options: Any) -> nn.Module:
+    model = plain(block_fn=timm.models.vision_transformer.ParallelScalingBlock, **options)
     for block in model.blocks:
         torch.nn.init.zeros_(block.mlp_out_proj.bias)  # vitpar adds the two biases, and would round their sum
     return model
@@ -80,6 +83,8 @@ MODELS: dict[str, Any] = {
         "eva02_base_patch14_224",
     ),
     "class token read": (eva, {**ROTATED, "global_pool": "token"}, "eva02_tiny_patch14_224"),
+    "attention pooling after registers": (plain, {"global_pool": "map", "class_token": False, "reg_tokens": 2}, None),
+    "attention pooling, class token unread": (plain, {"global_pool": "map", "reg_tokens": 1}, None),
     "parallel blocks": (parallel, {"qkv_bias": False, "qk_norm": True}, None),
     "parallel blocks with biases": (parallel, {"qkv_bias": True, "qk_norm": True, "init_values": 1.0}, None),
 }
@@ -91,7 +96,7 @@ def test_logits_and_gradients_equal_timms(case: str, tmp_path: Path) -> None:
     theirs = build(**options)
     said = {"model_args": {"num_heads": 4, "ref_feat_shape": [3, 3]}, "global_pool": options.get("global_pool", "avg")}
     said |= {"architecture": architecture or "vit_none"}
-    said |= {} if architecture else {"global_pool": "token"}
+    said |= {} if architecture else {"global_pool": options.get("global_pool", "token")}
     weights = {name: p.detach().clone() for name, p in theirs.named_parameters()}
     import_weights(saved(tmp_path / "weights", weights, said), tmp_path / "imported")
     ours, theirs = model_of(tmp_path / "imported").double(), theirs.double()
@@ -134,6 +139,9 @@ def test_words_of_timm_that_vitpar_lacks_are_refused(argument: str, word: str, t
     weights = {name: p.detach() for name, p in eva(**ROTATED).named_parameters()}
     said = {"architecture": "eva02_tiny_patch14_224", "model_args": {"num_heads": 4, argument: word}}
     with pytest.raises(DataError, match=f"config.json has {argument} '{word}', but only .* can be imported"):
+        import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
+    said["model_args"] = {"num_heads": 4, "pool_include_prefix": True}
+    with pytest.raises(DataError, match="has pool_include_prefix, but vitpar's models pool over patches"):
         import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
 
 

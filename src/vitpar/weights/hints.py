@@ -149,6 +149,8 @@ def _timm(config: Mapping[str, Any]) -> Hints:
     for argument, words in _OF_TIMM.items():
         if (word := arguments.get(argument)) is not None and word not in words:
             raise DataError(f"config.json has {argument} {literal(word)}, but only {', '.join(words)} can be imported")
+    if arguments.get("pool_include_prefix"):
+        raise DataError("config.json has pool_include_prefix, but vitpar's models pool over patches only")
     if (activation := arguments.get("act_layer")) is not None:
         fields["activation"] = activation
     heads = _number(arguments.get("num_heads"))

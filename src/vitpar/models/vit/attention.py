@@ -84,10 +84,10 @@ class Attention(Attend):
 
 
 class AttentionPool(nn.Module):
-    """Attention of one learned query to all tokens, and an MLP: tokens [batch, tokens, width] -> [batch, 1, width].
+    """Attention of one learned query to all patches, and an MLP: [batch, patches, width] -> [batch, 1, width].
 
-    The rows of `kv` are ordered (head, k|v, feature). timm's ``AttentionPoolLatent``, SigLIP's multi-head attention
-    pooling.
+    The class token and registers are left out before, as in timm (``pool_include_prefix=False``). The rows of `kv` are
+    ordered (head, k|v, feature). timm's ``AttentionPoolLatent``, SigLIP's multi-head attention pooling.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -102,7 +102,7 @@ class AttentionPool(nn.Module):
         self.mlp = MLP(c.embed_dim, c.mlp_hidden_dim, "gelu" if c.gates > 1 else c.activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, width] -> [batch, 1, width]. Works on however many heads `kv` gives here."""
+        """x: [batch, patches, width] -> [batch, 1, width]. Works on however many heads `kv` gives here."""
         k, v = rearrange(self.kv(x), "b s (h two d) -> two b h s d", two=2, d=self.head_dim).unbind(0)
         # One query for all samples. Its linear layer is split by heads, but takes all features.
         q = F.linear(for_every_sample(self.latent), to_local(self.q.weight), to_local(self.q.bias))

@@ -110,10 +110,11 @@ def _head(c: ViTConfig) -> LayerDescription:
         1 + c.distillation,
         partial(norm, bias=c.norm == "layer"),
     )
-    every = c.pool == "map" or (c.pool == "avg" and not c.fc_norm)
-    pooling = _attention_pooling(c) if c.pool == "map" else ()
+    patches = c.tokens - c.prefix_tokens
+    normalised = patches if c.pool == "map" else c.tokens if c.pool == "avg" and not c.fc_norm else read
+    pooling = _attention_pooling(c, patches) if c.pool == "map" else ()
     parts = (
-        normed("norm", d, c.tokens if every else read),
+        normed("norm", d, normalised),
         *pooling,
         Part("pooled", "pooled", tokens=read, width=d),
         *([linear("representation", "representation", d, hidden, read)] if hidden else []),
@@ -129,16 +130,16 @@ def _head(c: ViTConfig) -> LayerDescription:
             "classifier feature": c.features,
             **({"head": c.num_heads, "hidden feature": c.mlp_hidden_dim} if pooling else {}),
         },
-        other_flops=4 * c.tokens * d if pooling else 0,
+        other_flops=4 * patches * d if pooling else 0,
     )
 
 
-def _attention_pooling(c: ViTConfig) -> tuple[Part, ...]:
+def _attention_pooling(c: ViTConfig, patches: int) -> tuple[Part, ...]:
     d, h, start = c.embed_dim, c.mlp_hidden_dim, "attn_pool."
     return (
         parameter(f"{start}latent", "heads", 1, 1, d),
         Part(f"{start}q", "per_head", {"weight": (d, d), "bias": (d,)}),
-        linear(f"{start}kv", "column", d, 2 * d, c.tokens),
+        linear(f"{start}kv", "column", d, 2 * d, patches),
         linear(f"{start}proj", "row", d, d, 1),
         norm(f"{start}norm", d, 1, bias=c.norm == "layer"),
         linear(f"{start}mlp.fc1", "column", d, h, 1),

@@ -211,7 +211,7 @@ class Head(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, classes]."""
         if self.attn_pool is not None:
-            return self.fc(self._features(self.attn_pool(self.norm(x))[:, 0]))
+            return self.fc(self._features(self.attn_pool(self.norm(x[:, self.prefix_tokens :]))[:, 0]))
         if self.fc_norm:
             return self.fc(self._features(self.norm(x[:, self.prefix_tokens :].mean(dim=1))))
         if self.pool == "avg":

@@ -96,7 +96,12 @@ def pack_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
     skip_damaged: Annotated[
         bool,
-        typer.Option("--skip-damaged", help="Leave out files that are not images, and list them in DST/skipped.txt."),
+        typer.Option(
+            "--skip-damaged", help="Leave out files that are damaged or no images; list them in DST/skipped.txt."
+        ),
+    ] = False,
+    no_decode: Annotated[
+        bool, typer.Option("--no-decode", help="Do not decode every image, which finds damaged ones.")
     ] = False,
 ) -> None:
     """Pack images into WebDataset shards and write an index of them.
@@ -124,6 +129,7 @@ def pack_command(
             workers=workers or cpu_cores(),
             progress=progress,
             skip_damaged=skip_damaged,
+            decode_images=not no_decode,
         )
     _print_survey(survey(destination))
     listing = destination / SKIPPED

@@ -437,3 +437,17 @@ def test_pack_and_info_commands_describe_the_data(tmp_path):
     assert inspect.signature(pack_command).parameters["shard_samples"].default == default
     again = CliRunner().invoke(app, ["pack", str(tmp_path / "source"), str(tmp_path / "packed")])
     assert isinstance(again.exception, DataError)
+
+
+@pytest.mark.parametrize("side", [None, 4])
+def test_images_are_decoded_unless_asked_not_to(side, tmp_path):
+    """A truncated image has an intact header."""
+    write_classes(tmp_path / "source", 6)
+    truncated = tmp_path / "source/ant/0.png"
+    truncated.write_bytes(truncated.read_bytes()[:-30])
+    options = {"val_fraction": 0, "reencode": side and Reencode(side)}
+    with pytest.raises(DataError, match=r"ant/0.png' is damaged \(it cannot be decoded .*--skip-damaged"):
+        pack(tmp_path / "source", tmp_path / "packed", **options)
+    whole = pack(tmp_path / "source", tmp_path / "packed", decode_images=False, val_fraction=0)
+    found = pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, overwrite=True, **options)
+    assert found.splits["train"].samples == whole.splits["train"].samples - 1

@@ -90,6 +90,7 @@ def pack(
     workers: int = 2,
     progress: Progress | None = None,
     skip_damaged: bool = False,
+    decode_images: bool = True,
 ) -> Manifest:
     """Pack `source` into the folder `destination` and return the manifest. The same input gives the same bytes.
 
@@ -104,7 +105,9 @@ def pack(
     overwrite: whether to replace an existing data set.
     workers: number of shards that are written at a time.
     progress: called as samples are packed.
-    skip_damaged: whether to leave out files that are no images, and list them in SKIPPED, instead of raising DataError.
+    skip_damaged: whether to leave out files that are no images or damaged, and list them in SKIPPED, instead of raising
+        DataError.
+    decode_images: whether to decode every image, which finds damaged ones; otherwise only their headers are read.
 
     Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty or
     cannot be written, and if another process is packing into the same destination.
@@ -115,12 +118,13 @@ def pack(
     _check_destination(target, overwrite)
     try:
         opened = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
-        settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source))]
+        settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source)), decode_images]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
     try:
         with _workplace(target, opened, settings) as partial:
-            manifest = _Packing(opened, partial, shard_samples, reencode, seed, progress, skip_damaged).run(workers)
+            settings_of_shards = (shard_samples, reencode, seed, progress, skip_damaged, decode_images)
+            manifest = _Packing(opened, partial, *settings_of_shards).run(workers)
             _check_destination(target, overwrite)  # again, since packing may have taken hours
             _put_in_place(partial, target)
     except OSError as error:
@@ -226,7 +230,9 @@ class _Packing:
     progress: Progress | None
     """Called as samples are packed; None for no calls."""
     skip_damaged: bool = False
-    """Whether to leave out files that are no images, instead of raising DataError."""
+    """Whether to leave out files that are no images or damaged, instead of raising DataError."""
+    decode_images: bool = True
+    """Whether to decode every image."""
 
     def run(self, workers: int) -> Manifest:
         self._lock, self._stopped = threading.Lock(), False
@@ -326,8 +332,10 @@ class _Packing:
         if image_type(data) is None:
             raise BadImage(f"'{shown(name)}' is not a supported image type: remove it, or convert it to JPEG or PNG")
         try:
-            data = self.reencode(data) if self.reencode else data
-            image_size(data)
+            converted = self.reencode(data) if self.reencode else data
+            if self.decode_images and converted is data:  # a converted image was decoded
+                decode(data)
+            image_size(data := converted)
         except BadImage as error:
             raise BadImage(f"'{shown(name)}' is damaged ({error}): replace or remove it") from None
         return data

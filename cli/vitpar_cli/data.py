@@ -73,7 +73,7 @@ def pack_command(
             "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`.",
         ),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
+    destination: Annotated[Path | None, typer.Argument(metavar="DST", help="Folder to create.")] = None,
     val_fraction: Annotated[
         float | None,
         typer.Option(
@@ -100,6 +100,9 @@ def pack_command(
             "--skip-damaged", help="Leave out files that are damaged or no images; list them in DST/skipped.txt."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what was found in SRC: splits, classes, and what is left out.")
+    ] = False,
     no_decode: Annotated[
         bool, typer.Option("--no-decode", help="Do not decode every image, which finds damaged ones.")
     ] = False,
@@ -110,11 +113,26 @@ def pack_command(
     run again.
 
     Example: vitpar data pack digits data_shards/digits
+
+    Example: vitpar data pack photos --dry-run
     """
     from vitpar.data import Reencode, pack
     from vitpar.data.shards.pack import SKIPPED
+    from vitpar.data.sources import Source, open_source
+    from vitpar.data.sources.found import describe
     from vitpar.data.survey import survey
 
+    def print_found(found: Source) -> None:
+        for line in describe(source, found):
+            typer.echo(printable(line))
+
+    if dry_run:
+        with _progress() as progress:
+            found = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
+        print_found(found)
+        return
+    if destination is None:
+        raise DataError("DST is missing: name the folder to create, or use --dry-run")
     if quality is not None and short_side is None:
         raise DataError(f"--quality {quality} requires --short-side: add it, or leave --quality out")
     with _progress() as progress:
@@ -130,6 +148,7 @@ def pack_command(
             progress=progress,
             skip_damaged=skip_damaged,
             decode_images=not no_decode,
+            opened=print_found,
         )
     _print_survey(survey(destination))
     listing = destination / SKIPPED

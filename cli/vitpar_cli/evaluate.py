@@ -37,7 +37,7 @@ def evaluate(
             rich_help_panel="Model and data",
         ),
     ] = None,
-    split: Annotated[str, typer.Option("--data-split", help="Split to evaluate: val or train.")] = "val",
+    split: Annotated[str, typer.Option("--data-split", help="Split to evaluate: val, train or test.")] = "val",
     predictions: Annotated[
         Path | None,
         typer.Option(

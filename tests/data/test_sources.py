@@ -270,9 +270,9 @@ def test_csv_list_in_the_working_folder_cannot_leave_it(tmp_path, monkeypatch):
         (("a.png", ""), ("path", "label"), "line 2 of .* has no label"),
         (("a.png", "-1"), ("path", "label"), "label -1 is outside 0 to"),
         (
-            ("a.png", "0", "dev"),
+            ("a.png", "0", "extra"),
             ("path", "label", "split"),
-            "unknown split 'dev' in line 2 of .*: use train, val or test",
+            "unknown split 'extra' in line 2 of .*: use train, val or test",
         ),
         (("a.png", "0"), ("file", "label"), "lacks the column 'path'"),
         (("a.png", "0"), ("path", "label"), "cannot read '.*a.png': No such file"),

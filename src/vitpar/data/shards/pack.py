@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -91,6 +91,7 @@ def pack(
     progress: Progress | None = None,
     skip_damaged: bool = False,
     decode_images: bool = True,
+    opened: Callable[[Source], None] = lambda source: None,
 ) -> Manifest:
     """Pack `source` into the folder `destination` and return the manifest. The same input gives the same bytes.
 
@@ -108,6 +109,7 @@ def pack(
     skip_damaged: whether to leave out files that are no images or damaged, and list them in SKIPPED, instead of raising
         DataError.
     decode_images: whether to decode every image, which finds damaged ones; otherwise only their headers are read.
+    opened: called with the opened source before anything is written.
 
     Raises DataError for a source that cannot be read, bytes that are no image, a destination that is not empty or
     cannot be written, and if another process is packing into the same destination.
@@ -117,14 +119,15 @@ def pack(
     target = Path(destination).resolve()
     _check_destination(target, overwrite)
     try:
-        opened = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
+        found = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
         settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source)), decode_images]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
+    opened(found)
     try:
-        with _workplace(target, opened, settings) as partial:
+        with _workplace(target, found, settings) as partial:
             settings_of_shards = (shard_samples, reencode, seed, progress, skip_damaged, decode_images)
-            manifest = _Packing(opened, partial, *settings_of_shards).run(workers)
+            manifest = _Packing(found, partial, *settings_of_shards).run(workers)
             _check_destination(target, overwrite)  # again, since packing may have taken hours
             _put_in_place(partial, target)
     except OSError as error:

@@ -1,6 +1,8 @@
 """Sources of images to pack. `open_source` recognises the kind of source by the files at its path.
 
 SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of every split
+    the splits may also be called training, valid, validation, eval, dev or testing, in any case; Tiny ImageNet's
+    val_annotations.txt is read
 SRC/<class>/*.jpg                                 the same without splits: a fraction becomes `val`
 SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as used by Swin and Galvatron
 SRC/ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz    ImageNet as published
@@ -14,10 +16,10 @@ digits                                            1,797 handwritten digits of 8Ã
 from pathlib import Path
 
 from vitpar.data.sources.arrays import DIGITS, cifar, cifar_files, digits
-from vitpar.data.sources.files import class_folders, listed, zipped
+from vitpar.data.sources.files import class_folders, listed, split_folders, zipped
 from vitpar.data.sources.imagenet import imagenet, is_imagenet
 from vitpar.data.sources.parquet import parquet, parquet_files
-from vitpar.data.sources.source import SPLITS, Progress, Source, SourceSplit, carve_val
+from vitpar.data.sources.source import Progress, Source, SourceSplit, carve_val
 from vitpar.data.sources.tfrecord import NAME, tfrecords
 from vitpar.errors import DataError
 from vitpar.text import shown
@@ -87,6 +89,4 @@ def _source(location: str | Path, progress: Progress | None) -> Source:
         return tfrecords(path)
     if parquet_files(path):
         return parquet(path)
-    if (path / "train").is_dir():
-        return class_folders(path, [name for name in SPLITS if (path / name).is_dir()])
-    return class_folders(path, ["."])
+    return class_folders(path, split_folders(path))

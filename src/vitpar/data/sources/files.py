@@ -11,13 +11,23 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from vitpar.data.images import FILE_SUFFIXES
-from vitpar.data.sources.source import SPLITS, Source, SourceSplit, numbered, read_file, read_lines, reading
+from vitpar.data.sources.source import (
+    SPLIT_WORDS,
+    SPLITS,
+    Source,
+    SourceSplit,
+    numbered,
+    read_file,
+    read_lines,
+    reading,
+)
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
@@ -26,42 +36,125 @@ from vitpar.text import either, shown
 _PIECE = 1 << 20  # bytes of a zip entry that are unpacked at a time
 
 
-def class_folders(folder: Path, splits: list[str]) -> Source:
+def split_folders(folder: Path) -> dict[str, Path]:
+    """Return the folders of splits in `folder` by split; empty if `folder` has class folders itself.
+
+    A name counts in any case, as in SPLIT_WORDS. One folder called train, without folders in it, is a class.
+
+    Raises DataError for two folders of the same split, and for other splits without train.
+    """
+    found: dict[str, Path] = {}
+    others = 0
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if not _is_class(entry):
+            continue
+        split, path = SPLIT_WORDS.get(entry.name.lower()), folder / entry.name
+        if split is None:
+            others += 1
+        elif split in found:
+            raise DataError(f"'{found[split]}' and '{path}' are both the {split} split: keep one")
+        else:
+            found[split] = path
+    if "train" in found:
+        alone = len(found) == 1 and not any(map(_is_class, os.scandir(found["train"])))
+        return {} if alone else {split: found[split] for split in SPLITS if split in found}
+    if found and not others:
+        raise DataError(f"'{folder}' has {', '.join(found)} but no training split: add a folder train")
+    return {}
+
+
+def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
     """Return the source in `folder`, with a folder for every class in the folder of every split.
 
-    splits: folders of the splits; ["."] for a `folder` without splits.
+    splits: folders of the splits; empty for a `folder` without splits.
 
-    Raises DataError.
+    A test split without labels is left out. Raises DataError.
     """
-    classes = sorted(entry.name for entry in os.scandir(folder / splits[0]) if _is_class(entry))
+    left_out = [
+        f"'{path}': it is neither train, val nor test"
+        for path in sorted(folder.iterdir())
+        if splits and path.is_dir() and not path.name.startswith((".", "__MACOSX")) and path not in splits.values()
+    ]
+    splits = splits or {"train": folder}
+    classes = _classes_in(splits["train"])
     if not classes:
+        if splits["train"] != folder and _has_images(splits["train"]):
+            raise DataError(
+                f"'{splits['train']}' has images but no class folders: sort them into {splits['train'].name}/<class>/, "
+                "or list them in a CSV file with the columns path, label and split"
+            )
         raise DataError(
             f"no images to pack in '{folder}': it needs train/<class>/ and val/<class>/, or <class>/, "
             "with images in them, or train.zip, val.zip, train_map.txt and val_map.txt"
         )
     found = {}
-    for split in splits:
-        unknown = sorted({entry.name for entry in os.scandir(folder / split) if _is_class(entry)} - set(classes))
-        if unknown:
+    for split, place in splits.items():
+        origin = "" if place == folder else f"{place.name}/"
+        annotations = place / f"{place.name}_annotations.txt"
+        if split != "train" and annotations.is_file():
+            found[split] = replace(_annotated(annotations, classes), origin=f"{origin} and {annotations.name}")
+            continue
+        unknown = sorted(set(_classes_in(place)) - set(classes))
+        unlabelled = not {*_classes_in(place)} & {*classes} and bool(image_files(place))
+        if split == "test" and unlabelled:
+            left_out.append(f"'{place}': its images are not in class folders, so they have no labels")
+            continue
+        if unlabelled and not unknown:
             raise DataError(
-                f"class folder '{folder / split / unknown[0]}' has no counterpart in '{folder / splits[0]}'"
+                f"'{place}' has images but no class folders, so they have no labels: sort them into "
+                f"{place.name}/<class>/, or remove it"
             )
+        if unknown:
+            raise DataError(f"class folder '{place / unknown[0]}' has no counterpart in '{splits['train']}'")
         paths: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            images = image_files(folder / split / name)
-            if not images and split == splits[0]:
-                raise DataError(f"class folder '{folder / split / name}' holds no images: fill it or remove it")
+            images = image_files(place / name)
+            if not images and split == "train":
+                raise DataError(f"class folder '{place / name}' holds no images: fill it or remove it")
             paths += images
             labels += [label] * len(images)
         if not paths:
-            raise DataError(f"'{folder / split}' holds no images: fill it or remove it")
-        found["train" if split == "." else split] = _split(paths, labels)
-    return Source(classes, found)
+            raise DataError(f"'{place}' holds no images: fill it or remove it")
+        found[split] = replace(_split(paths, labels), origin=origin)
+    return Source(classes, found, left_out=left_out)
+
+
+def _classes_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder) if _is_class(entry))
+
+
+def _has_images(folder: Path) -> bool:
+    return any(path.suffix.lower() in FILE_SUFFIXES for path in folder.iterdir())
+
+
+def _annotated(path: Path, classes: list[str]) -> SourceSplit:
+    """Return the split whose images and classes are the first two columns of a file, as in Tiny ImageNet's val.
+
+    Images are in the file's folder, or in `images` in it.
+    """
+    number = {name: label for label, name in enumerate(classes)}
+    paths: list[str] = []
+    labels: list[int] = []
+    inside = path.parent / "images"
+    folder = inside if inside.is_dir() else path.parent
+    for line, text in enumerate(read_lines(path), start=1):
+        image, label, *_ = (*text.split("\t"), "", "")
+        if not text.strip():
+            continue
+        if label not in number:
+            raise DataError(f"line {line} of '{path}' has the class '{shown(label)}', which train lacks")
+        if Path(image).name != image or not image:
+            raise DataError(f"line {line} of '{path}' names '{shown(image)}', which is not a file in '{folder}'")
+        paths.append(str(folder / image))
+        labels.append(number[label])
+    if not paths:
+        raise DataError(f"'{path}' lists no images")
+    return _split(paths, labels)
 
 
 def _is_class(entry: "os.DirEntry[str]") -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    return entry.is_dir() and not entry.name.startswith((".", "__MACOSX"))
 
 
 def image_files(folder: Path) -> list[str]:
@@ -101,11 +194,11 @@ def listed(path: Path) -> Source:
     for row in _lines(reader, path):
         where = f"line {reader.line_num} of '{path}'"
         image, label, split = (row.get(name) or "" for name in ("path", "label", "split"))
-        split = split or "train"
         if not image or not label:
             raise DataError(f"{where} has no {'path' if not image else 'label'}")
-        if split not in SPLITS:
-            raise DataError(f"unknown split '{shown(split)}' in {where}: use {either(SPLITS)}")
+        named, split = split, SPLIT_WORDS.get(split.strip().lower() or "train", "")
+        if not split:
+            raise DataError(f"unknown split '{shown(named)}' in {where}: use {either(SPLITS)}")
         whole = os.path.abspath(folder / image)
         if not Path(whole).is_relative_to(os.path.abspath(folder)):
             raise DataError(f"'{shown(image)}' in {where} is outside the list's folder: move the list above all images")

@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered
+from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, split_of
 from vitpar.errors import DataError
 from vitpar.io import parse_json, stat_regular
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
-from vitpar.text import shown
+from vitpar.text import either, shown
 
 _IMAGES = ("image", "img")
+_MISSING = -1  # label of a row without one
 _BATCH = 16  # most rows that are read at a time
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
 
 
 def parquet(folder: Path) -> Source:
-    """Return the source in `folder` or its subfolder `data`.
+    """Return the source in the files that `parquet_files` finds.
 
-    File names such as ``train-00000-of-00002.parquet`` tell the splits.
+    Names of files such as ``train-00000-of-00002.parquet``, or else of their folders, tell the splits.
 
     Raises DataError, also if pyarrow is not installed.
     """
@@ -33,31 +34,52 @@ def parquet(folder: Path) -> Source:
         import pyarrow.parquet as library
     except ImportError:
         raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
-    paths = by_split(parquet_files(folder))
+    paths = by_split(parquet_files(folder), folder)
     tables = {split: [_File(path, library) for path in files] for split, files in paths.items()}
-    # Contests keep the labels of their test split secret and publish negative ones.
-    if all((file.labels < 0).all() for file in tables.get("test", ())):
-        tables.pop("test", None)
+    # Contests keep the labels of their test split secret and publish negative ones, or none.
+    left_out = []
+    if "test" in tables and all((file.labels < 0).all() for file in tables["test"]):
+        left_out = [f"'{tables.pop('test')[0].path}' and other files of test: they have no labels"]
     files = [file for found in tables.values() for file in found]
     named = next((file.classes for file in files if file.classes), None)
     labels = {split: np.concatenate([file.labels for file in found]) for split, found in tables.items()}
+    for split, found in labels.items():
+        if len(missing := np.flatnonzero(found == _MISSING)):
+            raise DataError(
+                f"{len(missing):,} rows of '{split}' in '{folder}' have no label (null or -1), the first is row "
+                f"{missing[0]}: remove or label them"
+            )
     classes = named or numbered([int(label) for split in labels.values() for label in np.unique(split)])
     for split, found in labels.items():
         wrong = found[(found < 0) | (found >= len(classes))]
         if len(wrong):
             raise DataError(f"label {wrong[0]} of '{split}' in '{folder}' is outside the {len(classes)} classes")
-    return Source(classes, {split: _split(tables[split], labels[split]) for split in tables})
+    return Source(classes, {split: _split(tables[split], labels[split]) for split in tables}, left_out=left_out)
 
 
 def parquet_files(folder: Path) -> list[Path]:
-    """Return the Parquet files in `folder`, or else those in its subfolder `data`."""
-    return sorted(folder.glob("*.parquet")) or sorted(folder.glob("data/*.parquet"))
+    """Return the Parquet files in `folder`, or else in its folder `data` or in that of its only configuration.
+
+    The hub's data sets have `CONFIGURATION/train-00000-of-00001.parquet`, and converted ones
+    `CONFIGURATION/train/0000.parquet`.
+
+    Raises DataError for several configurations.
+    """
+    for pattern in ("*.parquet", "data/*.parquet"):
+        if found := sorted(folder.glob(pattern)):
+            return found
+    found = sorted(path for depth in ("*/*", "*/*/*") for path in folder.glob(f"{depth}.parquet"))
+    places = list(dict.fromkeys(folder / path.relative_to(folder).parts[0] for path in found))
+    if len(places) > 1 and any(split_of(place.name) is None for place in places):
+        raise DataError(f"'{folder}' has Parquet files in {either(place.name for place in places)}: name one of them")
+    return found
 
 
 class _File:
     """Parquet file of images, opened for reading its row groups.
 
     image: name of the column of images.
+    column: name of the column of their bytes.
     labels: label of each row, int64 [rows].
     classes: names of the classes; None if the file does not name them.
     starts: first row of each row group, and then the number of rows.
@@ -79,6 +101,7 @@ class _File:
                     f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image` (bytes) and "
                     "`label` (integers)"
                 )
+            self.column = self.image if _is_binary(schema.field(self.image).type) else f"{self.image}.bytes"
             self._library, self._meta = library, library.read_metadata(path)
             meta = self._meta
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
@@ -90,7 +113,8 @@ class _File:
                     "row_group_size=100"
                 )
             with library.ParquetFile(path, metadata=meta) as file:
-                self.labels = np.asarray(file.read([label])[label].to_numpy(), dtype=np.int64)
+                column = file.read([label])[label]
+                self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
             self.classes = _classes(schema.metadata or {}, label)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
         except DataError:
@@ -99,7 +123,7 @@ class _File:
             raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
 
     def group(self, number: int) -> Any:
-        """Return the encoded images of row group `number`: a pyarrow.ChunkedArray of structs with a field `bytes`.
+        """Return the images of row group `number`: a pyarrow.ChunkedArray of bytes, or of structs with a field `bytes`.
 
         Raises DataError.
         """
@@ -112,7 +136,7 @@ class _File:
             stored = self._meta.row_group(number).total_byte_size
             rows = min(_BATCH, max(1, MAX_RECORD_BYTES // 4 // max(1, stored)))
             with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
-                for piece in file.iter_batches(rows, row_groups=[number], columns=[f"{self.image}.bytes"]):
+                for piece in file.iter_batches(rows, row_groups=[number], columns=[self.column]):
                     size += piece.nbytes
                     if size > MAX_RECORD_BYTES:
                         raise DataError(f"a row group of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
@@ -125,11 +149,15 @@ class _File:
 
 
 def _has_bytes(kind: Any) -> bool:
-    """Return whether a column type is a struct with a binary field `bytes`."""
+    """Return whether a column type is binary, or a struct with a binary field `bytes`."""
     from pyarrow import types
 
     place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
-    return place >= 0 and str(kind.field(place).type) in ("binary", "large_binary", "binary_view")
+    return _is_binary(kind) or (place >= 0 and _is_binary(kind.field(place).type))
+
+
+def _is_binary(kind: Any) -> bool:
+    return str(kind) in ("binary", "large_binary", "binary_view")
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
@@ -153,7 +181,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         group = bisect_right(file.starts, row) - 1
         with lock:
             image = group_of(number, group)[row - file.starts[group]].as_py()
-        data: bytes | None = image and image["bytes"]
+        data: bytes | None = image["bytes"] if isinstance(image, dict) else image
         if not data:
             raise DataError(f"row {row} of '{file.path}' has no image bytes, only a path or nothing")
         if len(data) > MAX_IMAGE_BYTES:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,12 @@ from vitpar.text import shown
 
 SPLITS = ("train", "val", "test")
 """Names of the splits that a source may have."""
-_SPLIT_WORDS = {**{split: split for split in SPLITS}, "training": "train", "valid": "val", "validation": "val"}
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "eval", "evaluation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+"""Split that each name of a folder, of a value in a list, or part of a file name stands for, in lower case."""
 
 Progress = Callable[[str, int, int], None]
 """Callback (description of the work, number done, total number), called by one thread at a time."""
@@ -44,11 +49,14 @@ class SourceSplit:
     """Largest number of neighbouring images that are read together; 0 if images are read one by one."""
     window: int = 0
     """Number of images within which reading in any order is cheap; 0 if any order of all images is cheap."""
+    origin: str = ""
+    """Where the images are from, such as the folder or file; empty for the source itself."""
 
     def subset(self, indices: NDArray[np.int64]) -> "SourceSplit":
         """Return the split that consists of the images `indices`, in that order."""
         names = [self.names[i] for i in indices]
-        return SourceSplit(names, self.labels[indices], lambda i: self.read(int(indices[i])), self.block, self.window)
+        labels, order = self.labels[indices], (self.block, self.window, self.origin)
+        return SourceSplit(names, labels, lambda i: self.read(int(indices[i])), *order)
 
 
 def check_number_of_classes(classes: Sequence[str]) -> None:
@@ -70,6 +78,8 @@ class Source:
     """Splits by name."""
     class_names: Sequence[str] | None = None
     """Human-readable names of the classes, in the same order; None if they do not differ."""
+    left_out: Sequence[str] = ()
+    """Parts of the source that are not used and why, a sentence each."""
 
     def __post_init__(self) -> None:
         check_number_of_classes(self.classes)
@@ -129,18 +139,18 @@ def split_of(name: str) -> str | None:
     For example, ``imagenet-validation-00012-of-00128.tar`` belongs to `val`.
     """
     words = re.split(r"[^a-z]+", name.lower())
-    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+    return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
-def by_split(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Group files by the split in their names. All files belong to `train` if no name contains a split.
+def by_split(paths: Iterable[Path], root: Path) -> dict[str, list[Path]]:
+    """Group files by the split in their names, or else in that of their folder below `root`; all are `train` without.
 
     Raises DataError if only some names contain one.
     """
     found: dict[str, list[Path]] = {}
     unknown: list[Path] = []
     for path in sorted(paths):
-        split = split_of(path.name)
+        split = split_of(path.name) or (split_of(path.parent.name) if path.parent != root else None)
         (unknown if split is None else found.setdefault(split, [])).append(path)
     if unknown and found:
         raise DataError(f"'{unknown[0]}' lacks a split in its name, unlike other files: rename or remove it")
@@ -161,7 +171,7 @@ def numbered(labels: Sequence[int]) -> list[str]:
 def carve_val(source: Source, fraction: float, seed: int) -> Source:
     """Move ⌈fraction × samples⌉ images of `train` into `val`, as nearly the same fraction of every class as possible.
 
-    Every class keeps at least one image in `train`.
+    Other splits and the names of the classes stay. Every class keeps at least one image in `train`.
 
     Raises DataError if there are too few images.
     """
@@ -184,5 +194,6 @@ def carve_val(source: Source, fraction: float, seed: int) -> Source:
     begins = np.cumsum(counts) - counts
     for begin, number in zip(begins, taken, strict=True):
         is_val[by_class[begin : begin + number]] = True
-    splits = {"train": train.subset(np.flatnonzero(~is_val)), "val": train.subset(np.flatnonzero(is_val))}
-    return Source(source.classes, splits)
+    origin = f"{fraction:.0%} of each class of train, since there is no val split".replace("%", " %", 1)
+    val = replace(train.subset(np.flatnonzero(is_val)), origin=origin)
+    return replace(source, splits=source.splits | {"train": train.subset(np.flatnonzero(~is_val)), "val": val})

@@ -52,7 +52,7 @@ def tfrecords(folder: Path) -> Source:
     Raises DataError, also if google-crc32c is not installed.
     """
     _masked_crc(b"")  # fails early if its library is missing
-    paths = by_split(path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    paths = by_split((path for path in folder.iterdir() if NAME.fullmatch(path.name)), folder)
     found = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
     empty = next((split for split, records in found.items() if not records), None)
     if empty is not None:

@@ -1,7 +1,7 @@
 """Comparison of all ranks before a model is built: they must train the same thing.
 
 A launcher starts the command on every machine, where files, packages and command lines may differ. Ranks that draw
-other samples or take another batch would train a model that nobody asked for, without an error.
+other samples or take another batch would train another model than the recipe says, without an error.
 """
 
 from __future__ import annotations

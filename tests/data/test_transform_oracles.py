@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
 from vitpar.data import EvalTransform, Normalize, TrainTransform
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms.names import CropMode, Interpolation
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 F = torchvision.transforms.functional
@@ -80,10 +81,11 @@ def test_fallback_crop_matches_torchvision(shape: tuple[int, int]) -> None:
 # evaluation
 
 
-def evaluated_by_timm(image: NDArray[np.uint8], size: int, crop_pct: float, interpolation: str) -> NDArray[np.int64]:
-    transform = timm.data.transforms_factory.transforms_imagenet_eval(
-        size, crop_pct=crop_pct, interpolation=interpolation, normalize=False
-    )
+def evaluated_by_timm(
+    image: NDArray[np.uint8], size: int, crop_pct: float, interpolation: str, crop_mode: str = "center"
+) -> NDArray[np.int64]:
+    modes = {"crop_pct": crop_pct, "crop_mode": crop_mode, "interpolation": interpolation}
+    transform = timm.data.transforms_factory.transforms_imagenet_eval(size, mean=MEAN, normalize=False, **modes)
     return transform(Image.fromarray(image)).numpy().astype(np.int64)
 
 
@@ -108,6 +110,23 @@ def test_eval_transform_matches_timm_on_noise(
     assert difference.max() <= 2 and (difference > 1).mean() < 0.001
     if shape == (size, size) and crop_pct == 1.0:
         assert np.array_equal(found, image.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("crop_mode", get_args(CropMode))
+@pytest.mark.parametrize("interpolation", [*get_args(Interpolation)])
+@pytest.mark.parametrize(
+    ("shape", "size", "crop_pct"), [((375, 500), 224, 0.875), ((61, 20), 32, 1.0), ((33, 90), 32, 0.9)]
+)
+def test_crop_modes_and_kernels_match_timm(
+    shape: tuple[int, int], size: int, crop_pct: float, interpolation: Any, crop_mode: Any
+) -> None:
+    image = noise(*shape)
+    expected = evaluated_by_timm(image, size, crop_pct, interpolation, crop_mode)
+    found = EvalTransform(size, crop_pct, interpolation, crop_mode, MEAN)(image).numpy()
+    assert found.shape == expected.shape == (3, size, size)
+    # torch and Pillow resample narrow images in another order.
+    difference = np.abs(found - expected)
+    assert difference.max() <= (2 if shape[0] < 2 * shape[1] else 12) and (difference > 2).mean() < 0.03
 
 
 @pytest.mark.parametrize(("size", "crop_pct"), [(224, 0.875), (384, 1.0), (64, 0.95)])

@@ -179,7 +179,7 @@ def test_draws_are_uniform_and_do_not_repeat_the_key_stream():
         (lambda: TrainTransform(8, flip=2), "flip 2 is not a probability"),
         (lambda: TrainTransform(8, erase=-1), "erase -1 is not a probability"),
         (lambda: TrainTransform(8, color_jitter=(0, -1, 0)), "color jitter"),
-        (lambda: TrainTransform(8, interpolation="nearest"), "unknown interpolation 'nearest'"),
+        (lambda: TrainTransform(8, interpolation="cubic"), "unknown interpolation 'cubic'"),
         (lambda: EvalTransform(8, crop_pct=1.1), "crop_pct 1.1 is out of range"),
         (lambda: Normalize(std=(1, 0, 1)), r"std \(1, 0, 1\) must be positive"),
     ],

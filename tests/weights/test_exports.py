@@ -1,6 +1,7 @@
 """Modern Vision Transformers against timm and transformers: exported weights, logits, gradients, and back again."""
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from vitpar.models import ViTConfig, config_to_json
 from vitpar.models.foreign import Exported
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.training.recipe import read_recipe
 from vitpar.weights import exporting
 from vitpar.weights.exporting import CLASSIFIER, export_weights
 from vitpar.weights.folder import open_weights, parameter_shapes
@@ -117,6 +119,22 @@ def test_timm_prepares_images_as_the_recipe_does(tmp_path: Path) -> None:
     found = timm.data.resolve_data_config(model=model)
     assert found["input_size"] == (3, 8, 8) and found["interpolation"] == "bilinear" and found["crop_pct"] == 0.9
     assert [*found["mean"], *found["std"]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("format", "mode", "pct"), [("timm", "squash", 0.9), ("timm", "border", 1.0), ("transformers", "squash", 0.875)]
+)
+def test_crops_survive_an_export_and_an_import(format: Any, mode: str, pct: float, tmp_path: Path) -> None:
+    config = modern_config("dinov2")
+    weights = weights_of(modern_model(config), config, tmp_path / "here")
+    (tmp_path / "here/recipe.toml").write_text(
+        f'[data]\npath = "x"\ncrop_mode = "{mode}"\ncrop_pct = {pct}\ninterpolation = "lanczos"\n'
+    )
+    export_weights(weights, tmp_path / "there", format, shard_bytes=10**9)
+    import_weights(tmp_path / "there", tmp_path / "again")
+    data = read_recipe(tmp_path / "again/recipe.toml", {"data.path": "x"}).data
+    assert (data.crop_mode, data.interpolation) == (mode, "lanczos")
+    assert math.floor(config.image_size / data.crop_pct) == math.floor(config.image_size / pct)
 
 
 def transformers_model(folder: Path, capture: Any = None) -> nn.Module:

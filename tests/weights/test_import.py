@@ -219,17 +219,55 @@ def test_config_of_an_unsupported_model_is_refused(changed: dict[str, Any], mess
         import_weights(source, tmp_path / "here")
 
 
+SIDES = {"height": 224, "width": 224}
+
+
 @pytest.mark.parametrize(
-    ("config", "beside", "mean", "crop"),
+    ("config", "beside", "expected", "note"),
     [
-        (transformers_config(), None, 0.5, 1.0),
-        (transformers_config(), {"image_mean": [0.4, 0.5, 0.6], "image_std": [1, 1, 1]}, 0.4, 1.0),
-        (transformers_config(), {"do_normalize": False}, 0.0, 1.0),
-        (TIMM_CONFIG | {"pretrained_cfg": {"mean": [0.3, 0.3, 0.3], "crop_pct": 0.9}}, None, 0.3, 0.9),
+        (transformers_config(), None, (0.5, 1.0, "squash", "bilinear"), ""),
+        (
+            transformers_config(),
+            {"image_mean": [0.4, 0.5, 0.6], "image_std": [1, 1, 1]},
+            (0.4, 1.0, "squash", "bilinear"),
+            "",
+        ),
+        (transformers_config(), {"do_normalize": False}, (0.0, 1.0, "squash", "bilinear"), ""),
+        (transformers_config(), {"size": SIDES, "resample": 0}, (0.5, 1.0, "squash", "nearest"), ""),
+        (
+            transformers_config(),
+            {"size": {"shortest_edge": 240}, "do_center_crop": True, "crop_size": SIDES, "resample": 1},
+            (0.5, 224 / 240, "center", "lanczos"),
+            "",
+        ),
+        (
+            transformers_config(),
+            {"size": {"height": 256, "width": 256}, "do_center_crop": True, "crop_size": 224, "resample": 3},
+            (0.5, 0.875, "squash", "bicubic"),
+            "",
+        ),
+        (
+            transformers_config(),
+            {"resample": 9},
+            (0.5, 1.0, "squash", "bicubic"),
+            "has resample 9: recipe.toml resizes",
+        ),
+        (
+            TIMM_CONFIG | {"pretrained_cfg": {"mean": [0.3, 0.3, 0.3], "crop_pct": 0.9, "crop_mode": "border"}},
+            None,
+            (0.3, 0.9, "border", "bicubic"),
+            "",
+        ),
+        (
+            TIMM_CONFIG | {"pretrained_cfg": {"interpolation": "random", "crop_mode": "squash"}},
+            None,
+            (0.5, 0.875, "squash", "bicubic"),
+            "has interpolation 'random', which evaluation lacks",
+        ),
     ],
 )
 def test_preprocessing_follows_the_source(
-    config: dict[str, Any], beside: dict[str, Any] | None, mean: float, crop: float, tmp_path: Path
+    config: dict[str, Any], beside: dict[str, Any] | None, expected: tuple[Any, ...], note: str, tmp_path: Path
 ) -> None:
     state = timm_state() if "architecture" in config else as_transformers(timm_state())
     source = saved(tmp_path / "there", state, config)
@@ -237,5 +275,7 @@ def test_preprocessing_follows_the_source(
         (source / "preprocessor_config.json").write_text(json.dumps(beside))
     done = import_weights(source, tmp_path / "here")
     recipe = read_recipe(tmp_path / "here" / RECIPE, {"data.path": "x"})
-    assert (recipe.data.mean[0], recipe.data.crop_pct) == (mean, crop)
+    data = recipe.data
+    assert (data.mean[0], data.crop_pct, data.crop_mode, data.interpolation) == expected
+    assert any(note in sentence for sentence in done.notes) if note else not done.notes
     assert recipe.config(CLASSES) == replace(done.config, layer_scale=None)

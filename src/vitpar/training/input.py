@@ -106,7 +106,7 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
         mean=d.mean,
         std=d.std,
     )
-    return train, EvalTransform(size, d.crop_pct, d.interpolation), Normalize(d.mean, d.std)
+    return train, EvalTransform(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean), Normalize(d.mean, d.std)
 
 
 def mixing(recipe: Recipe) -> Mix:

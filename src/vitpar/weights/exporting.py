@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vitpar.checkpoint.index import CONFIG, RECIPE
+from vitpar.data.transforms.names import PILLOW_KERNELS
 from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.limits import MAX_TOML_BYTES
@@ -31,7 +33,6 @@ FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin}
 """Functions from a configuration and a format to the exported model, by family."""
 CLASSIFIER = "classifier.safetensors"
 """File of a classifier that the library's model does not have."""
-_PILLOW = {"bilinear": 2, "bicubic": 3}
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,13 @@ def _made(tensor: ExportedTensor, weights: Weights) -> Tensor:
 
 
 def _images(weights: Weights) -> dict[str, Any]:
-    """Return how images are prepared: mean, std, interpolation and crop_pct of the recipe in the folder."""
+    """Return how images are prepared: mean, std, interpolation, crop_pct and crop_mode of the folder's recipe."""
     try:
         recipe = tomllib.loads(read_text(weights.folder / RECIPE, MAX_TOML_BYTES))
     except (OSError, ValueError) as error:
         raise DataError(f"{RECIPE} in '{weights.folder}' cannot be read: {error}") from None
     said = recipe.get("data")
-    usual = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875}
+    usual = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
     return usual | {name: value for name, value in (said if isinstance(said, dict) else {}).items() if name in usual}
 
 
@@ -131,19 +132,23 @@ def _texts(made: Exported, weights: Weights, format: Format, images: Mapping[str
             "fixed_input_size": True,
             "interpolation": images["interpolation"],
             "crop_pct": crop,
-            "crop_mode": "center",
+            "crop_mode": images["crop_mode"],
             "mean": images["mean"],
             "std": images["std"],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         }
         return {CONFIG: json.dumps({**made.config, **labels, "pretrained_cfg": pretrained}, indent=1)}
+    if images["crop_mode"] == "border":
+        raise DataError("data.crop_mode is 'border', which transformers lacks: use --format timm or vitpar")
+    side = math.floor(size / crop)
+    squashed = images["crop_mode"] == "squash"
     processor = {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": round(size / crop)},
-        "resample": _PILLOW[images["interpolation"]],
+        "size": {"height": side, "width": side} if squashed else {"shortest_edge": side},
+        "resample": PILLOW_KERNELS.index(images["interpolation"]),
         "do_center_crop": True,
         "crop_size": {"height": size, "width": size},
         "do_rescale": True,

@@ -6,10 +6,12 @@ contradicts the tensors is refused, because the shapes of the inferred model's p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from vitpar.data.transforms.names import PILLOW_KERNELS, CropMode
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.vit.names import fields_of
@@ -33,7 +35,10 @@ _OF_TIMM = {
     "global_pool": ("token", "avg", "map"),
 }
 """Words that an argument of timm's models may have here; no tensor shows them."""
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # keys are Pillow's numbers
+_SQUARE = ("vit", "deit", "swin", "dinov3_vit", "siglip", "siglip_vision_model")
+"""Types of transformers' models whose processors read a single number as `size` as height and width."""
+_CROPPED = ("deit", "dinov2", "dinov2_with_registers")
+"""Types of transformers' models whose processors crop the centre unless their file says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Hints:
     """Settings of a recipe's section [data]."""
     class_names: tuple[str, ...] | None = None
     """Names of the classes, in label order."""
+    notes: Sequence[str] = ()
+    """Settings that are not taken over, a sentence each."""
 
 
 def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
@@ -113,10 +120,12 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
     data = dict(HALF if half else IMAGENET) | _colours(images.get("image_mean"), images.get("image_std"))
     if images.get("do_normalize") is False:
         data |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    resample = images.get("resample", 2 if kind == "vit" else 3)
-    if isinstance(resample, int) and (resampling := _RESAMPLING.get(resample)) is not None:
-        data["interpolation"] = resampling
-    data["crop_pct"] = 0.875 if images.get("do_center_crop", kind == "deit" or "dino" in kind) else 1.0
+    resample, notes = images.get("resample", 2 if kind == "vit" else 3), list[str]()
+    if isinstance(resample, int) and 0 <= resample < len(PILLOW_KERNELS):
+        data["interpolation"] = PILLOW_KERNELS[resample]
+    else:
+        notes.append(f"preprocessor_config.json has resample {literal(resample)}: recipe.toml resizes bicubically")
+    data |= _crop_of_transformers(kind, images)
     heads, size = _number(config.get("num_attention_heads")), _number(config.get("image_size"))  # a list in Swin's
     fields: dict[str, Any] = {"activation": known[activation]}
     if kind == "dinov3_vit":
@@ -130,15 +139,43 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         fields=fields,
         data=data,
         class_names=_class_names(config.get("id2label")),
+        notes=notes,
     )
+
+
+def _crop_of_transformers(kind: str, images: Mapping[str, Any]) -> dict[str, Any]:
+    """Return crop_mode and crop_pct of a model of type `kind` by the content of its preprocessor_config.json.
+
+    A `size` of height and width squashes the image; one of the shortest edge keeps its ratio. The crop follows.
+    """
+    size, crop = images.get("size"), images.get("crop_size")
+    squashed = kind in _SQUARE
+    if isinstance(size, dict):
+        squashed = "shortest_edge" not in size
+        size = size.get("shortest_edge") or size.get("height")
+    if isinstance(crop, dict):
+        crop = crop.get("height")
+    found: dict[str, Any] = {"crop_mode": "squash" if squashed else "center", "crop_pct": 1.0}
+    if images.get("do_center_crop", kind in _CROPPED):
+        size, crop = _number(size) or 256, _number(crop) or 224
+        pct = min(1.0, crop / size)
+        # The transform rounds crop / pct down, which must give `size` again.
+        found["crop_pct"] = pct if math.floor(crop / pct) == max(size, crop) else math.nextafter(pct, 0)
+    return found
 
 
 def _timm(config: Mapping[str, Any]) -> Hints:
     said = config.get("pretrained_cfg")
     said = {**config, **(said if isinstance(said, dict) else {})}
     data = dict(HALF) | _colours(said.get("mean"), said.get("std"))
-    if said.get("interpolation") in tuple(_RESAMPLING.values()):
-        data["interpolation"] = said["interpolation"]
+    notes = []
+    for name, known_words in (("interpolation", PILLOW_KERNELS), ("crop_mode", get_args(CropMode))):
+        if (word := said.get(name)) in known_words:
+            data[name] = word
+        elif word is not None:
+            notes.append(
+                f"config.json has {name} {literal(word)}, which evaluation lacks: recipe.toml uses the default"
+            )
     crop = said.get("crop_pct")
     if isinstance(crop, int | float) and 0 < crop <= 1:
         data["crop_pct"] = float(crop)
@@ -166,6 +203,7 @@ def _timm(config: Mapping[str, Any]) -> Hints:
         fields=fields,
         data=data,
         class_names=_class_names(config.get("label_names")),
+        notes=notes,
     )
 
 

@@ -75,7 +75,7 @@ def import_weights(
     source = open_source(path, trust)
     (family, found), hinted = recognised(path, source.shapes), hints(source.configs)
     there = family.infer_config(path, found, hinted, model)
-    made, notes = family.parts(found, there), [*source.notes, *found.notes]
+    made, notes = family.parts(found, there), [*source.notes, *found.notes, *hinted.notes]
     if hinted.data is None:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)

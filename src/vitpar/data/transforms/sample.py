@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,21 +20,28 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms.names import PILLOW_KERNELS, CropMode, Interpolation
 from vitpar.data.transforms.policies import Policy
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
+from vitpar.text import either
 
-Interpolation = Literal["bicubic", "bilinear"]
-"""Kernels that resize images."""
+_BY_TORCH = ("bicubic", "bilinear")
 _ERASED = (0.02, 1 / 3)  # range of the erased fraction of the image's area (Zhong et al. 2020)
 _ERASED_RATIO = 0.3  # height over width of the erased box, from this to its inverse
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
-    """Resize uint8 [h, w, 3] to uint8 [3, height, width], without resampling if the size is already right."""
+    """Resize uint8 [h, w, 3] to uint8 [3, height, width], without resampling if the size is already right.
+
+    Kernels that torch lacks are Pillow's.
+    """
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     if image.shape[:2] == (height, width):
         return pixels
+    if interpolation not in _BY_TORCH:
+        resized = Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
     return F.interpolate(pixels[None], (height, width), mode=interpolation, antialias=True)[0]
 
 
@@ -53,8 +59,8 @@ def _drawn(pixels: Tensor) -> Image.Image:
 def _check_size(size: int, interpolation: str) -> None:
     if size < 1:
         raise RecipeError(f"image size {size} is not a positive number of pixels")
-    if interpolation not in ("bicubic", "bilinear"):
-        raise RecipeError(f"unknown interpolation '{interpolation}': use bicubic or bilinear")
+    if interpolation not in PILLOW_KERNELS:
+        raise RecipeError(f"unknown interpolation '{interpolation}': use {either(PILLOW_KERNELS)}")
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,11 @@ def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np
 
 @dataclass(frozen=True)
 class EvalTransform:
-    """Resize of the shorter side to floor(size / crop_pct) pixels, then a central crop, with torchvision's rounding.
+    """Resize to floor(size / crop_pct) pixels, then a central crop, with torchvision's rounding.
+
+    `crop_mode` says what gets that size: the shorter side (center), both sides, whatever the image's ratio (squash), or
+    the longer side, with borders around the image (border). They are timm's; transformers squashes for a `size` of
+    height and width.
 
     An image that already has the model's size is enlarged and cropped too, unless `crop_pct` is 1. Of an image so long
     that it would exceed MAX_DECODED_BYTES after resizing, only the middle is resized: an image of 1 x 65,000 pixels
@@ -191,6 +201,10 @@ class EvalTransform:
     """Size of the crop as a fraction of the shorter side, above 0 and at most 1."""
     interpolation: Interpolation = "bicubic"
     """Kernel that resizes the image."""
+    crop_mode: CropMode = "center"
+    """How the image becomes square."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of every channel, as in `Normalize`, which is the colour of borders."""
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.interpolation)
@@ -210,12 +224,36 @@ class EvalTransform:
         height, width, _ = image.shape
         short = math.floor(self.size / self.crop_pct)
         longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))
-        if max(height, width) > longest:
+        if self.crop_mode == "center" and max(height, width) > longest:
             top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
             image = image[top : top + longest, left : left + longest]
             height, width, _ = image.shape
-        # The longer side is rounded down, and Python's `round` rounds halves to even numbers. torchvision does both.
-        tall, wide = (short * side // min(height, width) for side in (height, width))
-        pixels = resize(image, tall, wide, self.interpolation)
-        top, left = round((tall - self.size) / 2), round((wide - self.size) / 2)
+        pixels = resize(image, *self._resized(height, width, short), self.interpolation)
+        if self.crop_mode == "border":
+            pixels = self._with_borders(pixels)
+        # Python's `round` rounds halves to even numbers, as torchvision does.
+        top, left = (round((side - self.size) / 2) for side in pixels.shape[1:])
         return pixels[:, top : top + self.size, left : left + self.size]
+
+    def _resized(self, height: int, width: int, target: int) -> tuple[int, int]:
+        """Return the height and width before the crop of an image of `height` and `width`."""
+        if self.crop_mode == "squash":
+            return target, target
+        if self.crop_mode == "border":
+            ratio = max(height, width) / target
+            return max(1, round(height / ratio)), max(1, round(width / ratio))
+        # The longer side is rounded down, as torchvision does.
+        shorter = min(height, width)
+        return target * height // shorter, target * width // shorter
+
+    def _with_borders(self, pixels: Tensor) -> Tensor:
+        """Return the image, uint8 [3, height, width], with borders so that no side is shorter than the result."""
+        missing = [max(0, self.size - side) for side in pixels.shape[1:]]
+        if not any(missing):
+            return pixels
+        colour = torch.tensor([min(255, max(0, round(255 * mean))) for mean in self.mean], dtype=torch.uint8)
+        height, width = (side + more for side, more in zip(pixels.shape[1:], missing, strict=True))
+        whole = colour[:, None, None].expand(3, height, width).clone()
+        top, left = (more // 2 for more in missing)
+        whole[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels
+        return whole

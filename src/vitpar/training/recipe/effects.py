@@ -157,7 +157,7 @@ _BENCHED = _keys(
     "activation_memory_budget freeze",
     faults="non_finite",
 )
-_OUTPUTS = _keys(data="crop_pct interpolation mean std workers", train=f"{_PRECISION} compile attention")
+_OUTPUTS = _keys(data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "a plan": _keys(
         model="…",
@@ -182,7 +182,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
     ),
     "an evaluation": _keys(
-        data="path crop_pct interpolation mean std workers bad_sample",
+        data="path crop_pct crop_mode interpolation mean std workers bad_sample",
         stream="train val samples val_samples classes label allow_pipe",
         train=f"batch_size {_PRECISION} compile attention",
     ),

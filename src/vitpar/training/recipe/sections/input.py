@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from vitpar.data.transforms.names import CropMode, Interpolation
 from vitpar.limits import (
     MAX_BATCH_SIZE,
     MAX_BUFFERED_SAMPLES,
@@ -106,7 +107,10 @@ class DataSection(Section):
     """Probability of a horizontal flip in training."""
     crop_pct: float = Field(0.875, gt=0, le=1)
     """Part of the resized image's side that the centre crop covers in evaluation."""
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    crop_mode: CropMode = "center"
+    """How evaluation makes an image square: `center` resizes the shorter side and crops, `squash` resizes both sides to
+    the same length, `border` resizes the longer side and adds borders of the mean colour."""
+    interpolation: Interpolation = "bicubic"
     """Method of resizing."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     """Mean of red, green and blue that is subtracted, for pixels from 0 to 1."""

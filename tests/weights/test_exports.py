@@ -131,7 +131,7 @@ def test_crops_survive_an_export_and_an_import(format: Any, mode: str, pct: floa
         f'[data]\npath = "x"\ncrop_mode = "{mode}"\ncrop_pct = {pct}\ninterpolation = "lanczos"\n'
     )
     export_weights(weights, tmp_path / "there", format, shard_bytes=10**9)
-    import_weights(tmp_path / "there", tmp_path / "again")
+    import_weights(tmp_path / "there", tmp_path / "again", classes=config.num_classes)
     data = read_recipe(tmp_path / "again/recipe.toml", {"data.path": "x"}).data
     assert (data.crop_mode, data.interpolation) == (mode, "lanczos")
     assert math.floor(config.image_size / data.crop_pct) == math.floor(config.image_size / pct)

@@ -46,7 +46,7 @@ from torch import Tensor
 from bench.gpu_models import MODELS, batch_for, prediction
 from bench.header import header
 from bench.settings import Step
-from bench.timing import Spread, ratio, take_turns
+from bench.harness import Spread, ratio, take_turns
 
 try:
     from bench.gpu_reference import difference, plain_model, random_batch, reference

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu_models import card_of
-from bench.markdown import table
+from bench.harness import table
 from bench.programme.compared import COLUMNS, fastest_attention, memory_rate, of, padded_flops, steps
 from bench.programme.programmes import ROOT
 from bench.programme.results import merged

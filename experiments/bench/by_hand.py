@@ -9,82 +9,41 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bench.plain_loop import plain_step
-from bench.settings import BETAS, CLIP, EPS, LR, SEED, Step, decay_groups
+from bench.plain_loop import adamw, initial_model, plain_step
+from bench.settings import CLIP, Step, decay_groups
 from vitpar.models import ViTConfig
-from vitpar.models.initial import initialise
-from vitpar.models.layers import LayeredModel
 
 MICROBATCHES = 4
 
 
-def whole_model(config: ViTConfig, device: torch.device) -> LayeredModel:
-    """Return the complete model, initialised as vitpar initialises it."""
-    model = LayeredModel(config).to(device)
-    initialise(model, SEED, config)
-    return model
-
-
-def adamw(groups: list[dict]) -> torch.optim.AdamW:
-    """Return fused AdamW, the fastest of torch's implementations on CPU and CUDA."""
-    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-
-
-def plain(config: ViTConfig) -> Step:
-    """Return a step of one process in fp32."""
-    return _data_parallel_step(whole_model(config, torch.device("cpu")))
-
-
-def autocast(config: ViTConfig) -> Step:
-    """Return a step of one process with bf16 autocast."""
-    return plain_step(whole_model(config, torch.device("cpu")), compiled=False, precision="bf16")
-
-
 def ddp(config: ViTConfig) -> Step:
     """Return a step of DistributedDataParallel, which averages the gradients during backward."""
-    return _data_parallel_step(
-        DistributedDataParallel(whole_model(config, torch.device("cpu")), gradient_as_bucket_view=True)
-    )
+    return plain_step(DistributedDataParallel(initial_model(config), gradient_as_bucket_view=True))
 
 
 def fsdp(config: ViTConfig) -> Step:
     """Return a step with ``fully_shard`` applied to every block and to the root."""
-    model = whole_model(config, torch.device("cpu"))
+    model = initial_model(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _data_parallel_step(model)
-
-
-def _data_parallel_step(model: nn.Module) -> Step:
-    optimizer = adamw(decay_groups(model))
-    ranks = dist.get_world_size()
-
-    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        norm = clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach() / ranks, norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    return step
+    return plain_step(model)
 
 
 def pipeline(config: ViTConfig) -> Step:
     """Return a step of a 1F1B pipeline: each rank holds an equal share of the blocks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = whole_model(config, torch.device("cpu"))
+    model = initial_model(config)
     per_stage = config.depth // ranks
     for index in range(config.depth):
         if index // per_stage != rank:
@@ -117,7 +76,7 @@ def pipeline(config: ViTConfig) -> Step:
 
 def tensor(config: ViTConfig) -> Step:
     """Return a step with attention heads and MLP features sharded; the other parameters are replicated."""
-    model = whole_model(config, torch.device("cpu"))
+    model = initial_model(config)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():
         parallelize_module(
@@ -156,11 +115,11 @@ def tensor(config: ViTConfig) -> Step:
 
 
 BY_HAND: dict[str, Callable[[ViTConfig], Step]] = {
-    "one": plain,
+    "one": lambda config: plain_step(initial_model(config)),
     "dp2": ddp,
     "fsdp2": fsdp,
     "pp2": pipeline,
     "tp2": tensor,
-    "host": autocast,
+    "host": lambda config: plain_step(initial_model(config), precision="bf16"),
 }
 """Functions that build the hand-written step, by name of the case."""

@@ -10,7 +10,7 @@ from typing import Any
 from bench.dry.roofline import Estimate
 from bench.dry.work import BlockWork, Launch, Resources
 from bench.gpu_models import prediction
-from bench.markdown import table
+from bench.harness import table
 from vitpar.models import ViTConfig
 
 SHORTEST = 0.1

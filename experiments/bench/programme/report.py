@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu_models import card_of
-from bench.markdown import table
+from bench.harness import table
 from bench.programme.compared import COLUMNS, FAR, Compared, of, rates, steps
 from vitpar.planner.profile.cluster import Cluster, find_cluster
 

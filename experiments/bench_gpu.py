@@ -44,9 +44,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu_models import MODELS, batch_for, prediction
+from bench.harness import Spread, ratio, take_turns
 from bench.header import header
 from bench.settings import Step
-from bench.harness import Spread, ratio, take_turns
 
 try:
     from bench.gpu_reference import difference, plain_model, random_batch, reference

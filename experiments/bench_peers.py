@@ -1,53 +1,42 @@
-"""Compare training speed of vitpar, timm, transformers' Trainer, Lightning's Trainer and plain PyTorch: ViT and Swin.
+"""Compare the training speed of vitpar, timm and plain PyTorch: ViT and Swin.
 
     python experiments/bench_peers.py                          # CPU: ViT, then Swin; fp32 and bf16
     python experiments/bench_peers.py --compile --precision fp32
     python experiments/bench_peers.py --device cuda --json peers.json     # B/16, compiled, in ten minutes at most
     python experiments/bench_peers.py --device cuda --models vit_large_patch16_224 --json large.json
-    python experiments/bench_peers.py --device cuda --largest  # instead: the deepest model of g/14's width that fits
     python experiments/bench_peers.py --tiny                   # seconds: does the program run?
 
 Every contender starts from the same parameters and trains on the same batches, which are already on the device. All
 use fused AdamW (weight decay on matrices only), the same clipping and the same precision (autocast, except in vitpar).
-Evaluation, saving and progress bars are off. Each contender runs its own loop in a separate process and is paused
-between two steps while others have their turn. A turn is one untimed step and --steps timed ones; the order is reversed
-every other round. On a CPU all processes are started --restarts times in different orders and their times are pooled,
-because two processes of the same program differ in speed by where their memory lies. Before timing, the numbers of
-parameters must be equal and the losses of the first three steps must agree to 1e-4 in fp32 and 2e-2 in bf16.
+Each contender runs in a separate process and is paused between two steps while others have their turn. A turn is one
+untimed step (caches and the allocator are in the state the last contender left) and --steps timed ones. On a CPU all
+processes are started --restarts times in different orders and their times are pooled, because two processes of the
+same program differ in speed by where their memory lies. Before timing, the numbers of parameters must be equal and the
+losses of the first three steps must agree to 1e-4 in fp32 and 2e-2 in bf16.
 
-"vitpar, whole loop" is its Trainer with metrics and a log interval of 10 steps. Ratios are relative to it if its
-packages are installed, else to vitpar's bare step. They are taken round by round; "±" is half the interquartile range.
-CPU time counts all threads of a process; page faults are those of a step (median of the rounds). Memory is the peak
-that a process allocated on the GPU. On a GPU one call trains one model. Contenders that would not be ready within
---minutes are left out, and no round begins later. --json is written when a contender is ready and after every round.
-Contenders that are not installed are left out, with the reason; transformers' Trainer trains ViTs only. Exit code 1: an
-installed contender failed, or losses differ.
+Ratios are relative to vitpar's step, round by round; "±" is half the interquartile range. CPU time counts all threads
+of a process; page faults are those of a step (median of the rounds). Memory is the peak that a process allocated on the
+GPU. On a GPU one call trains one model. Contenders that would not be ready within --minutes are left out, and no round
+begins later, except the first two. --json is written when a contender is ready and after every round. Contenders that
+are not installed are left out, with the reason. Exit code 1: an installed contender failed, or losses differ.
 """
 
 import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from bench.gpu_models import GIB, MODELS, batch_for, predicted_seconds
-from bench.header import header
-from bench.json_file import write_json
-from bench.peers import CONTENDERS, ONLY_VIT, OURS
+from bench.harness import Report, Spread, parser, ratio, table, turns
+from bench.peers import CONTENDERS
 from bench.peers.job import Job
-from bench.peers.largest import Trials, deepest
-from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference, take_turns
-from bench.timing import Spread, ratio
+from bench.peers.running import TOLERANCE, Contender, Left, Timed, difference
 from vitpar.models.families import family_of
 
 SMALL = {"vit": {"num_heads": 4, "num_classes": 100}, "swin": {"num_classes": 100}}
@@ -58,6 +47,8 @@ TINY = {
 }
 """Options for --tiny, likewise."""
 WARM_UP = 5
+FEWEST = 2
+"""Rounds that always run, even late: a spread needs two."""
 START_S = 60.0
 """Rough seconds on a GPU to start and compile a contender."""
 SLOWER = 2.0
@@ -69,102 +60,84 @@ COLUMNS = ("contender", "version", *TIMES, "page faults", "GiB")
 def main() -> int:
     """Read the options, measure, print tables and return the exit code."""
     options = arguments()
-    facts = header()
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    for name, value in facts.items():
-        console.print(f"- {name}: {value}", soft_wrap=True)
-    found: dict[str, Any] = {"header": facts, "cases": []}
-    failed = False
-    end = time.monotonic() + 60 * options.minutes
+    report = Report(options.json)
+    cases: list[dict[str, Any]] = []
+    failed, end = False, time.monotonic() + 60 * options.minutes
     for job in jobs(options):
         title = f"{job.model}, batch {job.batch_size}, {job.precision}" + (", compiled" if job.compiled else "")
-        console.print(f"\n{title}\n", soft_wrap=True)
-        case: dict[str, Any] = {"title": title, **vars(job)}
-        found["cases"].append(case)
+        print(f"\n{title}\n", flush=True)
+        case: dict[str, Any] = {"title": title, **vars(job), "left_out": {}, "rows": []}
+        cases.append(case)
 
-        def keep(more: dict[str, Any], case: dict[str, Any] = case) -> None:
-            case.update(more)
-            if options.json:
-                write_json(options.json, found)
+        def keep(timed: Sequence[Timed], case: dict[str, Any] = case) -> None:
+            case["rows"] = [one.to_json() for one in timed]
+            report.keep("cases", cases)
 
-        if options.largest:
-            result, ok = largest(job, options, console)
-        else:
-            result, ok = beside(job, options, console, end, keep)
-        failed |= not ok
-        keep(result)
+        failed |= not side_by_side(job, options, end, case["left_out"], keep)
     return 1 if failed else 0
 
 
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), help="default: fp32 bf16; on CUDA bf16")
-    parser.add_argument("--compile", action="store_true", help="on the CPU too; CUDA always does")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="timm's names")
-    parser.add_argument("--batch-size", type=int, metavar="N")
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps of a turn (default 3, CUDA 20)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 5, CUDA 9)")
-    parser.add_argument("--restarts", type=int, metavar="N", help="times that all are started (default 5, CUDA 1)")
-    parser.add_argument("--largest", action="store_true", help="instead: the deepest model of g/14's width that fits")
-    parser.add_argument("--pretend-mb", type=int, metavar="N", help="with --largest: memory for parameters and AdamW")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, few steps: only to see the program run")
-    parser.add_argument(
+    made = parser(__doc__, CONTENDERS)
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    made.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), help="default: fp32 bf16; on CUDA bf16")
+    made.add_argument("--compile", action="store_true", help="on the CPU too; CUDA always does")
+    made.add_argument("--models", nargs="+", metavar="NAME", help="timm's names")
+    made.add_argument("--batch-size", type=int, metavar="N")
+    made.add_argument("--steps", type=int, metavar="N", help="timed steps of a turn (default 3, CUDA 20)")
+    made.add_argument("--rounds", type=int, metavar="N", help="turns of each (default 5, CUDA 9)")
+    made.add_argument("--restarts", type=int, metavar="N", help="times that all are started (default 5, CUDA 1)")
+    made.add_argument("--tiny", action="store_true", help="a tiny model, few steps: only to see the program run")
+    made.add_argument(
         "--minutes", type=float, metavar="N", help="what would end later is left out (CUDA 9.5, else no limit)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
-    options = parser.parse_args()
-    if options.device == "cuda":
+    options = made.parse_args()
+    gpu = options.device == "cuda"
+    if gpu:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("no CUDA device can be seen: run on a machine with a GPU, or leave --device out")
+            made.error("no CUDA device can be seen: run on a machine with a GPU, or leave --device out")
         if len(options.models or ()) > 1:
-            parser.error("a call on a GPU trains one model: name one with --models, and call again for the next")
-    elif options.largest and options.pretend_mb is None:
-        parser.error("--largest fills a GPU's memory: give --device cuda, or a memory to pretend with --pretend-mb")
-    options.precision = options.precision or (["bf16"] if options.device == "cuda" or options.largest else None)
-    options.precision = options.precision or ["fp32", "bf16"]
-    options.steps = options.steps or (1 if options.tiny else 20 if options.device == "cuda" else 3)
-    long = options.device == "cuda" or options.compile  # starting takes long
-    if options.rounds is None:
-        options.rounds = 9 if long else 5
-    if options.restarts is None:
-        options.restarts = 1 if long or options.tiny else 5
-    if options.minutes is None:
-        options.minutes = 9.5 if options.device == "cuda" and not options.largest else 1e6
-    if options.steps < 1 or options.rounds < 2 or options.restarts < 1:
-        parser.error("--steps and --restarts must be at least 1 and --rounds at least 2")
+            made.error("a call on a GPU trains one model: name one with --models, and call again for the next")
+    long = gpu or options.compile  # starting takes long
+    defaults = {
+        "precision": ["bf16"] if gpu else ["fp32", "bf16"],
+        "steps": 1 if options.tiny else 20 if gpu else 3,
+        "rounds": 9 if long else 5,
+        "restarts": 1 if long or options.tiny else 5,
+        "minutes": 9.5 if gpu else 1e6,
+    }
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.steps < 1 or options.rounds < FEWEST or options.restarts < 1:
+        made.error("--steps and --restarts must be at least 1 and --rounds at least 2")
     return options
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """Return a job for each model and precision; its contender is set later."""
-    gpu, no_options = options.device == "cuda", {"vit": {}, "swin": {}}
+    gpu, by_family, sizes = options.device == "cuda", SMALL, {}
+    models = options.models or ["vit_tiny_patch16_112", "swin_tiny_patch4_window4_64"]
     if options.tiny:
-        models, by_family, sizes = ["vit_tiny_patch16_224"], TINY, {}
-    elif options.largest:
-        models, by_family, sizes = ["vit_giant_patch14_224"], no_options, {"vit_giant_patch14_224": 16}
+        models, by_family = options.models or ["vit_tiny_patch16_224"], TINY
     elif gpu:
-        models, by_family = [next(iter(MODELS))], no_options
+        models, by_family = options.models or [next(iter(MODELS))], {"vit": {}, "swin": {}}
         free = free_memory()
-        sizes = {name: batch_for(name, free, peers=True) for name in options.models or models}
-    else:
-        models, by_family, sizes = ["vit_tiny_patch16_112", "swin_tiny_patch4_window4_64"], SMALL, {}
+        sizes = {name: batch_for(name, free, peers=True) for name in models}
     return [
         Job(
             "plain",
             model,
-            options.batch_size or (4 if options.tiny else sizes.get(model, 64 if gpu else 16)),
+            options.batch_size or (4 if options.tiny else sizes.get(model, 16)),
             by_family[family_of(model).FAMILY],
             precision,
             options.device,
             compiled=gpu or options.compile,
-            limit_bytes=options.pretend_mb and options.pretend_mb * 2**20,
         )
-        for model in options.models or models
+        for model in models
         for precision in options.precision
     ]
 
@@ -179,45 +152,35 @@ def free_memory() -> int:
     return 80 * GIB if done.returncode else int(done.stdout)
 
 
-def beside(
-    job: Job, options: argparse.Namespace, console: Console, end: float, keep: Callable[[dict[str, Any]], None]
-) -> tuple[dict[str, Any], bool]:
-    """Measure all contenders of a job; return the measurements and whether all trained correctly.
+def side_by_side(
+    job: Job,
+    options: argparse.Namespace,
+    end: float,
+    left: dict[str, str],
+    keep: Callable[[Sequence[Timed]], None],
+) -> bool:
+    """Measure all contenders of a job, print their table and return whether all trained correctly.
 
-    end: time limit on the monotonic clock. keep: called with the measurements so far.
+    end: time limit on the monotonic clock. left: reasons of contenders that are left out, filled here. keep: called
+    with the measurements so far.
     """
-    left: dict[str, str] = {}
-    told: list[str] = []
-    ok, timed = True, list[Timed]()
-    unable = ONLY_VIT if family_of(job.model).FAMILY != "vit" else ()
-    names = [name for name in options.only or CONTENDERS if name not in unable]
+    names, ok, timed = options.only or list(CONTENDERS), True, dict[str, Timed]()
     for start in range(options.restarts):
         order = names[start % len(names) :] + names[: start % len(names)]
-
-        def ready(now: list[Timed], first: bool = not start) -> None:
-            if first:
-                keep({"left_out": left, "rows": [one.to_json() for one in now]})
-
-        found, fine = together(job, options, order, left, end, ready)
-        found.sort(key=lambda one: names.index(one.contender.job.contender))
+        told = set(left)
+        found, fine = together(job, options, order, left, end, (lambda now: None) if start else keep)
         ok &= fine
-        for name in [name for name in left if name not in told]:
-            console.print(f"- {name} is left out, {left[name]}", soft_wrap=True)
-            told.append(name)
-        if not found:
-            return {"left_out": left}, False
-        if not start:
-            ok &= alike(found, job.precision, console)
-            timed = found
-            continue
+        for name in left.keys() - told:
+            print(f"- {name} is left out, {left[name]}", flush=True)
         again = {one.contender.name: one for one in found}
-        timed = [one for one in timed if one.contender.name in again]  # drop contenders that failed meanwhile
-        for one in timed:
-            one.wall += again[one.contender.name].wall
-            one.cpu += again[one.contender.name].cpu
-            one.faults += again[one.contender.name].faults
-    console.print(table(timed, job))
-    return {"left_out": left, "rows": [one.to_json() for one in timed]}, ok
+        if not start:
+            timed = {name: again[name] for name in map(CONTENDERS.get, names) if name in again}
+            ok &= alike(list(timed.values()), job.precision)
+            continue
+        timed = {name: one.extended(again[name]) for name, one in timed.items() if name in again}
+    keep(list(timed.values()))
+    print("\n".join(["", *table(COLUMNS, rows(list(timed.values()), job))]), flush=True)
+    return ok and bool(timed)
 
 
 def together(
@@ -226,7 +189,7 @@ def together(
     names: list[str],
     left: dict[str, str],
     end: float,
-    ready: Callable[[list[Timed]], None],
+    ready: Callable[[Sequence[Timed]], None],
 ) -> tuple[list[Timed], bool]:
     """Start the processes of all contenders and time them in turns; return the times and whether none failed.
 
@@ -251,9 +214,23 @@ def together(
             except Left as gone:
                 ok &= gone.kind == "missing"
                 left[contender.name] = f"{gone.kind}: {gone.why}"
-        if timed:
-            take_turns(timed, options.rounds, options.steps, end, partial(ready, timed))
+        measure(timed, options.rounds, options.steps, end, partial(ready, timed))
     return timed, ok
+
+
+def measure(timed: Sequence[Timed], rounds: int, steps: int, end: float, after: Callable[[], None]) -> None:
+    """Run the rounds and add the measurements of each contender.
+
+    end: time on the monotonic clock after which no round begins, except the first two. after: called after every round.
+    """
+    by_name = {one.contender.name: one for one in timed}
+    contenders = {name: partial(one.contender.turn, steps, untimed=1) for name, one in by_name.items()}
+    for number, answers in enumerate(turns(contenders, rounds if timed else 0), start=1):
+        for name, answer in answers.items():
+            by_name[name].add(answer, steps)
+        after()
+        if number >= FEWEST and time.monotonic() > end:
+            break
 
 
 def needed_seconds(job: Job, options: argparse.Namespace, contenders: int) -> float:
@@ -264,69 +241,37 @@ def needed_seconds(job: Job, options: argparse.Namespace, contenders: int) -> fl
     return START_S + SLOWER * step * (options.steps + 1) * options.rounds * contenders
 
 
-def alike(timed: list[Timed], precision: str, console: Console) -> bool:
+def alike(timed: Sequence[Timed], precision: str) -> bool:
     """Return whether all contenders have equal parameter counts and losses; print how much the losses differ."""
-    first, ok = timed[0], True
+    ok = True
     for one in timed[1:]:
-        apart = difference(one.losses, first.losses)
+        first, apart = timed[0], difference(one.losses, timed[0].losses)
         same = one.contender.parameters == first.contender.parameters
         ok &= same and apart <= TOLERANCE[precision]
-        console.print(
+        print(
             f"- {one.contender.name}: {one.contender.parameters:,} parameters"
             f"{'' if same else f', not {first.contender.parameters:,}'}; losses of the first steps up to {apart:.1e} "
             f"from those of {first.contender.name}{'' if apart <= TOLERANCE[precision] else ': not the same training'}",
-            soft_wrap=True,
+            flush=True,
         )
     return ok
 
 
-def table(timed: list[Timed], job: Job) -> Table:
-    """Return the table with one row per contender."""
-    made = Table(*COLUMNS, box=box.MARKDOWN)
-    ours = next((one for name in OURS for one in timed if one.contender.job.contender == name), timed[0])
-    for one in timed:
-        memory = "–" if one.memory_bytes is None else f"{one.memory_bytes / 2**30:.2f}"
-        made.add_row(
+def rows(timed: Sequence[Timed], job: Job) -> list[list[str]]:
+    """Return the rows of the table, one per contender."""
+    return [
+        [
             one.contender.name,
             one.contender.version,
-            Spread.of([1e3 * seconds for seconds in one.wall]).text(2),
-            Spread.of([job.batch_size / seconds for seconds in one.wall]).text(1),
-            ratio(one.wall, ours.wall).text(3) if one is not ours else "1",
-            ratio(one.cpu, ours.cpu).text(3) if one is not ours else "1",
+            Spread.of(1e3 * seconds for seconds in one.wall).text(2),
+            Spread.of(job.batch_size / seconds for seconds in one.wall).text(1),
+            ratio(one.wall, timed[0].wall).text(3) if one is not timed[0] else "1",
+            ratio(one.cpu, timed[0].cpu).text(3) if one is not timed[0] else "1",
             f"{median(one.faults):,.0f}",
-            memory,
-        )
-    return made
-
-
-def largest(job: Job, options: argparse.Namespace, console: Console) -> tuple[dict[str, Any], bool]:
-    """Find the deepest model of each contender with all its memory savings; return them and whether none failed."""
-    made = Table("contender", "blocks", "parameters, M", "the next one", box=box.MARKDOWN)
-    found: dict[str, Any] = {}
-    ok = True
-    for name in options.only or [name for name in CONTENDERS if name != "vitpar_trainer"]:
-        trials = Trials(replace(job, contender=name))
-        try:
-            depth = deepest(trials, most=4096)
-        except Left as gone:
-            ok &= gone.kind == "missing"
-            console.print(f"- {CONTENDERS[name]} is left out, {gone.kind}: {gone.why}", soft_wrap=True)
-            continue
-        found[name] = {"depth": depth, "trials": trials.done, "full": trials.full}
-        made.add_row(CONTENDERS[name], f"{depth}", f"{parameters(job, depth) / 1e6:,.0f}", trials.full[:80])
-    console.print(made)
-    return {"largest": found}, ok
-
-
-def parameters(job: Job, depth: int) -> int:
-    """Return the number of parameters of the job's model with `depth` blocks."""
-    import torch
-
-    from vitpar.models.layers import LayeredModel
-
-    with torch.device("meta"):
-        shape = replace(job, options={**job.options, "depth": depth}).config
-        return sum(p.numel() for p in LayeredModel(shape).parameters())
+            "–" if one.memory_bytes is None else f"{one.memory_bytes / 2**30:.2f}",
+        ]
+        for one in timed
+    ]
 
 
 if __name__ == "__main__":

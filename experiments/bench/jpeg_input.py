@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.harness import take_turns
 from bench.one_gpu import settle
 from bench.ours import VitparStep
 from bench.photographs import write_photographs
-from bench.harness import take_turns
 from vitpar.data import pack
 from vitpar.training.input import Input, open_split
 from vitpar.training.recipe import Recipe

@@ -24,10 +24,6 @@ class Job:
     precision: Literal["fp32", "bf16"] = "fp32"
     device: Literal["cpu", "cuda"] = "cpu"
     compiled: bool = False
-    saving: bool = False
-    """Whether to switch on all memory savings of the contender, at the cost of speed."""
-    limit_bytes: int | None = None
-    """Pretended memory limit of parameters, gradients and AdamW state, in bytes; None for the actual memory."""
 
     @property
     def config(self) -> ModelConfig:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,17 +20,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 It is large in bf16, because autocast rounds at other places than vitpar, which casts parameters to bf16.
 """
-
-
-FEWEST = 2
-"""Rounds that always run, even late: a spread needs two."""
-QUIET = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-
-
-def _one_gpu() -> dict[str, str]:
-    """Return variables that hide all GPUs but one: transformers' Trainer would use every visible GPU."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[0]}
 
 
 class Left(Exception):
@@ -58,7 +45,7 @@ class Contender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sys.stderr if os.environ.get("VERBOSE") else subprocess.DEVNULL,
-            env={**os.environ, **_one_gpu(), **QUIET, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path},
             text=True,
         )
 
@@ -69,7 +56,7 @@ class Contender:
         return self
 
     def turn(self, steps: int, untimed: int = 0, losses: bool = False) -> dict[str, Any]:
-        """Let it make `untimed` steps, then `steps` timed ones; return its answer (``bench.peers.turns.Turns``).
+        """Let it make `untimed` steps, then `steps` timed ones; return its answer (``bench.peers.worker``).
 
         losses: whether to return the losses of all these steps. Raises Left.
         """
@@ -120,32 +107,22 @@ class Timed:
     memory_bytes: int | None = None
     """Peak GPU memory that it allocated, in bytes; None on the CPU."""
 
+    def add(self, answer: dict[str, Any], steps: int) -> None:
+        """Add the worker's answer to a turn of `steps` steps."""
+        for name in ("wall", "cpu", "faults"):
+            getattr(self, name).append(answer[name] / steps)
+        self.memory_bytes = answer.get("memory_bytes")
+
+    def extended(self, other: Timed) -> Timed:
+        """Return these measurements with those of the same contender after another start."""
+        lists = {name: getattr(self, name) + getattr(other, name) for name in ("wall", "cpu", "faults")}
+        return replace(self, **lists)
+
     def to_json(self) -> dict[str, Any]:
         """Return the measurements with the contender's name, version and number of parameters."""
         names = ("losses", "wall", "cpu", "faults", "memory_bytes")
         who = {"contender": self.contender.job.contender, "version": self.contender.version}
         return {**who, "parameters": self.contender.parameters, **{name: getattr(self, name) for name in names}}
-
-
-def take_turns(
-    timed: Sequence[Timed], rounds: int, steps: int, end: float = math.inf, after: Callable[[], None] = lambda: None
-) -> None:
-    """Run the rounds and append the measurements of each contender; the order is reversed every other round.
-
-    The first step of a turn is not timed: caches and the GPU's allocator are in the state the last contender left.
-
-    end: time on the monotonic clock after which no round begins, except the first two. after: called after every round.
-    """
-    for number in range(rounds):
-        if number >= FEWEST and time.monotonic() > end:
-            break
-        for one in timed[:: 1 if number % 2 else -1]:
-            answer = one.contender.turn(steps, untimed=1)
-            one.wall.append(answer["wall"] / steps)
-            one.cpu.append(answer["cpu"] / steps)
-            one.faults.append(answer["faults"] / steps)
-            one.memory_bytes = answer.get("memory_bytes")
-        after()
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.peers.job import Job
+from bench.plain_loop import initial_model
 from bench.settings import SEED
-from vitpar.models.initial import initialise
-from vitpar.models.layers import LayeredModel
 from vitpar.weights.foreign import recognised
 
 BATCHES = 3
@@ -24,25 +23,15 @@ def batches(job: Job) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def our_model(job: Job) -> LayeredModel:
-    """Return the model without vitpar's parallel layers, with vitpar's initial parameters in float32."""
-    config = job.config
-    with torch.device("meta"):
-        model = LayeredModel(config)
-    model.to_empty(device=job.device)
-    initialise(model, SEED, config)
-    return model
-
-
 @torch.no_grad()
 def start_as_ours(model: nn.Module, job: Job) -> None:
-    """Copy vitpar's initial parameters into a model of timm or transformers.
+    """Copy vitpar's initial parameters into a model of timm.
 
     vitpar's weight import maps their tensors to vitpar's. Applied to element indices instead of values, it returns the
     permutation, which is then inverted.
     """
     theirs = dict(model.named_parameters())
-    ours = dict(our_model(job).named_parameters())
+    ours = dict(initial_model(job.config, job.device).named_parameters())
     family, found = recognised(job.model, {name: tuple(p.shape) for name, p in theirs.items()})
     made = family.parts(found, job.config)
     assert made.keys() == ours.keys(), f"parameters differ: {sorted(made.keys() ^ ours.keys())}"
@@ -57,8 +46,3 @@ def start_as_ours(model: nn.Module, job: Job) -> None:
         values[order] = ours[name].flatten()
         for theirs_name, piece in zip(part.names, values.split([x.numel() for x in places]), strict=True):
             theirs[theirs_name].copy_(piece.view(theirs[theirs_name].shape))
-
-
-def count(model: nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(p.numel() for p in model.parameters())

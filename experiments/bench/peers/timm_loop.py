@@ -1,6 +1,4 @@
-"""Contender: timm's VisionTransformer or SwinTransformer in the hand-written loop of ``bench.peers.plain``."""
-
-from typing import NoReturn
+"""Contender: timm's VisionTransformer or SwinTransformer in the hand-written loop."""
 
 import timm
 from timm.models.swin_transformer import SwinTransformer
@@ -8,18 +6,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from bench.peers.job import Job
-from bench.peers.plain import train_plainly
 from bench.peers.same import start_as_ours
-from bench.peers.turns import Turns
+from bench.plain_loop import plain_step
+from bench.settings import Step
 from vitpar.models.swin.config import SwinConfig
 
 
-def train(job: Job, turns: Turns) -> NoReturn:
-    """Train until the process ends."""
+def make(job: Job) -> tuple[nn.Module, Step, str]:
+    """Return timm's model, with vitpar's initial parameters, its step, and the version."""
     model = timms(job).to(job.device)
     start_as_ours(model, job)
-    model.set_grad_checkpointing(job.saving)
-    train_plainly(model, job, turns, f"timm {timm.__version__}")
+    return model, plain_step(model, job.compiled, job.precision), f"timm {timm.__version__}"
 
 
 def timms(job: Job) -> nn.Module:

@@ -1,50 +1,79 @@
 """Process of one contender: ``python -m bench.peers.worker JOB`` (JSON of ``bench.peers.job.Job``).
 
-Its answers are lines of JSON: ``missing`` if an import failed, ``full`` if it ran out of memory, ``failed`` for other
-errors, or the answers of ``bench.peers.turns``.
+Answers are lines of JSON: ``missing`` if an import failed, ``full`` if memory ran out, ``failed`` for other errors.
+Else ``parameters`` and ``version`` when it is ready. Then it reads requests
+``{"steps": n, "untimed": m, "losses": bool}``,
+makes m + n steps, and answers with the total of the last n: `wall` and `cpu` (all threads) in seconds, and `faults`,
+minor page faults. They are measured in this process after the device has finished. The end of the input ends it.
 """
 
 import importlib
+import json
 import os
+import resource
 import sys
+import time
 import traceback
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.peers.job import Job
-from bench.peers.turns import Turns, pipes
+from bench.peers.same import batches
 
 
 def main(text: str) -> None:
     """Train the contender of the JSON job `text` until the input ends."""
-    asked, answers = pipes()
-    job = Job.from_json(text)
-    turns = Turns(torch.device(job.device), asked, answers)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints of the libraries must not mix with the answers
+    kind = "missing"
     try:
-        module = importlib.import_module(f"bench.peers.{job.contender}")
-    except Exception as error:  # importing a package may raise any error
-        turns.tell(missing=one_line(error))
-        return
-    try:
-        if job.limit_bytes is not None and state_bytes(job) > job.limit_bytes:
-            raise torch.OutOfMemoryError(f"{state_bytes(job)} bytes of {job.limit_bytes}")
-        module.train(job, turns)
+        job = Job.from_json(text)
+        module = importlib.import_module(f"bench.peers.{job.contender}")  # importing a package may raise any error
+        kind = "failed"
+        for answer in turns(job, module):
+            print(json.dumps(answer), file=answers, flush=True)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        turns.tell(full=one_line(error))
+        print(json.dumps({"full": one_line(error)}), file=answers, flush=True)
     except Exception as error:
         traceback.print_exc()
-        turns.tell(failed=one_line(error))
-    finally:
-        sys.stderr.flush()
-        os._exit(0)  # threads of an interrupted loop may deadlock at a normal exit
+        print(json.dumps({kind: one_line(error)}), file=answers, flush=True)
 
 
-def state_bytes(job: Job) -> int:
-    """Return the bytes of parameters, gradients and AdamW's two moments in float32."""
-    from vitpar.models.layers import LayeredModel
+def turns(job: Job, module: Any) -> Iterator[dict[str, Any]]:
+    """Yield an answer when the contender is ready, and after each turn."""
+    model, step, version = module.make(job)
+    yield {"parameters": sum(p.numel() for _, p in model.named_parameters()), "version": version}
+    feed, gpu = cycle(batches(job)), job.device == "cuda"
 
-    with torch.device("meta"):
-        return 16 * sum(p.numel() for p in LayeredModel(job.config).parameters())
+    def make(steps: int) -> list[Tensor]:
+        return [step(*next(feed))[0].detach().clone() for _ in range(steps)]  # a compiled step may overwrite its loss
+
+    for line in sys.stdin:
+        turn = json.loads(line)
+        losses = make(turn["untimed"])
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        begun = read(gpu)
+        losses += make(turn["steps"])
+        answer: dict[str, Any] = {name: end - begun[name] for name, end in read(gpu).items()}
+        if turn["losses"]:
+            answer["losses"] = [loss.item() for loss in losses]
+        if gpu:
+            answer["memory_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()  # leave the memory to the next contender
+        yield answer
+
+
+def read(gpu: bool) -> dict[str, float]:
+    """Return the clocks and the page faults of this process."""
+    if gpu:
+        torch.cuda.synchronize()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return {"wall": time.perf_counter(), "cpu": time.process_time(), "faults": faults}
 
 
 def one_line(error: BaseException) -> str:

@@ -115,8 +115,9 @@ def plain_webdataset(folder: Path) -> Iterator[int]:
     """Yield the number of images of each batch of webdataset as it documents it: shuffled, decoded with Pillow."""
     urls = [str(path) for path in sorted(folder.glob("train-*.tar"))]
     crop: Callable[[Image.Image], Tensor] = random_resized_crop
-    stream = webdataset.WebDataset(urls, shardshuffle=100, repeat=True, resampled=False, empty_check=False)
-    for images, _ in stream.shuffle(1000).decode("pil").to_tuple("jpg", "cls").map_tuple(crop, int).batched(BATCH):
+    stream = webdataset.WebDataset(urls, shardshuffle=100, empty_check=False).shuffle(1000).decode("pil")
+    stream = stream.to_tuple("jpg", "cls").map_tuple(crop, int).batched(BATCH)
+    for images, _ in itertools.chain.from_iterable(itertools.repeat(stream)):
         yield len(images)
 
 

@@ -1,8 +1,8 @@
 """Compare the planner's predictions from cluster data sheets with published training runs.
 
-    python experiments/calibration.py > calibration.md
+    python experiments/calibration.py
 
-Takes seconds and needs no GPU. The runs are in bench/published_runs.toml. The constants of
+Takes seconds and needs no GPU. The runs are in bench/published_runs.toml, with sources. The constants of
 `vitpar.planner.profile.estimate` and the clusters' `sustained` are fitted to the rows with odd numbers. The mean error
 of the other rows is the error band of every prediction for a cluster.
 """
@@ -59,23 +59,12 @@ class Compared:
 
 
 def main() -> None:
-    """Print the page in Markdown."""
+    """Print the tables in Markdown."""
     compared = compare()
-    print("# `--cluster` against published runs\n")
-    for name, value in {**header(), "command": "`python experiments/calibration.py`"}.items():
+    for name, value in header().items():
         print(f"- {name}: {value}")
-    print(f"\n{INTRODUCTION}\n")
-    print("\n".join(runs(compared)))
-    print()
-    print("\n".join(means(compared)))
-    print("\n## Gains and losses\n")
-    print("\n".join(ratios(compared)))
-    print(f"\n{REMARKS}")
-    print("\n## Sources\n")
-    for one in compared:
-        assumed = f"; its {one.row['assumed']} is assumed ({one.row['batch']} images)" if "assumed" in one.row else ""
-        print(f"- {one.row['number']}. {one.row['run']}: {one.row['source']}{assumed}.")
-    print(f"\n{LEFT_OUT}")
+    for lines in (runs, means, ratios):
+        print("\n".join(["", *lines(compared)]))
 
 
 def compare() -> list[Compared]:
@@ -194,26 +183,6 @@ def beside_dp32(plan: str) -> float:
     model = {"name": "vit_gigantic_patch14_224"}
     one, other = (predict("4x8xA100", model, name, 4096, compiled=False, microbatches=4)[0] for name in (plan, "dp32"))
     return one / other
-
-
-INTRODUCTION = """\
-Published training rates, and what `vitpar.planner.profile.estimate` predicts from the shipped cluster files. Rows are
-split by their number in the order of collection: constants are fitted to odd rows, and even ones are held out. Rows
-that are limited by what is not priced (input, crops, other models in the same step) are shown. They count in no mean
-and nothing was fitted to them. No run of vitpar on a GPU is among the rows."""
-REMARKS = """\
-Misses and their likely causes, none of them measured:
-
-- Row 4, and compiled runs on A100s: the only row that A100s are fitted to, 5, is of NeMo. The same stack is slower than
-  predicted on H100s, whose rate is fitted to compiled PyTorch. A rate of 0.8 instead of 0.63 would bring row 14 near to
-  what is published and make row 5 about 20 % too fast. So expect predictions for A100s to be too slow.
-- Row 14: what compiling gains for Llama (RMSNorm, rotary positions, SwiGLU in many kernels) is not in a ViT's passes.
-- Tensor parallelism is predicted too fast: how far links reach their rate with messages of this size is not priced.
-- Row 10: 16 images at a time and heads of 88 features, which attention kernels pad.
-
-Not fitted to any run: L40S, B200, RTX 4090, fp8, tensor parallelism, latencies. L40S and B200 have the rate of an H100,
-the RTX 4090 that of an RTX 3090. The eager kernels of rows 6 to 10 are under AMP, which casts more than vitpar does."""
-LEFT_OUT = "Left out: row 13, ViT-22B on 1,024 TPUv4 (54.9 % MFU, arXiv 2302.05442): there is no cluster file of TPUs."
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ cycle was not survived.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -29,13 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.header import header
+from bench.harness import Report, parser
 from faults.injected import FAULTS, OF_RANK_0, OF_SAVES, TOLD
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.errors import CheckpointError
@@ -55,16 +51,6 @@ STANDS_STILL = 240.0
 """Seconds after which a run that has not ended is killed."""
 ENDS_WITHIN = 30.0
 """Seconds that a run may take to end after a fault. Ranks notice a request to end within 5 s."""
-
-
-@dataclass
-class Tally:
-    """Outcomes of one kind of fault."""
-
-    cycles: int = 0
-    survived: int = 0
-    seconds: list[float] = field(default_factory=list)
-    """Seconds from the fault to the end of the run, for each cycle in which the fault occurred."""
 
 
 class Soak:
@@ -106,10 +92,9 @@ class Soak:
             out, _ = process.communicate(timeout=STANDS_STILL)
             ended = time.time()
         except subprocess.TimeoutExpired:
-            standing = "\n".join(map(threads, processes(self._place)))
             process.kill()
             process.wait()
-            out, ended = f"{self._log()[-1000:]}\n{standing}", time.time()
+            out, ended = self._log()[-1000:], time.time()
         fired = self._fired.stat().st_mtime if self._fired.exists() else None
         came = fired is not None if kind not in DAMAGE else damaged is not None
         said = f"{kind}, {mesh}, rank {rank}, {count}"
@@ -160,8 +145,9 @@ class Soak:
     def _left(self, there: Checkpoints, before: list[int]) -> list[str]:
         """Return what is wrong after the run: processes, checkpoints, place of resuming, losses."""
         time.sleep(0.5)  # for ranks that have just noticed the end of the launcher
-        wrong = [f"process {pid} is left: {threads(pid)}" for pid in processes(self._place)]
+        wrong = []
         for pid in processes(self._place):
+            wrong.append(f"process {pid} is left")
             os.kill(pid, signal.SIGKILL)
         for step in there.steps():
             try:
@@ -228,45 +214,31 @@ def processes(place: Path) -> list[int]:
     return found
 
 
-def threads(pid: int) -> str:
-    """Return the state of each thread of a process, as the kernel reports it."""
-    lines = [f"process {pid}"]
-    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
-        with suppress(OSError):
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            words = [(task / name).read_text().strip() for name in ("comm", "wchan", "syscall")]
-            lines.append(f"  {state} {' '.join(words)}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Read the options, run the cycles, print the table; return 1 if a cycle was not survived."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of plans, faults and places")
-    parser.add_argument("--only", nargs="+", choices=[*FAULTS, *DAMAGE], help="kinds of faults, instead of all")
-    arguments = parser.parse_args()
-    kinds = arguments.only or [*FAULTS, *DAMAGE]
-    draw, tally, begun = random.Random(arguments.seed), defaultdict[str, Tally](Tally), time.monotonic()
+    made = parser(__doc__, [*FAULTS, *DAMAGE])
+    made.add_argument("--cycles", type=int, default=200)
+    made.add_argument("--seed", type=int, default=0, help="of plans, faults and places")
+    given = made.parse_args()
+    report, kinds, draw = Report(given.json), given.only or [*FAULTS, *DAMAGE], random.Random(given.seed)
+    cycles: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), draw)
-        for number in range(arguments.cycles):
+        for number in range(given.cycles):
             kind = kinds[number % len(kinds)] if number < len(kinds) else draw.choice(kinds)
             said, wrong, seconds = soak.cycle(kind)
-            tally[kind].cycles += 1
-            tally[kind].survived += not wrong
-            tally[kind].seconds += [seconds] * (seconds is not None)
+            cycles.append({"kind": kind, "said": said, "wrong": wrong, "seconds": seconds})
+            report.keep("cycles", cycles)
             print(f"{number + 1:3} {said}: {'; '.join(wrong) or 'survived'}", file=sys.stderr, flush=True)
-    for name, value in header().items():
-        print(f"- {name}: {value}")
-    print("\n| fault | cycles | came to pass | survived | seconds from fault to end, at most |\n|---|---|---|---|---|")
-    for kind in sorted(tally):
-        one = tally[kind]
-        slowest = f"{max(one.seconds):.1f}" if one.seconds else ""
-        print(f"| {kind} | {one.cycles} | {len(one.seconds)} | {one.survived} | {slowest} |")
-    survived = sum(one.survived for one in tally.values())
-    print(f"\n{survived}/{arguments.cycles} faults survived in {(time.monotonic() - begun) / 60:.0f} minutes.")
-    return 0 if survived == arguments.cycles else 1
+    cells = []
+    for kind in sorted({one["kind"] for one in cycles}):
+        mine = [one for one in cycles if one["kind"] == kind]
+        passed = [one["seconds"] for one in mine if one["seconds"] is not None]
+        survived = sum(not one["wrong"] for one in mine)
+        cells.append([kind, f"{len(mine)}", f"{len(passed)}", f"{survived}", f"{max(passed, default=0):.1f}"])
+    heads = ("fault", "cycles", "came to pass", "survived", "seconds from fault to end, at most")
+    report.show("faults", heads, cells, cycles)
+    return int(any(one["wrong"] for one in cycles))
 
 
 if __name__ == "__main__":

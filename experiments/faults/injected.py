@@ -8,6 +8,7 @@ The fault KIND (of `FAULTS`) hits RANK when it reaches the place for the COUNT-t
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
@@ -17,12 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Fault = Callable[[], None]
 LAUNCHED = "RANK" in os.environ
 """Whether a launcher started this process. Read at import, because joining the world sets the same variables."""
 
 
-def kill() -> None:
+def kill(*_: Any) -> None:
     """Kill this process with SIGKILL, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -36,7 +36,7 @@ class Trap:
     def __init__(self, rank: int, count: int, file: Path) -> None:
         self._rank, self._left, self._file = rank, count, file
 
-    def __call__(self, fault: Fault) -> None:
+    def __call__(self, fault: Callable[[], None]) -> None:
         """Count a call, and trigger `fault` if it is the one."""
         import torch.distributed as dist
 
@@ -47,207 +47,154 @@ class Trap:
                 fault()
 
 
-def before(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """Replace ``owner.name`` so that `act` runs first, with the same arguments."""
-    former = getattr(owner, name)
+Install = Callable[[Trap], None]
+"""Function that lets a trap be called at one place of the program."""
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        act(*args, **kwargs)
-        return former(*args, **kwargs)
 
-    setattr(owner, name, wrapped)
+def replaced(path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function or method at `path` (module:name or module:class.name) by what `wrap` makes of it."""
+    module, _, names = path.partition(":")
+    *outer, name = names.split(".")
+    owner = importlib.import_module(module)
+    for part in outer:
+        owner = getattr(owner, part)
+    setattr(owner, name, wrap(getattr(owner, name)))
 
 
-def after(owner: Any, name: str, act: Callable[[Any], None]) -> None:
-    """Replace ``owner.name`` so that `act` runs afterwards, with its result."""
-    former = getattr(owner, name)
+def before(path: str, fault: Callable[..., None], applies: Callable[..., bool] = lambda *_, **__: True) -> Install:
+    """Return an installer of `fault` before calls of `path`; it gets their arguments.
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = former(*args, **kwargs)
-        act(result)
-        return result
+    applies: whether a call counts.
+    """
 
-    setattr(owner, name, wrapped)
-
-
-def forward(trap: Trap) -> None:
-    from vitpar.models.vit.layers import Block
-
-    before(Block, "forward", lambda *_, **__: trap(kill))
-
-
-def backward(trap: Trap) -> None:
-    from vitpar.models.vit.layers import Block
-
-    after(Block, "forward", lambda out: out.register_hook(lambda _: trap(kill)) if out.requires_grad else None)
-
-
-def optimizer(trap: Trap) -> None:
-    """Kill between the update of the parameters and that of their averages."""
-    from vitpar.training.optim.optimizer import ShardedOptimizer
-
-    after(ShardedOptimizer, "step", lambda _: trap(kill))
-
-
-def anywhere(trap: Trap) -> None:
-    """Kill at an arbitrary time within a second from the start of a step."""
-    from vitpar.training.trainer import Trainer
-
-    wait = time.time() % 1
-    before(Trainer, "step", lambda *_: trap(lambda: threading.Timer(wait, kill).start()))
-
-
-def bug(trap: Trap) -> None:
-    from vitpar.training.trainer import Trainer
-
-    def fail() -> None:
-        raise RuntimeError("a bug")
-
-    before(Trainer, "step", lambda *_: trap(fail))
-
-
-def staging(trap: Trap) -> None:
-    """Kill when half of the tensors are copied."""
-    from vitpar.checkpoint.image import SafetensorsBuffer
-
-    def half(image: SafetensorsBuffer, tensors: Any) -> None:
-        for view in list(image._views.values())[::2]:
-            view.zero_()
-        trap(kill)
-
-    before(SafetensorsBuffer, "stage", half)
-
-
-def _at_file(trap: Trap, name: str, fault: Callable[[Path, memoryview], None]) -> None:
-    """Trigger `fault` before a file is written whose name starts with `name`."""
-    from vitpar.checkpoint import atomic
-
-    def act(path: Path, content: Any) -> None:
-        if path.name.startswith(name):
-            trap(lambda: fault(path, memoryview(content)))
-
-    before(atomic, "write", act)
-
-
-def _half(path: Path, content: memoryview) -> None:
-    path.write_bytes(content[: len(content) // 2])
-    kill()
-
-
-def _full(path: Path, content: memoryview) -> None:
-    path.write_bytes(content[: len(content) // 2])
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def writing(trap: Trap) -> None:
-    _at_file(trap, "shard-", _half)
-
-
-def index(trap: Trap) -> None:
-    _at_file(trap, "index", _half)
-
-
-def disk_full(trap: Trap) -> None:
-    _at_file(trap, "shard-", _full)
-
-
-def index_full(trap: Trap) -> None:
-    _at_file(trap, "index", _full)
-
-
-def lost(trap: Trap) -> None:
-    """Delete a file that a rank has written, as if rank 0 could not see its disk."""
-    from vitpar.checkpoint import atomic
-
-    write = atomic.write
-
-    def written(path: Path, content: Any) -> Any:
-        stored = write(path, content)
-        if path.name.startswith("shard-"):
-            trap(path.unlink)
-        return stored
-
-    atomic.write = written
-
-
-def read_only(trap: Trap) -> None:
-    from vitpar.checkpoint import atomic
-
-    def refuse() -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    before(atomic, "begin", lambda _: trap(refuse))
-
-
-def rename(trap: Trap) -> None:
-    """Kill when all files are written but the folder is not renamed yet."""
-    from vitpar.checkpoint import atomic
-
-    before(atomic, "publish", lambda _: trap(kill))
-
-
-def removal(trap: Trap) -> None:
-    """Kill when an old checkpoint is half deleted."""
-    from vitpar.checkpoint import atomic
-
-    def half(folder: Any, *_: Any, **__: Any) -> None:
-        files = sorted(Path(folder).glob("*")) if Path(folder).suffix == ".removed" else []
-        for file in files[::2]:
-            file.unlink()
-        if files:
-            trap(kill)
-
-    before(atomic.shutil, "rmtree", half)
-
-
-def slow_rank(trap: Trap) -> None:
-    """Pause one rank for 2 s, then ask the run to end."""
-    from vitpar.training.trainer import Trainer
-
-    def stand() -> None:
-        time.sleep(2)
-        _ask_launcher(signal.SIGTERM)
-
-    before(Trainer, "step", lambda *_: trap(stand))
-
-
-def _ask_launcher(number: signal.Signals) -> None:
-    os.kill(os.getppid() if LAUNCHED else os.getpid(), number)
-
-
-def _asked(number: signal.Signals, ask: Callable[[signal.Signals], None]) -> Callable[[Trap], None]:
     def install(trap: Trap) -> None:
-        from vitpar.training.trainer import Trainer
+        def wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                if applies(*args, **kwargs):
+                    trap(lambda: fault(*args))
+                return former(*args, **kwargs)
 
-        before(Trainer, "step", lambda *_: trap(lambda: ask(number)))
+            return called
+
+        replaced(path, wrap)
 
     return install
 
 
-def _ask_rank(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+def after(path: str, act: Callable[..., None]) -> Install:
+    """Return an installer that calls `act` after calls of `path`, with the trap, their result and arguments."""
+
+    def install(trap: Trap) -> None:
+        def wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                result = former(*args, **kwargs)
+                act(trap, result, *args)
+                return result
+
+            return called
+
+        replaced(path, wrap)
+
+    return install
 
 
-FAULTS: dict[str, Callable[[Trap], None]] = {
-    "killed in forward": forward,
-    "killed in backward": backward,
-    "killed in the optimizer": optimizer,
-    "killed anywhere": anywhere,
-    "killed while staging": staging,
-    "killed while writing": writing,
-    "killed while writing the index": index,
-    "killed before renaming": rename,
-    "killed while removing": removal,
-    "disk full": disk_full,
-    "disk full at the index": index_full,
-    "file not seen by others": lost,
-    "read-only folder": read_only,
-    "exception": bug,
-    "slow rank, then SIGTERM": slow_rank,
-    "SIGTERM to a rank": _asked(signal.SIGTERM, _ask_rank),
-    "SIGUSR1 to a rank": _asked(signal.SIGUSR1, _ask_rank),
-    "SIGTERM to the launcher": _asked(signal.SIGTERM, _ask_launcher),
-    "Ctrl-C": _asked(signal.SIGINT, _ask_launcher),
+STEP = "vitpar.training.trainer:Trainer.step"
+BLOCK = "vitpar.models.vit.layers:Block.forward"
+WRITE = "vitpar.checkpoint.atomic:write"
+
+
+def in_backward(trap: Trap, out: Any, *_: Any) -> None:
+    """Kill in the backward of a block."""
+    if out.requires_grad:
+        out.register_hook(lambda _: trap(kill))
+
+
+def fail(*_: Any) -> None:
+    """Raise an error that is a bug."""
+    raise RuntimeError("a bug")
+
+
+def half_staged(buffer: Any, tensors: Any) -> None:
+    """Kill when half of the tensors are copied."""
+    for view in list(buffer._views.values())[::2]:
+        view.zero_()
+    kill()
+
+
+def half_written(path: Path, content: Any) -> None:
+    """Kill when half of a file is written."""
+    path.write_bytes(memoryview(content)[: len(content) // 2])
+    kill()
+
+
+def full(path: Path, content: Any) -> None:
+    """Let the disk be full when half of a file is written."""
+    path.write_bytes(memoryview(content)[: len(content) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def read_only(*_: Any) -> None:
+    """Refuse to write."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def unseen(trap: Trap, _: Any, path: Path, *__: Any) -> None:
+    """Delete a file that a rank has written, as if rank 0 could not see its disk."""
+    if path.name.startswith("shard-"):
+        trap(path.unlink)
+
+
+def half_removed(folder: Any, *_: Any) -> None:
+    """Kill when an old checkpoint is half deleted."""
+    for file in sorted(Path(folder).glob("*"))[::2]:
+        file.unlink()
+    kill()
+
+
+def named(start: str) -> Callable[..., bool]:
+    """Return a test of whether a file's name starts with `start`."""
+    return lambda path, *_: path.name.startswith(start)
+
+
+def asked(number: signal.Signals, launcher: bool = True) -> Install:
+    """Return an installer that sends a signal at a step to the launcher, or to the rank itself."""
+    return before(STEP, lambda *_: os.kill(os.getppid() if launcher and LAUNCHED else os.getpid(), number))
+
+
+def slow(*_: Any) -> None:
+    """Pause for 2 s, then ask the run to end."""
+    time.sleep(2)
+    os.kill(os.getppid() if LAUNCHED else os.getpid(), signal.SIGTERM)
+
+
+FAULTS: dict[str, Install] = {
+    "killed in forward": before(BLOCK, kill),
+    "killed in backward": after(BLOCK, in_backward),
+    # Between the update of the parameters and that of their averages.
+    "killed in the optimizer": after(
+        "vitpar.training.optim.optimizer:ShardedOptimizer.step", lambda trap, *_: trap(kill)
+    ),
+    # Within a second from the start of a step.
+    "killed anywhere": before(STEP, lambda *_: threading.Timer(time.time() % 1, kill).start()),
+    "killed while staging": before("vitpar.checkpoint.image:SafetensorsBuffer.stage", half_staged),
+    "killed while writing": before(WRITE, half_written, named("shard-")),
+    "killed while writing the index": before(WRITE, half_written, named("index")),
+    "killed before renaming": before("vitpar.checkpoint.atomic:publish", kill),
+    "killed while removing": before(
+        "vitpar.checkpoint.atomic:shutil.rmtree",
+        half_removed,
+        lambda folder, *_, **__: Path(folder).suffix == ".removed" and any(Path(folder).iterdir()),
+    ),
+    "disk full": before(WRITE, full, named("shard-")),
+    "disk full at the index": before(WRITE, full, named("index")),
+    "file not seen by others": after(WRITE, unseen),
+    "read-only folder": before("vitpar.checkpoint.atomic:begin", read_only),
+    "exception": before(STEP, fail),
+    "slow rank, then SIGTERM": before(STEP, slow),
+    "SIGTERM to a rank": asked(signal.SIGTERM, launcher=False),
+    "SIGUSR1 to a rank": asked(signal.SIGUSR1, launcher=False),
+    "SIGTERM to the launcher": asked(signal.SIGTERM),
+    "Ctrl-C": asked(signal.SIGINT),
 }
 TOLD = ("disk full", "disk full at the index", "file not seen by others", "read-only folder")
 """Faults that end a run with an error message about the disk."""

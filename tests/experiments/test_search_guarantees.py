@@ -19,4 +19,4 @@ def test_search_is_never_slower_than_a_uniform_plan(first: int, clusters: int) -
     """Runs 11 of the 200 clusters that `make bench-search` draws."""
     found = run(first, clusters)
     assert found.returncode == 0, found.stdout + found.stderr
-    assert f"searches: {3 * clusters}" in found.stdout
+    assert found.stdout.count(f"% | {clusters} |") == 3

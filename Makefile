@@ -70,7 +70,6 @@ docs: $(READY)   ## Generate pages of docs/ from the source, and build the docum
 	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
 	$(BIN)/python experiments/commands_page.py > docs/commands.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
-	$(BIN)/python experiments/readme_picture.py > docs/images/pp2xtp2xdp2.svg
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and plans with theory

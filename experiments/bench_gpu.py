@@ -1,7 +1,7 @@
-"""Measure training on one GPU in bf16 and fp8, compared with the chip's limits and a plain compiled loop.
+"""Measure training on one GPU in bf16 and fp8, compared with the chip's limits.
 
     PYTHONPATH=src python experiments/bench_gpu.py --json gpu.json                       # as much as ten minutes hold
-    PYTHONPATH=src python experiments/bench_gpu.py --sections plain fp8 --json rest.json # sections that did not fit
+    PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --json rest.json     # a section that did not fit
     PYTHONPATH=src python experiments/bench_gpu.py --sections fp8 --fp8-fast-accum always
     python experiments/bench_gpu.py --device cpu --tiny                  # seconds: does the program run?
 
@@ -16,9 +16,7 @@ The most important rows come first, and each row is printed and written at once.
    table splits the step into phases.
 3. input: the first model on JPEG files of 500x375 pixels from shards, in turns with the batch in GPU memory
    (needs all of vitpar's packages)
-4. plain: the same ViT without vitpar's parallel layers, compiled as one with ``torch.compile``, with bf16 autocast and
-   the attention kernel that vitpar found to be the fastest; in turns with vitpar
-5. fp8: vitpar's step in fp8, in turns with bf16, for models at least 1280 wide; also both losses after equally many
+4. fp8: vitpar's step in fp8, in turns with bf16, for models at least 1280 wide; also both losses after equally many
    steps on one batch
 
 All train with fused AdamW and clip by the global norm. Before timing, vitpar's first loss and gradient norm are
@@ -27,7 +25,7 @@ synchronisations, after a warm-up that also compiles. Batch sizes depend on the 
 are halved if they do not fit. Tables show the median of the blocks ± half the interquartile range. MFU counts the
 matrix products of forward × 3 (``ViTConfig.flops``). Memory is the peak of what the contender itself allocated.
 
-For timm, transformers and Lightning see bench_peers.py. This script needs torch, einops, numpy and this checkout, but
+For timm and a plain compiled loop see bench_peers.py. This script needs torch, einops, numpy and this checkout, but
 not rich.
 """
 
@@ -49,11 +47,10 @@ from bench.header import header
 from bench.settings import Step
 
 try:
-    from bench.gpu_reference import difference, plain_model, random_batch, reference
+    from bench.gpu_reference import difference, random_batch, reference
     from bench.gpu_rows import Memory, Run, gibibytes, named, percent
     from bench.one_gpu import bandwidth, kernels, matrix_products, phases, settle, waits
     from bench.ours import vitpar_step
-    from bench.plain_loop import plain_step
     from vitpar.errors import RecipeError
     from vitpar.launch import ALONE, join, leave
     from vitpar.models import ViTConfig, model_config
@@ -66,8 +63,8 @@ except ModuleNotFoundError as error:
 TINY_MODEL, TINY = "vit_tiny_patch16_224", {"depth": 2, "image_size": 32}
 FP8_WIDTH = 1280
 """Smallest embed_dim for the fp8 section: narrower models gain less by fp8, and a row takes its time."""
-SECTIONS = ("vitpar", "input", "plain", "fp8")
-SECTIONS_HELP = "of: vitpar, input (with vitpar), plain, fp8; limits always"
+SECTIONS = ("vitpar", "input", "fp8")
+SECTIONS_HELP = "of: vitpar, input (with vitpar), fp8; limits always"
 WARM_UP = 5
 REPEATS = 5
 
@@ -100,11 +97,9 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
     for number, (config, size) in enumerate(jobs if "vitpar" in sections else []):
         with_input = number == 0 and "input" in sections
         attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=with_input))
-    plain = [("plain", *job) for job in jobs if "plain" in sections]
     wide = [job for job in jobs if job[0].embed_dim >= FP8_WIDTH or run.options.tiny]
-    fp8 = [("fp8", *job) for job in sorted(wide, key=lambda job: -job[0].embed_dim) if "fp8" in sections]
-    for section, config, size in [*plain[:1], *fp8[:1], *plain[1:], *fp8[1:]]:  # one row of each section first
-        attempt(run, section, 60 + 2.5 * config.depth, config, size, partial(side_by_side, section=section))
+    for config, size in sorted(wide, key=lambda job: -job[0].embed_dim) if "fp8" in sections else []:
+        attempt(run, "fp8", 60 + 2.5 * config.depth, config, size, float8)
 
 
 def arguments() -> argparse.Namespace:
@@ -167,18 +162,18 @@ def attempt(run: Run, what: str, seconds: float, config: ViTConfig, batch_size: 
 
 def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
     """Measure FLOP/s of this model's matrix products and bytes/s of a copy."""
-    found = matrix_products(config, batch_size, run.device)
-    run.products[config.name] = found.sustained
+    burst, sustained = matrix_products(config, batch_size, run.device)
+    run.products[config.name] = sustained
     copied = bandwidth(run.device, 16 if run.options.tiny else 1024)
     cells = [
         named(config, batch_size),
-        f"{found.burst / 1e12:.1f}",
-        f"{found.sustained / 1e12:.1f}",
-        percent(run.peak and found.sustained / run.peak),
+        f"{burst / 1e12:.1f}",
+        f"{sustained / 1e12:.1f}",
+        percent(run.peak and sustained / run.peak),
         f"{copied / 1e9:.0f}",
     ]
     facts = {"model": config.name, "batch_size": batch_size, "peak": run.peak}
-    run.row("limits", cells, **facts, burst=found.burst, sustained=found.sustained, copy=copied)
+    run.row("limits", cells, **facts, burst=burst, sustained=sustained, copy=copied)
 
 
 def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
@@ -249,22 +244,15 @@ def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tens
     run.row("input", cells, model=config.name, batch_size=size, **found)
 
 
-def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) -> None:
-    """Time vitpar in bf16 in turns with its contender: a plain loop or fp8, by `section`."""
+def float8(run: Run, config: ViTConfig, batch_size: int) -> None:
+    """Time vitpar's step in fp8 in turns with bf16."""
     batch, steps = random_batch(config, batch_size, run.device), run.options.steps
     made: dict[str, Any] = {}
-    others = {
-        "plain": lambda: plain_step(plain_model(config, initial).to(run.device), run.compiled),
-        "fp8": lambda: make_ours(run, config, batch_size, "fp8", made["vitpar"].attention.backend or "auto"),
-    }
-    makers = {"vitpar": lambda: make_ours(run, config, batch_size), section: others[section]}
     contenders, memory = {}, {}
-    initial: dict[str, Tensor] = {}  # on the host, where they cost no GPU memory
-    for name, make in makers.items():
+    for name, precision in (("vitpar", "bf16"), ("fp8", "fp8")):
         measured = Memory(run.device)
-        step = made[name] = make()
-        if section == "plain" and not initial:
-            initial = {key: value.to("cpu", copy=True) for key, value in step.model.state_dict().items()}
+        kernel = made["vitpar"].attention.backend or "auto" if made else "auto"
+        step = made[name] = make_ours(run, config, batch_size, precision, kernel)
         repeat(step, batch, WARM_UP)
         measured.forget()
         repeat(step, batch, 1)
@@ -272,12 +260,11 @@ def side_by_side(run: Run, config: ViTConfig, batch_size: int, *, section: str) 
     times = take_turns(contenders, REPEATS, partial(settle, run.device))
     losses = {name: step(*batch)[0].item() for name, step in made.items()}  # after equally many steps
     seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
-    shown = [Spread.of([1e3 * s for s in seconds[name]]).text(2) for name in contenders]
-    over = ratio(seconds[section], seconds["vitpar"]).text(3)
-    cells = [named(config, batch_size), *shown, over, *(gibibytes(memory[name]) for name in contenders)]
-    cells += [f"{losses[name]:.4f}" for name in contenders]
+    shown = [Spread.of([1e3 * s for s in one]).text(2) for one in seconds.values()]
+    cells = [named(config, batch_size), *shown, ratio(seconds["fp8"], seconds["vitpar"]).text(3)]
+    cells += [*map(gibibytes, memory.values()), *(f"{loss:.4f}" for loss in losses.values())]
     facts = {"model": config.name, "batch_size": batch_size, "losses": losses}
-    run.row(section, cells, **facts, seconds=seconds, memory_bytes=memory)
+    run.row("fp8", cells, **facts, seconds=seconds, memory_bytes=memory)
 
 
 def make_ours(run: Run, config: ViTConfig, batch_size: int, precision: str = "bf16", kernel: str = "auto") -> Any:

@@ -25,6 +25,7 @@ import argparse
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,6 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Count and estimate every model; print progress on stderr."""
     from bench.dry.block import block_work, of_variant
-    from bench.dry.compiler_settings import change
     from bench.dry.roofline import estimate, rates_of
     from bench.dry.tables import Row
     from vitpar.errors import UserError
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
     try:
         configs = [model_config(name) for name in options.models]
-        change(options.set)
+        change_settings(options.set)
     except UserError as error:
         sys.exit(f"error: {error}")
     if others := [config.name for config in configs if not isinstance(config, ViTConfig)]:
@@ -105,6 +105,27 @@ def measure(options: argparse.Namespace) -> list[Row]:
         rows.append(Row(config, batch, work, estimate(config, batch, work, rates, precision)))
         print(f"{config.name}: counted in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     return rows
+
+
+def change_settings(assignments: list[str]) -> None:
+    """Change settings of ``torch._inductor.config``. Raises UserError for a name or value that does not exist.
+
+    assignments: KEY=VALUE pairs, with values as in TOML.
+    """
+    import torch._inductor.config as settings
+
+    from vitpar.errors import UserError
+    from vitpar.text import nearest, shown
+
+    known = settings.get_config_copy()
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        if key not in known:
+            raise UserError(f"torch's compiler has no setting '{shown(key)}'{nearest(key, sorted(known))}: use another")
+        try:
+            setattr(settings, key, tomllib.loads(f"value = {text.lower()}")["value"])
+        except tomllib.TOMLDecodeError:
+            raise UserError(f"--set {key} is '{shown(text)}': use a value of TOML, such as true or 2") from None
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> int:

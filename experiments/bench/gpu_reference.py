@@ -19,23 +19,16 @@ def random_batch(config: ViTConfig, batch_size: int, device: torch.device) -> tu
     return images.to(device, torch.bfloat16), labels.to(device)
 
 
-def plain_model(config: ViTConfig, parameters: Mapping[str, Tensor]) -> LayeredModel:
-    """Return the ViT without vitpar's parallel layers, with copies of `parameters` in float32.
+def reference(config: ViTConfig, parameters: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> list[float]:
+    """Return loss and gradient norm of the plain, uncompiled LayeredModel, with `parameters` cast to bf16.
 
-    Drawing initial values again would take half a minute for large models.
+    They are copied: drawing initial values again would take half a minute for large models.
     """
-    device = next(iter(parameters.values())).device
     with torch.device("meta"):
         model = LayeredModel(config)
-    model.to_empty(device=device).load_state_dict(dict(parameters))
+    model.to_empty(device=images.device).load_state_dict(dict(parameters))
     for layer in model.layers().values():
         layer.reset_buffers()
-    return model
-
-
-def reference(config: ViTConfig, parameters: Mapping[str, Tensor], images: Tensor, labels: Tensor) -> list[float]:
-    """Return loss and gradient norm of the plain, uncompiled LayeredModel, with `parameters` cast to bf16."""
-    model = plain_model(config, parameters)
     computed = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
     loss = F.cross_entropy(torch.func.functional_call(model, computed, (images,)).float(), labels)
     loss.backward()

@@ -9,18 +9,12 @@ from typing import Any
 import torch
 
 from bench.gpu_models import card_of
+from bench.harness import table
 from bench.json_file import write_json
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
 from vitpar.parallel.compiling import compiler_fault
 from vitpar.training.metrics import peak_flops
-
-
-def _beside(ours: str, other: str) -> tuple[str, ...]:
-    both = (ours, other)
-    measured = (*(f"{name}, ms" for name in both), f"{other} over {ours}", *(f"{name}, GiB" for name in both))
-    return ("model", *measured, *(f"last loss, {name}" for name in both))
-
 
 COLUMNS = {
     "limits": ("model", "products, TFLOP/s: burst", "sustained", "sustained, of the peak", "copy, GB/s"),
@@ -30,15 +24,12 @@ COLUMNS = {
     ),
     "phases": ("model", "ms of a step"),
     "input": (
-        "model",
-        "synthetic, images/s",
-        "JPEG, images/s",
-        "JPEG over synthetic",
-        "target",
-        "input alone, images/s",
+        *("model", "synthetic, images/s", "JPEG, images/s", "JPEG over synthetic", "target", "input alone, images/s"),
     ),
-    "plain": _beside("vitpar", "plain"),
-    "fp8": _beside("bf16", "fp8"),
+    "fp8": (
+        *("model", "bf16, ms", "fp8, ms", "fp8 over bf16", "bf16, GiB", "fp8, GiB", "last loss, bf16"),
+        "last loss, fp8",
+    ),
 }
 """Columns of the table of each section."""
 
@@ -97,9 +88,8 @@ class Run:
     def show(self) -> None:
         """Print all tables in Markdown."""
         for section, rows in self._shown.items():
-            lines = [COLUMNS[section], ["---"] * len(COLUMNS[section]), *rows]
             if rows:
-                print(f"\n{section}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+                print("\n".join([f"\n{section}\n", *table(COLUMNS[section], rows)]))
 
     def _write(self) -> None:
         if self.options.json:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,39 +39,20 @@ def seconds_of(run: Callable[[], object], device: torch.device, least: float = 0
         calls = max(2 * calls, int(calls * least / max(taken, 1e-6)))
 
 
-@dataclass(frozen=True)
-class MatrixProducts:
-    """Times of the linear layers of a block at the model's shapes, forward and backward."""
-
-    flops: int
-    """FLOPs of all layers."""
-    bursts: dict[str, float]
-    """Seconds of each layer by name, measured for a fraction of a second."""
-    together: float
-    """Seconds of all layers, one after the other, measured for `SUSTAINED_S`."""
-
-    @property
-    def burst(self) -> float:
-        """FLOP/s in short bursts."""
-        return self.flops / sum(self.bursts.values())
-
-    @property
-    def sustained(self) -> float:
-        """FLOP/s at the clock that the GPU sustains."""
-        return self.flops / self.together
-
-
 def block_layers(config: ViTConfig) -> dict[str, tuple[int, int]]:
     """Return (input features, output features) of the linear layers of a plain block by name."""
     d = config.embed_dim
     return {"qkv": (d, 3 * d), "proj": (d, d), "fc1": (d, config.mlp_hidden_dim), "fc2": (config.mlp_hidden_dim, d)}
 
 
-def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) -> MatrixProducts:
-    """Time the three products of each linear layer of a block in bf16: outputs, and gradients of inputs and weights."""
+def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) -> tuple[float, float]:
+    """Return the FLOP/s of a block's linear layers in bf16, in short bursts and at the clock that the GPU sustains.
+
+    Each has three products: its output, and the gradients of its input and weight.
+    """
     rows, layers = batch_size * config.tokens, block_layers(config)
-    every: dict[str, Callable[[], None]] = {}
-    for name, (inner, outer) in layers.items():
+    every: list[Callable[[], None]] = []
+    for inner, outer in layers.values():
         x, w, y = (
             torch.randn(shape, device=device, dtype=torch.bfloat16)
             for shape in ((rows, inner), (outer, inner), (rows, outer))
@@ -83,15 +63,15 @@ def matrix_products(config: ViTConfig, batch_size: int, device: torch.device) ->
             torch.mm(y, w)
             torch.mm(y.t(), x)
 
-        every[name] = products
+        every.append(products)
 
     def all_layers() -> None:
-        for products in every.values():
+        for products in every:
             products()
 
-    bursts = {name: seconds_of(products, device) for name, products in every.items()}
-    together = seconds_of(all_layers, device, SUSTAINED_S if device.type == "cuda" else 0.2)
-    return MatrixProducts(sum(6 * rows * inner * outer for inner, outer in layers.values()), bursts, together)
+    flops = sum(6 * rows * inner * outer for inner, outer in layers.values())
+    bursts = sum(seconds_of(products, device) for products in every)
+    return flops / bursts, flops / seconds_of(all_layers, device, SUSTAINED_S if device.type == "cuda" else 0.2)
 
 
 def bandwidth(device: torch.device, megabytes: int = 1024) -> float:

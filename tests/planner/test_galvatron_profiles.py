@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.galvatron_2022 import (
+from helpers.galvatron_2022 import (
     BATCHES,
     COLUMNS,
     MB,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.galvatron_2022 import vit_huge_32, write_profiles
 from helpers.command_line import refusal
+from helpers.galvatron_2022 import vit_huge_32, write_profiles
 from vitpar.errors import PlannerError, StrategyError, UserError
 from vitpar.limits import MAX_PROFILE_BYTES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.planner.profile.cluster import find_cluster

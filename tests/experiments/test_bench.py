@@ -103,9 +103,8 @@ def test_peers_train_a_swin_as_timm_does() -> None:
     from helpers.oracles import timm
 
     assert timm  # imported first: timm needs torchvision, which may not match this torch
+    from bench.peers.contenders import batches, start_as_ours, timms
     from bench.peers.job import Job
-    from bench.peers.same import batches, start_as_ours
-    from bench.peers.timm_loop import timms
     from bench.plain_loop import initial_model, plain_step
 
     options = {"embed_dim": 12, "depths": [2, 2], "num_heads": [3, 6], "num_classes": 10}
@@ -125,8 +124,8 @@ def test_peers_train_a_swin_as_timm_does() -> None:
 def test_peers_start_from_the_same_parameters() -> None:
     import torch
 
+    from bench.peers.contenders import start_as_ours
     from bench.peers.job import Job
-    from bench.peers.same import start_as_ours
     from bench.plain_loop import initial_model
     from vitpar.models.vit.foreign import parts, renamed
 

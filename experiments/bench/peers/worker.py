@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.peers import NEEDS, contenders
 from bench.peers.job import Job
-from bench.peers.same import batches
 
 
 def main(text: str) -> None:
@@ -32,9 +32,9 @@ def main(text: str) -> None:
     kind = "missing"
     try:
         job = Job.from_json(text)
-        module = importlib.import_module(f"bench.peers.{job.contender}")  # importing a package may raise any error
+        importlib.import_module(NEEDS.get(job.contender, "torch"))  # it may raise any error
         kind = "failed"
-        for answer in turns(job, module):
+        for answer in turns(job):
             print(json.dumps(answer), file=answers, flush=True)
     except (torch.OutOfMemoryError, MemoryError) as error:
         print(json.dumps({"full": one_line(error)}), file=answers, flush=True)
@@ -43,11 +43,11 @@ def main(text: str) -> None:
         print(json.dumps({kind: one_line(error)}), file=answers, flush=True)
 
 
-def turns(job: Job, module: Any) -> Iterator[dict[str, Any]]:
+def turns(job: Job) -> Iterator[dict[str, Any]]:
     """Yield an answer when the contender is ready, and after each turn."""
-    model, step, version = module.make(job)
+    model, step, version = getattr(contenders, f"make_{job.contender}")(job)
     yield {"parameters": sum(p.numel() for _, p in model.named_parameters()), "version": version}
-    feed, gpu = cycle(batches(job)), job.device == "cuda"
+    feed, gpu = cycle(contenders.batches(job)), job.device == "cuda"
 
     def make(steps: int) -> list[Tensor]:
         return [step(*next(feed))[0].detach().clone() for _ in range(steps)]  # a compiled step may overwrite its loss

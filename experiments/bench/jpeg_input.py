@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -55,34 +54,24 @@ def beside_synthetic(
         )
         given = Input(recipe, step.model)
         with closing(iter(given.train_batches(open_split(recipe, "train")))) as batches:
-            alone = _alone(batches, steps, size)
-            contenders = {
-                "synthetic": partial(_synthetic, step, batch, steps),
-                "JPEG": partial(_real, step, given, batches, steps),
-            }
-            contenders["JPEG"]()
-            times = take_turns(contenders, rounds, partial(settle, device))
+
+            def real() -> None:
+                for _ in range(steps):
+                    images, labels, _ = given.train_step(next(batches))
+                    assert images is not None
+                    step(images, labels)
+
+            def synthetic() -> None:
+                for _ in range(steps):
+                    step(*batch)
+
+            for _ in range(3):  # decoded ahead
+                next(batches)
+            begun = time.perf_counter()
+            for _ in range(steps):
+                next(batches)
+            alone = steps * size / (time.perf_counter() - begun)
+            real()
+            times = take_turns({"synthetic": synthetic, "JPEG": real}, rounds, partial(settle, device))
     seconds = {name: [wall / steps for wall in one.wall] for name, one in times.items()}
     return {"seconds": seconds, "input_alone": alone, "mean_bytes": mean_bytes, "workers": workers}
-
-
-def _alone(batches: Iterator[Any], steps: int, size: int) -> float:
-    """Return the images/s of the input pipeline alone, after skipping batches that were decoded ahead."""
-    for _ in range(3):
-        next(batches)
-    begun = time.perf_counter()
-    for _ in range(steps):
-        next(batches)
-    return steps * size / (time.perf_counter() - begun)
-
-
-def _synthetic(step: VitparStep, batch: tuple[Tensor, Tensor], steps: int) -> None:
-    for _ in range(steps):
-        step(*batch)
-
-
-def _real(step: VitparStep, given: Input, batches: Iterator[Any], steps: int) -> None:
-    for _ in range(steps):
-        images, labels, _ = given.train_step(next(batches))
-        assert images is not None
-        step(images, labels)

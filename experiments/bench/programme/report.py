@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -68,8 +68,7 @@ def _ended(job: str, run: dict[str, Any]) -> str:
 def _checks(runs: Runs) -> Iterator[str]:
     rows = []
     for job, run in runs.items():
-        found = run["found"]
-        if job.startswith("check") and found:
+        if job.startswith("check") and (found := run["found"]):
             worst = found["worst"]
             error = f"{worst['error']:.1e} of {worst['allowed']:.1e} ({worst['name']})"
             rows.append([job, run["prediction"], "passed" if found["passed"] else "**failed**", error])
@@ -86,20 +85,18 @@ def _tests(runs: Runs) -> Iterator[str]:
 def _steps(runs: Runs) -> Iterator[str]:
     rows = []
     for row in _found(runs, "steps").get("vitpar", ()):
-        seconds = median(row["seconds"])
-        rows.append(
-            [
-                _named(row),
-                f"{1e3 * seconds:.1f}",
-                f"{row['batch_size'] / seconds:.0f}",
-                "–" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
-                "–" if row["waits"] is None else f"{row['waits']:g}",
-                "–" if row["kernels"] is None else f"{row['kernels'][0]:.0f}",
-                "–" if row["kernels"] is None else f"{100 * row['kernels'][1] / seconds:.0f} %",
-                "–" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**30:.1f}",
-                str(row["attention"]["backend"]),
-            ]
-        )
+        seconds, kernels, memory = median(row["seconds"]), row["kernels"], row["memory_bytes"]
+        cells = [
+            f"{1e3 * seconds:.1f}",
+            f"{row['batch_size'] / seconds:.0f}",
+            row["mfu"] is not None and f"{100 * row['mfu']:.1f} %",
+            row["waits"] is not None and f"{row['waits']:g}",
+            kernels and f"{kernels[0]:.0f}",
+            kernels and f"{100 * kernels[1] / seconds:.0f} %",
+            memory is not None and f"{memory / 2**30:.1f}",
+            str(row["attention"]["backend"]),
+        ]
+        rows.append([_named(row), *(cell or "–" for cell in cells)])
     columns = ("model, batch", "ms", "images/s", "MFU", "waits", "kernels", "GPU busy", "GiB", "attention")
     yield from table(columns, rows)
 
@@ -113,19 +110,11 @@ def _epilogues(runs: Runs) -> Iterator[str]:
 def _attention(runs: Runs) -> Iterator[str]:
     rows = []
     for row in of(_found(runs, "micro").get("rows", ()), "attention"):
-        forward, backward = (
-            f"{row['flops'] * times / row[key] / 1e12:.0f}" for key, times in (("forward", 1), ("backward", 2.5))
-        )
+        rates = (f"{row['flops'] * n / row[key] / 1e12:.0f}" for key, n in (("forward", 1), ("backward", 2.5)))
         repeats = "yes" if row["repeatable"] else "**no**"
-        rows.append([" x ".join(map(str, row["shape"])), row["kernel"], forward, backward, repeats])
-    columns = (
-        "batch x heads x tokens x features",
-        "kernel",
-        "forward, TFLOP/s",
-        "backward, TFLOP/s",
-        "backward repeats bit by bit",
-    )
-    yield from table(columns, rows)
+        rows.append([" x ".join(map(str, row["shape"])), row["kernel"], *rates, repeats])
+    columns = ("batch x heads x tokens x features", "kernel", "forward, TFLOP/s", "backward, TFLOP/s")
+    yield from table((*columns, "backward repeats bit by bit"), rows)
 
 
 def _errors(runs: Runs) -> Iterator[str]:
@@ -141,9 +130,8 @@ def _turns(runs: Runs) -> Iterator[str]:
     for job, other in (("fp8", "fp8"), ("JPEG", "input")):
         for row in _found(runs, job).get(other, ()):
             first, second = row["seconds"].values()
-            ratio = median(b / a for a, b in zip(first, second, strict=True))
             times = (f"{1e3 * median(seconds):.1f}" for seconds in (first, second))
-            rows.append([job, _named(row), *times, f"{ratio:.3f}", runs[job]["prediction"]])
+            rows.append([job, _named(row), *times, _over(second, first), runs[job]["prediction"]])
     yield from table(("comparison", "model, batch", "without, ms", "with, ms", "with over without", "predicted"), rows)
 
 
@@ -151,13 +139,12 @@ def _peers(runs: Runs) -> Iterator[str]:
     for job, run in runs.items():
         for case in (run["found"] or {}).get("cases", ()) if job.startswith("peers") else ():
             timed = [row for row in case.get("rows", ()) if row["wall"]]
-            ours = next((row for row in timed if row["contender"].startswith("vitpar")), None)
+            ours = next((row["wall"] for row in timed if row["contender"].startswith("vitpar")), [])
             rows = []
             for row in timed:
-                pairs = zip(row["wall"], ours["wall"], strict=False) if ours else ()
-                over = f"{median([a / b for a, b in pairs]):.3f}" if ours else "–"
-                speed = f"{case['batch_size'] / median(row['wall']):.0f}"
-                rows.append([row["contender"], row["version"], f"{1e3 * median(row['wall']):.1f}", speed, over])
+                seconds = median(row["wall"])
+                speeds = (f"{1e3 * seconds:.1f}", f"{case['batch_size'] / seconds:.0f}")
+                rows.append([row["contender"], row["version"], *speeds, _over(row["wall"], ours)])
             yield f"{case['title']} (predicted: {run['prediction']})\n"
             yield from table(("contender", "version", "ms a step", "images/s", "time over vitpar's"), rows)
             yield from (f"- left out: {name}, {why}" for name, why in case.get("left_out", {}).items())
@@ -176,16 +163,14 @@ def _cifar(runs: Runs) -> Iterator[str]:
 
 
 def _validated(runs: Runs) -> Iterator[str]:
-    found = _found(runs, "validate")
     rows = []
-    for row in found.get("rows", ()):
+    for row in _found(runs, "validate").get("rows", ()):
         seconds = (row["predicted_seconds"], row["measured_seconds"])
         memory = (row["predicted_memory_bytes"], max(row["measured_memory_bytes"]))
         cells = [*(f"{1e3 * one:.1f}" for one in seconds), *(f"{one / 2**30:.2f}" for one in memory)]
         rows.append([row["strategy"], *cells, runs["validate"]["prediction"]])
-    yield from table(
-        ("plan", "predicted, ms", "measured, ms", "predicted, GiB", "measured, GiB", "expected error"), rows
-    )
+    columns = ("plan", "predicted, ms", "measured, ms", "predicted, GiB", "measured, GiB", "expected error")
+    yield from table(columns, rows)
 
 
 SECTIONS = {
@@ -208,6 +193,12 @@ def _found(runs: Runs, job: str) -> dict[str, Any]:
 
 def _named(row: dict[str, Any]) -> str:
     return f"{row['model']}, batch {row['batch_size']}"
+
+
+def _over(seconds: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median ratio of times that were measured in turn, which a late end may have cut short."""
+    ratios = [a / b for a, b in zip(seconds, others, strict=False)]
+    return f"{median(ratios):.3f}" if ratios else "–"
 
 
 def _one_line(text: str) -> str:

@@ -1,6 +1,6 @@
 """Run `vitpar` with an injected fault: one rank is killed, fails or is asked to end at one place in the program.
 
-    python experiments/faults/injected.py KIND RANK COUNT FILE train --recipe …
+    python tests/helpers/injected_faults.py KIND RANK COUNT FILE -m vitpar_cli.main train --recipe …
 
 The fault KIND (of `FAULTS`) hits RANK when it reaches the place for the COUNT-th time. FILE is created at that moment.
 """
@@ -213,7 +213,7 @@ def main() -> None:
     from vitpar_cli import main as program
 
     given = sys.argv[1:]
-    kind, rank, count, file, *words = given
+    kind, rank, count, file, _, _, *words = given
     spawn = vitpar.launch.spawn
     vitpar.launch.spawn = lambda workers, argv, **options: spawn(workers, [__file__, *given], **options)
     sys.argv = ["vitpar", *words]

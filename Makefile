@@ -14,7 +14,7 @@ PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-search bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -49,8 +49,7 @@ test-torch:      ## All tests on another version of torch: make test-torch VERSI
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
 
-soak: $(READY)   ## Hours of tests: 200 faults, all plans, the complete support matrix, random layerwise plans
-	$(BIN)/python experiments/fault_soak.py --cycles 200
+soak: $(READY)   ## Hours of tests: 200 faults, searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python -m pytest -m soak tests
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
@@ -72,30 +71,27 @@ docs: $(READY)   ## Generate pages of docs/ from the source, and build the docum
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and plans with theory
+bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, pipelines and memory with theory
 	$(BIN)/python experiments/bench_cpu.py
 	$(BIN)/python experiments/bench_plans.py
 
-bench-data: $(READY)  ## Compare data loaders: decoding, reading, start, memory, large indices; cores that a GPU needs, cached images
+bench-data: $(READY)  ## Images that a core reads, and the cores that a GPU needs; webdataset with Pillow
 	$(BIN)/python experiments/bench_data.py
 
-bench-checkpoint: $(READY)  ## Compare ways to save, restarts with cold starts; a run that is killed every minute
+bench-checkpoint: $(READY)  ## Compare the cost of saving with torch.distributed.checkpoint
 	$(BIN)/python experiments/bench_checkpoint.py
 
-bench-planner: $(READY)  ## Duration of searches, errors of predictions on 2, 4 and 8 CPU ranks
+bench-planner: $(READY)  ## Duration of plan searches
 	$(BIN)/python experiments/bench_planner.py
 
-bench-search: $(READY)   ## Guarantees of the search on 200 drawn clusters
-	$(BIN)/python experiments/search_guarantees.py
-
-bench-peers: $(READY)  ## Compare with timm, transformers, Lightning and plain PyTorch, if they are installed
+bench-peers: $(READY)  ## Compare with timm, if it is installed, and plain PyTorch
 	$(BIN)/python experiments/bench_peers.py
 
 gpu-bundle: $(READY)     ## Prepare a programme for a GPU: PROGRAMME=A, CIFAR=folder, REHEARSE=1 runs it on the CPU
 	$(BIN)/python experiments/gpu_programme.py bundle $(PROGRAMME) $(if $(CIFAR),--cifar $(CIFAR))
 	$(if $(REHEARSE),$(BIN)/python experiments/gpu_programme.py rehearse $(PROGRAMME) --python $(GPU_PYTHON))
 
-bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, a plain compiled loop
+bench-gpu: $(READY)  ## One CUDA GPU: rates against the chip's limits, JPEG input, fp8
 	$(BIN)/python experiments/bench_gpu.py
 
 dry-bench: $(READY)  ## Kernels, bytes and estimated steps of compiled blocks on a GPU, without one: DRY="--gpu A100"; needs triton

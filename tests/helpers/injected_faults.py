@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def before(path: str, fault: Callable[..., None], applies: Callable[..., bool] =
 
     def install(trap: Trap) -> None:
         def wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(former)  # layers that `fully_shard` wraps look at the signature of forward again
             def called(*args: Any, **kwargs: Any) -> Any:
                 if applies(*args, **kwargs):
                     trap(lambda: fault(*args))
@@ -86,6 +88,7 @@ def after(path: str, act: Callable[..., None]) -> Install:
 
     def install(trap: Trap) -> None:
         def wrap(former: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(former)  # layers that `fully_shard` wraps look at the signature of forward again
             def called(*args: Any, **kwargs: Any) -> Any:
                 result = former(*args, **kwargs)
                 act(trap, result, *args)
@@ -183,7 +186,7 @@ FAULTS: dict[str, Install] = {
     "killed while removing": before(
         "vitpar.checkpoint.atomic:shutil.rmtree",
         half_removed,
-        lambda folder, *_, **__: Path(folder).suffix == ".removed" and any(Path(folder).iterdir()),
+        lambda folder, *_, **__: Path(folder).suffix == ".removed" and any(Path(folder).glob("*")),
     ),
     "disk full": before(WRITE, full, named("shard-")),
     "disk full at the index": before(WRITE, full, named("index")),

@@ -71,7 +71,7 @@ docs: $(READY)   ## Generate pages of docs/ from the source, and build the docum
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, pipelines and memory with theory
+bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and pipelines with theory
 	$(BIN)/python experiments/bench_cpu.py
 	$(BIN)/python experiments/bench_plans.py
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -60,9 +61,14 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
+        images = folder / "source" / "train"
         if given.images is None:
             write_photographs(folder / "source", 400)
-        images = given.images or folder / "source" / "train"
+        else:
+            found = [path for path in given.images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")]
+            (images / "a").mkdir(parents=True)
+            for number, path in enumerate(found):
+                shutil.copy(path, images / "a" / f"{number}.jpg")
         pack(images, folder / "packed", val_fraction=0, shard_samples=100)
         pack(images, folder / "small", val_fraction=0, shard_samples=100, reencode=Reencode(SIDE))
         published, small = (ShardSet.open(folder / name, "train") for name in ("packed", "small"))
@@ -78,7 +84,7 @@ def main() -> int:
                 streams[name, augmented] = batches(shards, transform, cache)
         for stream in streams.values():  # fills the cache
             list(itertools.islice(stream, len(published) // BATCH + 2))
-        found = [*turns({key: partial(rate, stream) for key, stream in streams.items()}, ROUNDS)]
+        rounds = [*turns({key: partial(rate, stream) for key, stream in streams.items()}, ROUNDS)]
     wanted = {}
     for name, model in MODELS.items():
         batch = model.batches[0][1]
@@ -86,12 +92,12 @@ def main() -> int:
     heads = ("stored images", "augmentation", "images/s of a core", "vitpar over it")
     rows, ours = [], ("as published", "crop, flip")
     for key in streams:
-        rates = [of_round[key] for of_round in found]
-        over = Spread.of(of_round[ours] / of_round[key] for of_round in found).text(2)
+        rates = [of_round[key] for of_round in rounds]
+        over = Spread.of(of_round[ours] / of_round[key] for of_round in rounds).text(2)
         cores = (f"{rate / Spread.of(rates).middle:.1f}" for rate in wanted.values())
         rows.append([*key, Spread.of(rates).text(0), over if "Pillow" in key[1] else "", *cores])
     models = (f"cores for {name}, {rate:,.0f}/s" for name, rate in wanted.items())
-    measured = [{"stored": key[0], "augmentation": key[1], "rates": [one[key] for one in found]} for key in streams]
+    measured = [{"stored": key[0], "augmentation": key[1], "rates": [one[key] for one in rounds]} for key in streams]
     report.show("images of a core", (*heads, *models), rows, measured)
     return 0
 

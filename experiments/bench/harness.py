@@ -180,11 +180,6 @@ RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def memory(most: bool = False) -> int:
-    """Return the resident bytes of this process on Linux, or with `most` their peak since the last `forget_most`."""
+    """Return the resident bytes of this process on Linux, or with `most` their peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:" if most else "VmRSS:"))
-
-
-def forget_most() -> None:
-    """Reset the peak of `memory` (proc(5), clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")

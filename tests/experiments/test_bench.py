@@ -48,14 +48,12 @@ def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_plan_program_prints_its_tables(tmp_path: Path) -> None:
+def test_plan_program_measures_idle_stages(tmp_path: Path) -> None:
     printed = run("bench_plans.py", "--quick", "--json", str(tmp_path / "result.json"))
     found = json.loads((tmp_path / "result.json").read_text())
     assert all(len(row["idle"]) >= 5 for row in found["bubble"])
-    assert {row["mesh"] for row in found["memory"]} == {"dp2", "dp2+zero1"}
-    assert all(abs(row["rest"] / row["state"] - 1) < 0.1 for row in found["memory"])
-    assert all(abs(row["peak"] / row["most"] - 1) < 0.1 for row in found["memory"])
-    assert printed.count("in theory") == 3
+    assert all(idle > row["theory"] - 0.02 for row in found["bubble"] for idle in row["idle"])
+    assert "| schedule |" in printed
 
 
 def test_gpu_program_runs_on_cpu_without_the_trainers_packages(tmp_path: Path) -> None:

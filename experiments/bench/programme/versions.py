@@ -1,4 +1,4 @@
-"""Print versions and hardware as JSON on the last line: ``python -m bench.first_run.versions``."""
+"""Print versions and hardware as JSON on the last line: ``python -m bench.programme.versions``."""
 
 import importlib.metadata
 import json

@@ -35,15 +35,13 @@ import os
 import sys
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu_models import MODELS, batch_for, prediction
-from bench.harness import Spread, ratio, take_turns
-from bench.header import header
+from bench.harness import Spread, parser, ratio, take_turns
 from bench.settings import Step
 
 try:
@@ -73,10 +71,7 @@ def main() -> int:
     """Read the options, measure, print tables and return the exit code."""
     options = arguments()
     device = join(ALONE, options.device)
-    facts = header()
-    for name, value in facts.items():
-        print(f"- {name}: {value}")
-    run = Run(options, device, facts)
+    run = Run(options, device)
     models = {name: model_config(name, init="perturbed", **(TINY if options.tiny else {})) for name in options.models}
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 0
     sizes = {name: options.batch_size or (4 if options.tiny else batch_for(name, free)) for name in models}
@@ -104,28 +99,25 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
 
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="timm's names")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a timed block (default 10)")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=SECTIONS_HELP)
-    parser.add_argument(
-        "--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)"
-    )
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME", help="timm's names")
+    made.add_argument("--batch-size", type=int, metavar="N", help="images a step, for every model")
+    made.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a timed block (default 10)")
+    made.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=SECTIONS_HELP)
+    made.add_argument("--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)")
+    made.add_argument(
         "--fp8-fast-accum", choices=FAST, default="forward", help="as train.fp8_fast_accum (default forward)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help=f"{TINY_MODEL} cut to {TINY}: only to see the program run")
-    options = parser.parse_args()
+    made.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("--tiny", action="store_true", help=f"{TINY_MODEL} cut to {TINY}: only to see the program run")
+    options = made.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device can be seen: run on a machine with a GPU, or try --device cpu --tiny")
+        made.error("no CUDA device can be seen: run on a machine with a GPU, or try --device cpu --tiny")
     if options.steps < 1 or (options.batch_size or 1) < 1:
-        parser.error("--steps and --batch-size must be at least 1")
+        made.error("--steps and --batch-size must be at least 1")
     if "input" in options.sections and "vitpar" not in options.sections:
-        parser.error("section input goes with vitpar, whose step it feeds: add vitpar to --sections")
+        made.error("section input goes with vitpar, whose step it feeds: add vitpar to --sections")
     if options.tiny:
         options.models = [TINY_MODEL]
     return options

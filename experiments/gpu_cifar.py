@@ -26,8 +26,7 @@ from torch import Tensor
 
 from bench import settings
 from bench.device_images import Split, augment, load, mix
-from bench.header import header
-from bench.json_file import write_json
+from bench.harness import Report, parser
 from bench.one_gpu import settle
 from vitpar.errors import DataError
 from vitpar.launch import ALONE, join, leave
@@ -117,24 +116,23 @@ class Training:
 def main() -> None:
     """Read the options, train and print a line for every tenth of the steps."""
     begun = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="SOURCE", help="CIFAR-10")
-    parser.add_argument("--seconds", type=float, default=120, metavar="N", help="of the complete program (120)")
-    parser.add_argument("--batch-size", type=int, default=512, metavar="N", help="images a step (512)")
-    parser.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="highest learning rate (1e-3)")
-    parser.add_argument("--decay", type=float, default=0.06, metavar="RATE", help="weight decay (0.06)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, few images: only to see the program run")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--data", type=Path, required=True, metavar="SOURCE", help="CIFAR-10")
+    made.add_argument("--seconds", type=float, default=120, metavar="N", help="of the complete program (120)")
+    made.add_argument("--batch-size", type=int, default=512, metavar="N", help="images a step (512)")
+    made.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="highest learning rate (1e-3)")
+    made.add_argument("--decay", type=float, default=0.06, metavar="RATE", help="weight decay (0.06)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("--tiny", action="store_true", help="a tiny model, few images: only to see the program run")
+    options = made.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
+        made.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
     if options.tiny:
         options.batch_size = 64
     try:
         training = Training(options, join(ALONE, options.device))
     except DataError as error:
-        parser.error(str(error))
+        made.error(str(error))
     train(training, begun)
     leave()
 
@@ -144,7 +142,8 @@ def train(training: Training, begun: float) -> None:
     options = training.options
     loaded = time.perf_counter() - begun
     untimed, warm = (1, 2) if options.tiny else (20, 60)
-    found: dict[str, Any] = {"header": header(), "loaded_seconds": loaded, "attention": training.attention, "rows": []}
+    report, rows = Report(options.json), list[dict[str, Any]]()
+    report.found |= {"loaded_seconds": loaded, "attention": training.attention}
     feed, total, number = training.batches(), 10**9, 0
     first = time.perf_counter()
     while number < total:
@@ -165,18 +164,16 @@ def train(training: Training, begun: float) -> None:
             left = options.seconds - (now - begun) - RESERVE_S - EVALUATIONS * (now - evaluated)
             epochs = max(1, int(left / seconds / training.steps_an_epoch))
             total = epochs * training.steps_an_epoch
-            found |= {"step_seconds": seconds, "images_per_second": options.batch_size / seconds, "epochs": epochs}
-            found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
-            print(
-                f"{options.batch_size / seconds:,.0f} images/s: {epochs} epochs; loaded in {loaded:.1f} s", flush=True
-            )
+            speed = options.batch_size / seconds
+            report.found |= {"step_seconds": seconds, "images_per_second": speed, "epochs": epochs}
+            report.found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
+            print(f"{speed:,.0f} images/s: {epochs} epochs; loaded in {loaded:.1f} s", flush=True)
         if number % max(1, total // EVALUATIONS) == 0 or number == total:
             epoch = number / training.steps_an_epoch
             row = {"step": number, "epoch": epoch, "loss": done.loss.item(), **training.accuracies()}
-            found["rows"].append(row | {"seconds": time.perf_counter() - begun})
-            print(found["rows"][-1], flush=True)
-            if options.json:
-                write_json(options.json, found)
+            rows.append(row | {"seconds": time.perf_counter() - begun})
+            print(rows[-1], flush=True)
+            report.keep("rows", rows)
 
 
 def rate(most: float, number: int, total: int) -> float:

@@ -19,11 +19,9 @@ planner from it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu_models import MODELS, batch_for
-from bench.header import header
-from bench.json_file import write_json
+from bench.harness import Report, parser
 from bench.one_gpu import SUSTAINED_S, bandwidth, block_layers, seconds_of
 from vitpar.models import ViTConfig, model_config
 
@@ -53,9 +50,9 @@ BYTES_OF_ADAMW = 30
 class Rows:
     """Measurements so far, printed and written one by one."""
 
-    def __init__(self, device: torch.device, path: Path | None) -> None:
-        self.device, self._path = device, path
-        self._all: dict[str, Any] = {"header": header(), "rows": []}
+    def __init__(self, device: torch.device, report: Report) -> None:
+        self.device, self._report = device, report
+        self._all: list[dict[str, Any]] = []
 
     def add(self, what: str, measure: Callable[[], dict[str, Any]], **facts: Any) -> None:
         """Measure a row; an error becomes part of it, so that the others are still measured."""
@@ -63,10 +60,9 @@ class Rows:
             row = {"what": what, **facts, **measure()}
         except Exception as error:
             row = {"what": what, **facts, "error": f"{type(error).__name__}: {str(error)[:200]}"}
-        self._all["rows"].append(row)
+        self._all.append(row)
         print(", ".join(f"{key} {_shown(value)}" for key, value in row.items()), flush=True)
-        if self._path:
-            write_json(self._path, self._all)
+        self._report.keep("rows", self._all)
 
     def seconds(self, run: Callable[[], object], least: float = LEAST_S) -> float:
         """Return the mean seconds of a call."""
@@ -75,13 +71,12 @@ class Rows:
 
 def main() -> None:
     """Read the options and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: only to see the program run")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("--tiny", action="store_true", help="a tiny model: only to see the program run")
+    options = made.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
+        made.error("no CUDA device can be seen: run on a machine with a GPU, or rehearse with --tiny --device cpu")
     device = torch.device(options.device)
     torch.manual_seed(0)
     if options.tiny:
@@ -89,7 +84,7 @@ def main() -> None:
     else:
         free = torch.cuda.mem_get_info()[0]
         models = [(model_config(name), batch_for(name, free)) for name in MODELS]
-    rows = Rows(device, options.json)
+    rows = Rows(device, Report(options.json))
     rows.add("copy", lambda: {"bytes_per_second": bandwidth(device, 16 if options.tiny else 1024)})
     for config, batch in models:
         products(rows, config, batch)

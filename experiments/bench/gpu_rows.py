@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from bench.gpu_models import card_of
-from bench.harness import table
-from bench.json_file import write_json
+from bench.harness import Report
 from bench.one_gpu import settle
 from vitpar.models import ViTConfig
 from vitpar.parallel.compiling import compiler_fault
@@ -42,16 +41,16 @@ class Run:
     compiled: whether blocks are compiled. products: sustained FLOP/s of products by model.
     """
 
-    def __init__(self, options: argparse.Namespace, device: torch.device, facts: dict[str, str]) -> None:
-        self.options, self.device = options, device
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device, self._report = options, device, Report(options.json)
         self.peak = peak_flops(device, "bf16")
         self.card = card_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
         self.products: dict[str, float] = {}
         self.failed = False
         self._end = time.monotonic() + 60 * options.minutes
-        self._found: dict[str, Any] = {"header": facts, **{section: [] for section in COLUMNS}, "left_out": []}
+        for section in (*COLUMNS, "left_out"):
+            self._report.keep(section, [])
         self._shown: dict[str, list[list[str]]] = {section: [] for section in COLUMNS}
-        self._write()
         # Not on the CPU, where compiling takes minutes and speed does not matter here.
         fault = compiler_fault(device) if device.type == "cuda" else None
         self.compiled = device.type == "cuda" and fault is None
@@ -69,8 +68,7 @@ class Run:
     def leave_out(self, what: str, why: str) -> None:
         """Print and record that something is not measured."""
         print(f"- {what}: left out ({why})", flush=True)
-        self._found["left_out"].append(f"{what}: {why}")
-        self._write()
+        self._report.keep("left_out", [*self._report.found["left_out"], f"{what}: {why}"])
 
     def fail(self, what: str, why: str) -> None:
         """Print and record that something cannot be measured although it should work."""
@@ -82,18 +80,13 @@ class Run:
         told = (f"{column} {cell}" for column, cell in zip(COLUMNS[section][1:], cells[1:], strict=True))
         print(f"- {section}, {cells[0]}: {'; '.join(told)}", flush=True)
         self._shown[section].append(cells)
-        self._found[section].append(raw)
-        self._write()
+        self._report.keep(section, [*self._report.found[section], raw])
 
     def show(self) -> None:
         """Print all tables in Markdown."""
         for section, rows in self._shown.items():
             if rows:
-                print("\n".join([f"\n{section}\n", *table(COLUMNS[section], rows)]))
-
-    def _write(self) -> None:
-        if self.options.json:
-            write_json(self.options.json, self._found)
+                self._report.show(section, COLUMNS[section], rows, self._report.found[section])
 
 
 class Memory:

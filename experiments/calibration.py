@@ -69,46 +69,27 @@ def main() -> None:
 
 def compare() -> list[Compared]:
     """Predict every row of bench/published_runs.toml."""
-    return [_compared(row) for row in read_toml(ROWS)["rows"]]
+    found = []
+    for row in read_toml(ROWS)["rows"]:
+        images, mfu, published = *predict(row), row.get("images")
+        of_run = row["mfu"] if published is None else published * mfu / images
+        found.append(Compared(row, (published, images), (of_run, mfu)))
+    return found
 
 
-def _compared(row: dict[str, Any]) -> Compared:
-    images, mfu, peak = predict(
-        row["cluster"],
-        row["model"],
-        row["plan"],
-        row["batch"],
-        compiled=row["compiled"],
-        precision=row.get("precision", "bf16"),
-        microbatches=row.get("microbatches", 1),
-    )
-    published = row.get("images")
-    return Compared(row, (published, images), (row["mfu"] if published is None else published * peak, mfu))
-
-
-def predict(
-    cluster: str,
-    model: dict[str, Any],
-    plan: str,
-    batch: int,
-    *,
-    compiled: bool,
-    precision: str = "bf16",
-    microbatches: int = 1,
-) -> tuple[float, float, float]:
-    """Return images/s per device, MFU, and the MFU of one image/s per device."""
-    config, hardware = model_config(**model), find_cluster(cluster).hardware()
-    chosen = validate(replace(parse(plan), microbatches=microbatches), config, batch)
-    tensors = (tensor_name(chosen.strategy),)
+def predict(row: dict[str, Any]) -> tuple[float, float]:
+    """Return images/s per device and MFU of a run: cluster, model, plan, batch and how it computes."""
+    config, hardware = model_config(**row["model"]), find_cluster(row["cluster"]).hardware()
+    plan = replace(parse(row["plan"]), microbatches=row.get("microbatches", 1))
+    chosen = validate(plan, config, row["batch"])
     # Other libraries update in several passes, and their blocks move the usual bytes.
-    profile = estimate_model(
-        config, precision, hardware, tensors, compiled=compiled, one_pass=False, vitpar_blocks=False
-    )
-    costs = LayerCosts(config, hardware, profile)
-    found = price(chosen, costs, batch)
-    mfu, images = found.mfu(costs), found.images_per_second / hardware.ranks
+    settings = {"compiled": row["compiled"], "one_pass": False, "vitpar_blocks": False}
+    precision, tensors = row.get("precision", "bf16"), (tensor_name(chosen.strategy),)
+    costs = LayerCosts(config, hardware, estimate_model(config, precision, hardware, tensors, **settings))
+    found = price(chosen, costs, row["batch"])
+    mfu = found.mfu(costs)
     assert mfu is not None
-    return images, mfu, mfu / images
+    return found.images_per_second / hardware.ranks, mfu
 
 
 def held_out_error(compared: Sequence[Compared]) -> float:
@@ -167,10 +148,9 @@ def ratios(compared: Sequence[Compared]) -> Iterator[str]:
 
 def weak_scaling() -> float:
     """Return the predicted images/s per device of g/14 on 128 H100 relative to 8, with 64 images per micro-batch."""
-    model = {"name": "vit_giant_patch14_224"}
+    common = {"model": {"name": "vit_giant_patch14_224"}, "compiled": False, "microbatches": 8}
     few, many = (
-        predict(f"{nodes}x8xH100", model, f"dp{8 * nodes}", 4096 * nodes, compiled=False, microbatches=8)[0]
-        for nodes in (1, 16)
+        predict({**common, "cluster": f"{n}x8xH100", "plan": f"dp{8 * n}", "batch": 4096 * n})[0] for n in (1, 16)
     )
     return many / few
 
@@ -180,8 +160,8 @@ def beside_dp32(plan: str) -> float:
 
     The batch of 4,096 images is split into four micro-batches.
     """
-    model = {"name": "vit_gigantic_patch14_224"}
-    one, other = (predict("4x8xA100", model, name, 4096, compiled=False, microbatches=4)[0] for name in (plan, "dp32"))
+    common = {"model": {"name": "vit_gigantic_patch14_224"}, "cluster": "4x8xA100", "batch": 4096, "compiled": False}
+    one, other = (predict({**common, "plan": name, "microbatches": 4})[0] for name in (plan, "dp32"))
     return one / other
 
 

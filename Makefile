@@ -7,14 +7,14 @@ READY  := $(VENV)/.ready
 # The version of torch in a new environment, and how many tests run at once.
 TESTED   := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH    ?= $(TESTED)
-PARALLEL ?= 2
+PARALLEL ?= 4
 INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 # A programme for a GPU, and a Python like that of its machine.
 PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-tools test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -37,13 +37,16 @@ data_shards/digits/dataset.json: | $(READY)
 demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
-test: $(READY)   ## Test every feature once, PARALLEL=2 at a time
-	$(PYTEST) -m 'not slow and not soak'
+test: $(READY)   ## Test every feature once, PARALLEL=4 at a time
+	$(PYTEST) -m 'not slow and not soak and not tools'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
 	$(PYTEST) -m slow
 
-test-full: test test-slow  ## All tests
+test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harness, and the documentation site
+	$(PYTEST) -m tools tests/experiments
+
+test-full: test test-slow test-tools  ## All tests
 
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }

@@ -38,6 +38,7 @@ def run(program: str, *arguments: str, blocked: tuple[str, ...] = (), path: Path
     return done.stdout
 
 
+@pytest.mark.tools
 def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
     printed = run("bench_cpu.py", "--quick", "--only", "dp2", "--json", str(tmp_path / "result.json"))
     (case,) = json.loads((tmp_path / "result.json").read_text())["cases"]
@@ -56,6 +57,7 @@ def test_plan_program_measures_idle_stages(tmp_path: Path) -> None:
     assert "| schedule |" in printed
 
 
+@pytest.mark.tools
 def test_gpu_program_runs_on_cpu_without_the_trainers_packages(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
     printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
@@ -81,6 +83,7 @@ def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:
     assert row["input_alone"] > 0
 
 
+@pytest.mark.tools
 def test_peers_program_compares_available_contenders_and_names_missing_ones(tmp_path: Path) -> None:
     arguments = ("--tiny", "--rounds", "2", "--precision", "fp32", "--json", str(tmp_path / "result.json"))
     contenders = ("vitpar_step", "plain", "timm_loop")
@@ -96,6 +99,7 @@ def test_peers_program_compares_available_contenders_and_names_missing_ones(tmp_
     assert "timm, plain loop is left out" in printed
 
 
+@pytest.mark.tools
 def test_peers_train_a_swin_as_timm_does() -> None:
     """Losses and gradient norms of three steps in the loop of all contenders, from the same parameters."""
     from helpers.oracles import timm
@@ -153,6 +157,7 @@ def test_peers_start_from_the_same_parameters() -> None:
         assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
 
 
+@pytest.mark.tools
 def test_gpu_program_refuses_without_a_gpu() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -75,6 +75,7 @@ if sys.argv[2] == "hangs":
 """
 
 
+@pytest.mark.tools
 def test_program_is_stopped_at_its_limit_and_its_rows_are_kept(tmp_path: Path) -> None:
     results = Results(tmp_path, CALL)
     limits = {"ends": 60.0, "fails": 60.0, "hangs": 4.0}

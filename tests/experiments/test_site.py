@@ -90,6 +90,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return read_pages(site)
 
 
+@pytest.mark.tools
 def test_every_page_is_there(site: Path, pages: dict[Path, Page]) -> None:
     built = {path.relative_to(site).as_posix() for path in pages}
     sources = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in ROOT.glob("docs/**/*.md")}
@@ -97,11 +98,13 @@ def test_every_page_is_there(site: Path, pages: dict[Path, Page]) -> None:
     assert {"changelog.html", "contributing.html"} <= built
 
 
+@pytest.mark.tools
 def test_links_and_anchors_resolve(site: Path, pages: dict[Path, Page]) -> None:
     assert sum(len(page.links) for page in pages.values()) > 1000
     assert broken_links(site, pages) == []
 
 
+@pytest.mark.tools
 def test_pages_load_nothing_from_the_network(site: Path, pages: dict[Path, Page]) -> None:
     loaded = {(path.name, source) for path, page in pages.items() for source in page.loaded}
     assert [found for found in loaded if FOREIGN.match(found[1])] == []
@@ -111,6 +114,7 @@ def test_pages_load_nothing_from_the_network(site: Path, pages: dict[Path, Page]
     assert not any(page.classes & {"mermaid", "md-source"} for page in pages.values())
 
 
+@pytest.mark.tools
 def test_the_search_index_is_local(site: Path) -> None:
     assert '"location"' in (site / "search" / "search_index.json").read_text()
 

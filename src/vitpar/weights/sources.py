@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -245,14 +245,14 @@ def _refuse_long_words(file: Path, zipped: bool) -> None:
         raise DataError(f"'{file}' cannot be read: {shown(error) or 'it is truncated'}") from None
 
 
-def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes] | mmap.mmap]:
+def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:
     """Yield a file object for each pickle in `file`, positioned at its beginning."""
     if not zipped:
         # Reading from a mapping calls no Python function, unlike `_Bounded`, which takes most of the time of genops.
         with open_regular(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for _ in range(_LEGACY_PICKLES):
                 if content.tell() < len(content):
-                    yield content
+                    yield cast(IO[bytes], content)
         return
     with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():

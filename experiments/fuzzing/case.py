@@ -128,7 +128,7 @@ class Target(ABC):
             elif way >= 15 and self.pieces:
                 files[name] = pick(draw, self.pieces)
             else:
-                files[name], known = edited(draw, name, files[name])
+                files[name], known = edited(draw, files[name])
                 sealed |= known
         if draw(st.booleans()):
             sealed |= self.seal(files)

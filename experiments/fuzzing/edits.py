@@ -22,6 +22,7 @@ from fuzzing.hostile import (
     TAR_FIELDS,
     TAR_PIECES,
     TAR_TEXTS,
+    TEXTS,
     TOKENS,
     WORDS,
     png_chunk,
@@ -54,16 +55,6 @@ SPANS = (
     rb"[^\n]+",
 )
 """Patterns of the spans that an edit of a text replaces."""
-TEXTS = {
-    ".toml": (*WORDS["toml"]["values"], *WORDS["toml"]["lines"]),
-    ".json": (*WORDS["json"]["raw"], *WORDS["tokens"]),
-    ".jsonl": (*WORDS["json"]["raw"], *WORDS["tokens"]),
-    **{
-        key: [word for kind in ("numbers", "names", "labels") for word in WORDS["tar"][kind]]
-        for key in (".txt", ".csv")
-    },
-}
-"""Hostile words by the end of a file's name."""
 
 
 def pick(draw: Draw, values: Sequence[T]) -> T:
@@ -103,7 +94,7 @@ def bytes_edited(draw: Draw, data: bytes) -> bytes:
     return data[:place] + new + data[place + pick(draw, (len(new), len(new), 0, 1, 2, 512, 4096, len(data))) :]
 
 
-def text_edited(draw: Draw, hostile: Sequence[str], data: bytes) -> bytes:
+def text_edited(draw: Draw, data: bytes) -> bytes:
     """Replace, repeat or remove a word, a list, an object or a line."""
     spans = [match.span() for match in re.finditer(pick(draw, SPANS), data)]
     begin, end = pick(draw, spans)
@@ -112,7 +103,7 @@ def text_edited(draw: Draw, hostile: Sequence[str], data: bytes) -> bytes:
         case "near":
             new = _near(draw, old)
         case "hostile":
-            new = pick(draw, hostile).encode("utf-8", "surrogatepass")
+            new = pick(draw, TEXTS).encode("utf-8", "surrogatepass")
         case "value":
             new = json.dumps(draw(VALUES)).encode()
         case "other":
@@ -156,23 +147,22 @@ class Format(NamedTuple):
     """Function that edits a part of no other format."""
 
 
-def edited(draw: Draw, name: str, data: bytes) -> tuple[bytes, bool]:
+def edited(draw: Draw, data: bytes) -> tuple[bytes, bool]:
     """Return a file with one to three edits, and whether its checksums are right afterwards."""
     sealed = False
     for _ in range(draw(st.integers(1, 3))):
         try:
-            data, known = _once(draw, name, data)
+            data, known = _once(draw, data)
             sealed |= known
         except BROKEN:
             data = bytes_edited(draw, data)
     return data, sealed
 
 
-def _once(draw: Draw, name: str, data: bytes) -> tuple[bytes, bool]:
+def _once(draw: Draw, data: bytes) -> tuple[bytes, bool]:
     form = next((form for form in FORMATS if re.match(form.begin, data, re.DOTALL)), None)
-    hostile = TEXTS.get("." + name.rpartition(".")[2], TEXTS[".json"] if data[:1] in (b"{", b"[") else None)
-    if hostile is not None and draw(st.integers(0, 3)):
-        return text_edited(draw, hostile, data), False
+    if form is None and b"\0" not in data and draw(st.integers(0, 3)):
+        return text_edited(draw, data), False
     if form is None or pick(draw, (False, False, True)):
         return bytes_edited(draw, data), False
     parts, pieces = form.split(data), form.pieces()
@@ -189,7 +179,7 @@ def _once(draw: Draw, name: str, data: bytes) -> tuple[bytes, bool]:
             parts.insert(pick(draw, range(len(parts))), parts.pop(place))
         case _:
             inner = parts[place] != data and draw(st.booleans())
-            parts[place] = _once(draw, "", parts[place])[0] if inner else form.edit(draw, parts[place])
+            parts[place] = _once(draw, parts[place])[0] if inner else form.edit(draw, parts[place])
     return form.join(parts), True
 
 

@@ -40,6 +40,8 @@ WORDS = _read("dictionary.toml")
 """Hostile words, by kind of text."""
 LONG = (*WORDS["long"], "\ud800")
 """Texts that no name may be."""
+TEXTS = tuple(word for kind in ("toml", "json", "tar") for words in WORDS[kind].values() for word in words)
+"""Hostile words for files of texts."""
 TOKENS = tuple(word.encode() for word in WORDS["tokens"])
 PIECES = {kind: tuple(piece.encode("latin-1") for piece in pieces) for kind, pieces in _read("pieces.toml").items()}
 """Hostile parts by format."""

@@ -135,7 +135,7 @@ class Http(Target):
         return Case({}, argument=(answer, not shard and text[:1] != "?", way, url.replace("{host}", self.host)))
 
     def drawn(self, draw: Draw) -> Case:
-        shard = edited(draw, "x.tar", self.shard)[0] if pick(draw, (False, False, False, True)) else b""
+        shard = edited(draw, self.shard)[0] if pick(draw, (False, False, False, True)) else b""
         cut = draw(st.integers(0, len(self.shard) - 1))
         return self.asked(pick(draw, WORDS["http"]["answers"]), draw(WAYS), shard, cut)
 

@@ -27,8 +27,8 @@ from fuzzing.hostile import (
     WORDS,
     png_chunk,
     png_pieces,
-    seal_tar,
 )
+from helpers.hostile_files import seal_tar
 from helpers.tfrecord_files import record
 
 T = TypeVar("T")

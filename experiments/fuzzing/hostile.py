@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from helpers.hostile_files import header, seal_tar, tar_size
 from helpers.tfrecord_files import example, feature, field, masked_crc, record, varint
 from helpers.tiny_images import encoded
 
@@ -84,36 +85,15 @@ def png_pieces() -> tuple[bytes, ...]:
     return (*PIECES["png"], *(png_chunk(begin[:4], begin[4:] + zeros()) for begin in bombs))
 
 
-def tar_size(size: int) -> bytes:
-    """Return a size in octal digits, or in GNU's base-256 encoding if it is negative or too large for them."""
-    return b"%011o\0" % size if 0 <= size < 1 << 33 else (size % (1 << 95) | 1 << 95).to_bytes(12, "big")
-
-
-def seal_tar(data: bytes) -> bytes:
-    """Return the tar file with right checksums of its headers."""
-    changed = bytearray(data)
-    for match in re.finditer(rb"ustar", data):
-        begin = match.start() - 257
-        if begin >= 0 and begin + 512 <= len(data):
-            changed[begin + 148 : begin + 156] = b" " * 8
-            changed[begin + 148 : begin + 156] = b"%06o\0 " % sum(changed[begin : begin + 512])
-    return bytes(changed)
-
-
-def tar_member(name: bytes, body: bytes, kind: bytes = b"0", size: int | None = None, rest: bytes = b"") -> bytes:
-    """Return a header and the padded content.
-
-    size: claimed size, None for the right one. rest: bytes from offset 345 on.
-    """
-    begin = name[:100].ljust(100, b"\0") + b"0000644\0" * 3 + tar_size(len(body) if size is None else size)
-    head = begin + b"00000000000\0" + b" " * 8 + kind + bytes(100) + b"ustar\x0000" + bytes(80) + rest
-    return seal_tar(head.ljust(512, b"\0")[:512]) + body + bytes(-len(body) % 512)
+def tar_member(name: str, body: bytes, kind: bytes = b"0", size: int | None = None) -> bytes:
+    """Return a header and the padded content. size: claimed size, None for the right one."""
+    return header(name, kind, len(body) if size is None else size) + body + bytes(-len(body) % 512)
 
 
 def pax(record: bytes, kind: bytes = b"x") -> bytes:
     """Return a PAX extended header of a record `key=value`: x for the next member, g for all later members."""
     length = next(n for n in range(len(record), len(record) + 9) if n == len(record) + 2 + len(str(n)))
-    return tar_member(b"pax", b"%d %s\n" % (length, record), kind)
+    return tar_member("pax", b"%d %s\n" % (length, record), kind)
 
 
 TAR_WIDTHS = (100, 8, 8, 8, 12, 12, 8, 1, 100, 6, 2, 32, 32, 8, 8, 155)
@@ -126,20 +106,21 @@ TAR_TEXTS = (
     *TAR["names"],
     *(b"%c" % kind for kind in b"1234567SVMNALKxg\xff\0"),
 )
-LINK = tar_member(b"././@LongLink", b"0000.png\0", b"L")
+LINK = tar_member("././@LongLink", b"0000.png\0", b"L")
 TAR_PIECES = (
     *(LINK * 5_000, pax(b"mtime=1") * 5_000, pax(b"mtime=1", b"g") * 400, bytes(1024) + LINK),
     *(pax(b"size=%s" % size, kind) for size in (*TAR["numbers"], *map(b"%d".__mod__, SIZES)) for kind in (b"x", b"g")),
     *(pax(b"path=" + name) for name in TAR["names"]),
     *(pax(b"GNU.sparse." + record) for record in (b"map=0,1099511627776", b"realsize=1099511627776", b"major=x")),
-    *(tar_member(b"pax", line, kind) for line in TAR["pax"] for kind in (b"x", b"g")),
-    *(tar_member(b"././@LongLink", b"", kind, size) for size in SIZES for kind in (b"L", b"K", b"x", b"g", b"0")),
-    *(tar_member(b"././@LongLink", name + b"\0", b"L") for name in TAR["names"]),
-    tar_member(b"0.png", bytes(512), b"S", None, bytes(41) + tar_size(1 << 40) * 8 + b"\1" + tar_size(1 << 40)),
-    *(tar_member(b"0000.cls", label) for label in TAR["labels"]),
-    *(tar_member(b"0000.json", b'{"label": %s}' % label) for label in TAR["labels"]),
-    *(tar_member(b"0000.png", image) for image in (b"", b"GIF89a", PIECES["disguise"][0], b"\xff" * 1000)),
-    b"".join(tar_member(b"%08d.%s" % (i, (b"cls", b"png", b"txt")[i % 3]), b"") for i in range(3_000)),
+    *(tar_member("pax", line, kind) for line in TAR["pax"] for kind in (b"x", b"g")),
+    *(tar_member("././@LongLink", b"", kind, size) for size in SIZES for kind in (b"L", b"K", b"x", b"g", b"0")),
+    *(tar_member("././@LongLink", name + b"\0", b"L") for name in TAR["names"]),
+    seal_tar(header("0.png", b"S", 512)[:386] + (tar_size(1 << 40) * 8 + b"\1" + tar_size(1 << 40)).ljust(126, b"\0"))
+    + bytes(512),
+    *(tar_member("0000.cls", label) for label in TAR["labels"]),
+    *(tar_member("0000.json", b'{"label": %s}' % label) for label in TAR["labels"]),
+    *(tar_member("0000.png", image) for image in (b"", b"GIF89a", PIECES["disguise"][0], b"\xff" * 1000)),
+    b"".join(tar_member(f"{i:08}.{('cls', 'png', 'txt')[i % 3]}", b"") for i in range(3_000)),
     *(bytes(512), bytes(1024), bytes(2 << 20), bytes(40 << 20), b"x", b"\xff" * 10_240),
 )
 IMAGE = encoded(0)

@@ -178,7 +178,7 @@ class Cifar(Source):
 
     def add(self) -> None:
         self.pieces = WHOLE_PICKLES
-        bomb = gzip.compress(tar_member(b"cifar/data_batch_1", b"", size=BOMB_BYTES)) + gzip_zeros()
+        bomb = gzip.compress(tar_member("cifar/data_batch_1", b"", size=BOMB_BYTES)) + gzip_zeros()
         hostile = [*(("data_batch_1", data) for data in WHOLE_PICKLES), ("cifar.tar.gz", bomb)]
         self.triggers = [
             self.case(next(i for i, files in enumerate(self.seeds) if name in files), {name: data})

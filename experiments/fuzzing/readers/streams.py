@@ -111,7 +111,7 @@ class Http(Target):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.host = f"127.0.0.1:{self.server.server_address[1]}"
         self.shard = samples(6)
-        huge = {"large image": (b"0.png", b"0"), "long name": (b"x", b"L"), "large file": (b"x.txt", b"0")}
+        huge = {"large image": ("0.png", b"0"), "long name": ("x", b"L"), "large file": ("x.txt", b"0")}
         self.known = {name: tar_member(file, b"", kind, 1 << 40) for name, (file, kind) in huge.items()}
         canary = str(home.parent / "run" / CANARY).encode()
         self.known |= {"bomb": gzip_zeros(), "zeros": bytes(1 << 16), "canary": canary}

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from helpers.hostile_files import header, seal_tar, tar_size
+from helpers.hostile_files import header, pax, seal_tar, tar_member, tar_size
 from helpers.tfrecord_files import example, feature, field, masked_crc, record, varint
 from helpers.tiny_images import encoded
 
@@ -83,17 +83,6 @@ def png_pieces() -> tuple[bytes, ...]:
     """Return hostile chunks of a PNG, some of which unpack to BOMB_BYTES zeros."""
     bombs = (b"zTXt" + b"a\0\0", b"iCCP" + b"a\0\0", b"iTXt" + b"a\0\1\0\0\0", b"IDAT")
     return (*PIECES["png"], *(png_chunk(begin[:4], begin[4:] + zeros()) for begin in bombs))
-
-
-def tar_member(name: str, body: bytes, kind: bytes = b"0", size: int | None = None) -> bytes:
-    """Return a header and the padded content. size: claimed size, None for the right one."""
-    return header(name, kind, len(body) if size is None else size) + body + bytes(-len(body) % 512)
-
-
-def pax(record: bytes, kind: bytes = b"x") -> bytes:
-    """Return a PAX extended header of a record `key=value`: x for the next member, g for all later members."""
-    length = next(n for n in range(len(record), len(record) + 9) if n == len(record) + 2 + len(str(n)))
-    return tar_member("pax", b"%d %s\n" % (length, record), kind)
 
 
 TAR_WIDTHS = (100, 8, 8, 8, 12, 12, 8, 1, 100, 6, 2, 32, 32, 8, 8, 155)

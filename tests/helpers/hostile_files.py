@@ -44,6 +44,17 @@ def header(name: str, kind: bytes, size: int) -> bytes:
     return seal_tar(block[:124] + tar_size(size) + block[136:])
 
 
+def tar_member(name: str, body: bytes, kind: bytes = b"0", size: int | None = None) -> bytes:
+    """Return a header and the padded content. size: claimed size, None for the right one."""
+    return header(name, kind, len(body) if size is None else size) + body + bytes(-len(body) % 512)
+
+
+def pax(record: bytes, kind: bytes = b"x") -> bytes:
+    """Return a PAX extended header of a record `key=value`: x for the next member, g for all later members."""
+    length = next(n for n in range(len(record), len(record) + 9) if n == len(record) + 2 + len(str(n)))
+    return tar_member("pax", b"%d %s\n" % (length, record), kind)
+
+
 def jpeg(width: int, height: int) -> bytes:
     file = io.BytesIO()
     gradient = np.linspace(0, 255, width, dtype=np.uint8)

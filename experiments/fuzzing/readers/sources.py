@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from fuzzing import oracle
 from fuzzing.case import Case, Target, read_folder
 from fuzzing.edits import VALUES, Draw, pick
-from fuzzing.hostile import BOMB_BYTES, LONG, MESSAGES, WHOLE_PICKLES, WORDS, gzip_zeros, tar_member, zip_bomb
+from fuzzing.hostile import BOMB_BYTES, LONG, MESSAGES, WHOLE_PICKLES, WORDS, gzip_zeros, zip_bomb
 from helpers.cifar_files import cifar_files
+from helpers.hostile_files import tar_member
 from helpers.imagenet_archives import tar, write_imagenet
 from helpers.tfrecord_files import record, write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_tree, write_zips

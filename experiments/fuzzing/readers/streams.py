@@ -17,8 +17,9 @@ from fuzzing import oracle
 from fuzzing.case import Case, Target
 from fuzzing.edits import Draw, edited, pick
 from fuzzing.guard import CANARY
-from fuzzing.hostile import WORDS, gzip_zeros, tar_member
+from fuzzing.hostile import WORDS, gzip_zeros
 from fuzzing.readers.shards import Tar, samples
+from helpers.hostile_files import tar_member
 from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamLoader, StreamSet, TrainTransform
 from vitpar.data.stream import urls
 

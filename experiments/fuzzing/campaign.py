@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 from unittest import SkipTest
 
 import hypothesis
@@ -54,6 +55,9 @@ class Campaign:
     take. shrink: seconds to look for a simpler case of a finding. changed: called after each case.
     """
 
+    stopped: ClassVar[bool] = False
+    """Whether Ctrl-C was pressed: this process starts no more cases."""
+
     def __init__(
         self,
         name: str,
@@ -66,18 +70,20 @@ class Campaign:
         self.tally, self._changed, self._shrink = Tally(name), changed, shrink
         self._sizes = dict[Key, int]()
         self._keep = keep / name.replace(":", ".")
-        for folder in ("seeds", "run"):
-            (home / folder).mkdir()
-        self._target = loaded(name)(home / "seeds")
-        self._guard = Guard(self._target, home / "run", limit)
+        self._home, self._limit = home, limit
 
     def run(self, seconds: float, seed: int = 0, cases: int | None = None) -> Tally:
         """Run the seeds and triggers, the stored findings of former campaigns, and drawn cases, until Ctrl-C.
 
         seed: of the first round. cases: number of drawn cases instead of as many as fit into `seconds`.
         """
-        self._end = self._deadline = time.monotonic() + seconds
+        self._end = self._deadline = time.monotonic() + (0 if Campaign.stopped else seconds)
+        for folder in ("seeds", "run"):
+            (self._home / folder).mkdir()
+        guard = None
         try:
+            self._target = loaded(self.tally.name)(self._home / "seeds")
+            self._guard = guard = Guard(self._target, self._home / "run", self._limit)
             for case in self._target.first():
                 self._try(case)
             self._round((Phase.reuse,), 0, ROUND)
@@ -86,12 +92,15 @@ class Campaign:
                 seed += 1
             if cases:
                 self._round(DRAW, seed, cases)
-        except (OutOfTime, KeyboardInterrupt):
+        except OutOfTime:
             pass
+        except KeyboardInterrupt:
+            Campaign.stopped = True
         except Exception as error:
             self._record(Finding("harness", type(error).__name__, "?", trace(error)), Case({}))
         finally:
-            self._guard.end()
+            if guard:
+                guard.end()
         return self.tally
 
     def _round(self, phases: tuple[Phase, ...], seed: int, cases: int) -> None:

@@ -5,8 +5,8 @@
     python experiments/mutations.py --only tp-backward-sum ema-decay
     python experiments/mutations.py --list
 
-Each mutation lists commands, at least one of which must notice it by a failed assertion or the verdict of the check. A
-crash does not count. First every command runs on the unchanged source, where it must pass. The copies include
+Each mutation names the command that must notice it by a failed assertion or the verdict of the check. A crash does not
+count. First every command runs on the unchanged source, where it must pass. The copies include
 uncommitted changes; the work tree itself is never changed. Exit code 1: a mutation was not caught, or a command fails
 on the unchanged source. Exit code 2: a mutation no longer fits the source. Ctrl-C removes the copies and all processes.
 """
@@ -30,8 +30,6 @@ from mutating.mutation import Mutation, MutationError, copy_tree, mutated, probl
 from mutating.table import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-Tried = tuple[Mutation, list[tuple[str, Outcome]]]
-"""A mutation with the commands that ran and how they ended."""
 
 
 def main() -> int:
@@ -40,22 +38,22 @@ def main() -> int:
     chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.name in options.only]
     if options.list:
         for mutation in chosen:
-            print("\n    ".join([f"{mutation.name}  {mutation.breaks}", *mutation.caught_by]))
+            print(f"{mutation.name}  {mutation.breaks}\n    {mutation.caught_by}")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = time.monotonic()
     try:
         if wrong := [words for mutation in chosen if (words := problem(ROOT, mutation))]:
             raise MutationError("\n".join(wrong))
-        missed = run(ROOT, chosen, parallel=options.parallel, limit=options.limit)
+        problems = run(ROOT, chosen, parallel=options.parallel, limit=options.limit)
     except MutationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    print("\n".join(["", *missed]))
-    print(f"{len(chosen)} mutations, {len(missed)} problems, {(time.monotonic() - begin) / 60:.1f} minutes")
-    return 1 if missed else 0
+    print("\n".join(["", *problems]))
+    print(f"{len(chosen)} mutations, {len(problems)} problems, {(time.monotonic() - begin) / 60:.1f} minutes")
+    return 1 if problems else 0
 
 
 def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: float) -> list[str]:
@@ -81,57 +79,42 @@ def run(source: Path, mutations: Sequence[Mutation], *, parallel: int, limit: fl
                     copies.put(root)
 
             try:
-                commands = list(dict.fromkeys(command for mutation in mutations for command in mutation.caught_by))
+                commands = list(dict.fromkeys(mutation.caught_by for mutation in mutations))
                 waiting = {pool.submit(in_a_copy, partial(runner.run, command)): command for command in commands}
                 clean = {
                     waiting[done]: shown("clean source", waiting[done], done.result()) for done in as_completed(waiting)
                 }
                 usable = {command for command, outcome in clean.items() if outcome.kind == "passed"}
-                trying = [pool.submit(in_a_copy, partial(attempt, runner, usable, mutation)) for mutation in mutations]
-                tried = [done.result() for done in as_completed(trying)]
+                trying = [pool.submit(in_a_copy, partial(missed, runner, usable, mutation)) for mutation in mutations]
+                found = [done.result() for done in as_completed(trying)]
             finally:
                 runner.stop()
                 pool.shutdown(cancel_futures=True)
-    return problems(clean, tried)
+    return [
+        *(
+            f"{outcome.kind.upper()} on the clean source: {command}\n  {outcome.words}"
+            for command, outcome in clean.items()
+            if command not in usable
+        ),
+        *filter(None, found),
+    ]
 
 
-def attempt(runner: Commands, usable: set[str], mutation: Mutation, root: Path) -> Tried:
-    """Run the commands that pass on the unchanged source until one catches the mutation."""
-    tried: list[tuple[str, Outcome]] = []
+def missed(runner: Commands, usable: set[str], mutation: Mutation, root: Path) -> str:
+    """Return why the mutation was not caught, or an empty text. usable: commands that pass on the unchanged source."""
+    what = f"{mutation.name}: {mutation.breaks}"
+    if (command := mutation.caught_by) not in usable:
+        return f"NOT RUN {what}"
     with mutated(root, mutation):
-        for command in mutation.caught_by:
-            if command in usable and not catches(mutation, tried):
-                tried.append((command, runner.run(command, root)))
-                shown(mutation.name, *tried[-1])
-    return mutation, tried
-
-
-def catches(mutation: Mutation, tried: Sequence[tuple[str, Outcome]]) -> bool:
-    """Return whether one of the commands caught the mutation."""
-    kinds = ("failed", "crash") if mutation.crash_counts else ("failed",)
-    return any(outcome.kind in kinds for _, outcome in tried)
+        outcome = shown(mutation.name, command, runner.run(command, root))
+    verdict = "MISSED" if outcome.kind == "passed" else outcome.kind.upper()
+    return "" if outcome.kind == "failed" else f"{verdict} {what}\n  {command}\n    {outcome.kind}: {outcome.words}"
 
 
 def shown(what: str, command: str, outcome: Outcome) -> Outcome:
     """Print how a command ended and return it."""
     print(f"{what}: {outcome.kind} after {outcome.seconds:.0f} s  {command}  {outcome.words[:120]}", flush=True)
     return outcome
-
-
-def problems(clean: dict[str, Outcome], tried: Sequence[Tried]) -> list[str]:
-    """Return messages for commands that fail on the unchanged source, and for mutations that were not caught."""
-    found = [
-        f"{outcome.kind.upper()} on the clean source: {command}\n  {outcome.words}"
-        for command, outcome in clean.items()
-        if outcome.kind != "passed"
-    ]
-    for mutation, ran in tried:
-        if not catches(mutation, ran):
-            kinds = [outcome.kind for _, outcome in ran]
-            verdict = next((kind for kind in ("crash", "hang") if kind in kinds), "missed" if kinds else "not run")
-            lines = [f"  {command}\n    {outcome.kind}: {outcome.words}" for command, outcome in ran]
-            found.append("\n".join([f"{verdict.upper()} {mutation.name}: {mutation.breaks}", *lines]))
-    return found
 
 
 def arguments() -> argparse.Namespace:

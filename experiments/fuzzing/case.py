@@ -2,30 +2,20 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 
-SPARSE_BYTES = 2 << 30
+from fuzzing.edits import Draw, edited, pick
 
-
-class Odd(NamedTuple):
-    """Replacement of a file by something that is no regular file, or is huge."""
-
-    kind: str
-    """fifo, folder, sparse, or the target of a link."""
-    begin: bytes = b""
-    """First bytes of a sparse file."""
-
-
-Files = dict[str, bytes | Odd]
+Files = dict[str, bytes]
 """Contents by path in the folder of the case."""
-Draw = Callable[[st.SearchStrategy[Any]], Any]
-"""Function of hypothesis that draws a value from a strategy."""
-ODD = st.sampled_from(("fifo", "folder", "sparse", "/dev/zero", "itself", "nowhere"))
+ODD = "fifo", "folder", "sparse", "/dev/zero", "itself", "nowhere"
+"""Replacements of a file: one of the first three, or the target of a link."""
+SPARSE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,10 +33,13 @@ class Case:
     """Whether checksums were recomputed, so that the reader cannot know that the content changed."""
     is_seed: bool = False
     """Whether a reader must accept it."""
+    odd: tuple[str, str] | None = None
+    """Name of a file that is replaced by something else, and what that is (`ODD`)."""
 
     def __repr__(self) -> str:
         changed = f"changes {', '.join(sorted(self.changed))} of " if self.changed else ""
-        return f"{changed}seed {self.seed}{', with right checksums' * self.sealed} {self.argument or ''!r:.300}"
+        sealed = ", with right checksums" * self.sealed
+        return f"{changed}seed {self.seed}{sealed} {self.odd or self.argument or ''!r:.300}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # hypothesis would print all fields, which may have megabytes
@@ -56,27 +49,24 @@ class Case:
         for name, content in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            elif content.kind == "fifo":
-                os.mkfifo(path)
-            elif content.kind == "folder":
-                path.mkdir()
-            elif content.kind == "sparse":
-                path.write_bytes(content.begin)
-                os.truncate(path, SPARSE_BYTES)
-            else:
-                path.symlink_to(path.name if content.kind == "itself" else content.kind)
+            match self.odd and self.odd[0] == name and self.odd[1]:
+                case "fifo":
+                    os.mkfifo(path)
+                case "folder":
+                    path.mkdir()
+                case str(target) if target != "sparse":
+                    path.symlink_to(path.name if target == "itself" else target)
+                case odd:
+                    path.write_bytes(content)
+                    os.truncate(path, SPARSE_BYTES if odd else len(content))
 
 
 class Target(ABC):
-    """One kind of input.
+    """One kind of input, described by the first line of the docstring.
 
     home: folder for files that are needed to make the seeds.
     """
 
-    about: ClassVar[str]
-    """Short description of the input."""
     programs: ClassVar[tuple[str, ...]] = ()
     """Programs that the reader may start."""
     seeds: Sequence[Files] = ()
@@ -111,12 +101,14 @@ class Target(ABC):
 
     def editable(self, files: Files) -> list[str]:
         """Return the names of the files to edit."""
-        return sorted(name for name, content in files.items() if isinstance(content, bytes))
+        return sorted(files)
 
-    def case(self, seed: int, changes: Files, *, argument: Any = None, sealed: bool = False) -> Case:
+    def case(self, seed: int, changes: Files, **settings: Any) -> Case:
         """Return the case of a seed with other contents of some files."""
         before, files = self.seeds[seed], {**self.seeds[seed], **changes}
-        return Case(files, seed, argument, frozenset(name for name in files if before.get(name) != files[name]), sealed)
+        odd = settings.get("odd") or ("",)
+        changed = frozenset(name for name in files if before.get(name) != files[name] or name == odd[0])
+        return Case(files, seed, changed=changed, **settings)
 
     def first(self) -> list[Case]:
         """Return the unchanged seeds and the triggers."""
@@ -124,28 +116,23 @@ class Target(ABC):
 
     def drawn(self, draw: Draw) -> Case:
         """Return a case with one or two edited files."""
-        from fuzzing.formats import edited  # reads its tables when the first case is drawn
-
         seed = draw(st.integers(0, len(self.seeds) - 1))
-        files, sealed = dict(self.seeds[seed]), False
+        files, sealed, odd = dict(self.seeds[seed]), False, None
+        names = self.editable(files)
         for _ in range(draw(st.integers(1, 2))):
-            names = self.editable(files)
             name, way = draw(st.sampled_from(names)), draw(st.integers(0, 19))
-            content = files[name]
-            assert isinstance(content, bytes)
             if way == 19:
-                files[name] = Odd(draw(ODD), content)
-                break
-            if way == 18 and len(names) > 1:
+                odd = name, draw(st.sampled_from(ODD))
+            elif way == 18:
                 files[name] = files[draw(st.sampled_from(names))]
             elif way >= 15 and self.pieces:
-                files[name] = self.pieces[draw(st.integers(0, len(self.pieces) - 1))]
+                files[name] = pick(draw, self.pieces)
             else:
-                files[name], known = edited(draw, name, content)
+                files[name], known = edited(draw, files[name])
                 sealed |= known
         if draw(st.booleans()):
             sealed |= self.seal(files)
-        return self.case(seed, files, argument=draw(self.argument), sealed=sealed)
+        return self.case(seed, files, argument=draw(self.argument), sealed=sealed, odd=odd)
 
 
 def read_folder(folder: Path) -> Files:

@@ -9,26 +9,24 @@ write a file when they run.
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import resource
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fuzzing import oracle
 from fuzzing.case import Case, Target
 from fuzzing.oracle import Finding
-from vitpar.errors import UserError
 
 SECONDS, GRACE_S = 5.0, 2.0
 """Time limit of a case, and time that a process has beyond it to print its stacks."""
@@ -38,23 +36,23 @@ MIB, MOST_MIB = 1 << 20, 1 << 10
 """Bytes of a MiB, and memory limit of a case in MiB."""
 ADDRESS_BYTES = 7 * MOST_MIB * MIB // 2
 """Address space that a process may use beyond that of its parent."""
-RETIRES_BYTES, RETIRES_FILES = 1 << 29, 200
-"""Growth of memory, and number of open files, at which the process is replaced."""
+RETIRES_BYTES, RETIRES_CASES = 1 << 29, 500
+"""Growth of memory, and number of cases, at which the process is replaced."""
 STUBS = ["gs", "gswin64c", "sh", "bash", "aws", "gsutil", "convert", "magick", "ffmpeg", "python", "python3"]
 CANARY = "canary-that-no-reader-may-open"
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty")
 CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate", "shutil.rmtree")
 CONNECTS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
 """Names of audit events."""
-_LIBC = ctypes.CDLL(None)
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
 class Outcome:
     """Result of a case."""
 
-    refusal: str | None = None
-    """Traceback of the error, None if the case was accepted."""
+    refused: bool = False
+    """Whether the reader raised an error, or its process ended."""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     mib: float = 0.0
@@ -80,10 +78,7 @@ class Watch:
     def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
         problem = self.on and self._problem(event, *arguments)
         if problem:
-            frame: FrameType | None = sys._getframe()
-            while frame is not None and not oracle.ours(frame.f_code.co_filename):
-                frame = frame.f_back
-            where = oracle.short(frame.f_code.co_filename, frame.f_lineno) if frame else "?"
+            where = oracle.place("".join(traceback.format_stack()))
             self.findings.add(Finding(problem[0], event, where, f"{event} of {problem[1]!r:.300}"))
 
     def _problem(self, event: str, *arguments: Any) -> tuple[str, Any] | None:
@@ -113,14 +108,14 @@ class Guard:
     def __init__(self, target: Target, home: Path, limit: float = SECONDS) -> None:
         self._target, self._home, self._limit = target, home, limit
         self._place, self._temporary, self._errors = home / "case", home / "temporary", home / "errors"
-        self._ran = home / "stubs-that-ran"
-        self._worker: tuple[int, Connection] | None = None
+        self._worker: tuple[multiprocessing.context.ForkProcess, Connection] | None = None
         (home / "stubs").mkdir()
         for name in STUBS:
             stub = home / "stubs" / name
-            stub.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self._ran}"\n')
+            stub.write_text(f'#!/bin/sh\necho "{name} $*" > "{home}/ran {name}"\n')
             stub.chmod(0o755)
         (home / CANARY).write_text("secret")
+        self._own = {self._place, self._temporary, self._errors, *home.iterdir()}
 
     def run(self, case: Case) -> Outcome:
         """Write the files of a case and read it.
@@ -136,12 +131,9 @@ class Guard:
 
     def _once(self, case: Case, limit: float) -> Outcome:
         for folder in (self._place, self._temporary):
-            if not folder.is_dir() or any(os.scandir(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
         self._errors.write_bytes(b"")
-        self._ran.unlink(missing_ok=True)
-        before = {*os.listdir(self._home), self._ran.name}
         case.write(self._place)
         self._target.prepare(case)
         _, connection = self._worker = self._worker or self._start()
@@ -162,45 +154,41 @@ class Guard:
                 kind = "crash", signal.Signals(-status).name if status < 0 else f"exit code {status}"
                 words = f"the process ended: {kind[1]}"
             finding = Finding(*kind, oracle.place(said, 0), f"{words}\n{said}")
-            outcome = Outcome(words, limit * (kind[0] == "hang"), findings=[finding])
-        if self._ran.exists():
-            words = self._ran.read_text(errors="replace").strip()
-            outcome.findings.append(Finding("program", f"stub {words.split(' ')[0]}", "?", f"ran: {words:.500}"))
-        for name in {*os.listdir(self._home)} - before:
-            outcome.findings.append(Finding("place", "left", "?", f"wrote '{name}' outside the folder of the case"))
-            path = self._home / name
+            outcome = Outcome(True, limit * (kind[0] == "hang"), findings=[finding])
+        for path in {*self._home.iterdir()} - self._own:
+            words = f"{path.name}: {path.read_text(errors='replace')!r:.500}" if path.is_file() else path.name
+            kind = "program" if path.name.startswith("ran ") else "place"
+            outcome.findings.append(
+                Finding(kind, "stub or file", "?", f"outside the folder of the case it left {words}")
+            )
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return outcome
 
-    def _start(self) -> tuple[int, Connection]:
-        ours, theirs = Pipe()
+    def _start(self) -> tuple[multiprocessing.context.ForkProcess, Connection]:
+        ours, theirs = FORK.Pipe()
         gc.freeze()  # a collection in the forked process would copy all memory
-        child = os.fork()
-        if child == 0:
-            try:
-                ours.close()
-                self._work(theirs)
-            finally:
-                os._exit(70)
+        process = FORK.Process(target=self._work, args=(theirs, ours), daemon=True)
+        process.start()
         theirs.close()
-        return child, ours
+        return process, ours
 
     def end(self) -> int:
         """Kill the process and all that it started; return its exit status."""
         if self._worker is None:
             return 0
-        (child, connection), self._worker = self._worker, None
+        (process, connection), self._worker = self._worker, None
         connection.close()
-        ended = os.pidfd_open(child)
-        select.select([ended], [], [], 0.2)  # its status says more if it ends by itself
-        os.close(ended)
-        for kill in (os.killpg, os.kill):  # it may not have its own group yet
-            with suppress(ProcessLookupError, PermissionError):
-                kill(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        process.join(0.2)  # its status says more if it ends by itself
+        assert process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):  # it may not have its own group yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        return process.exitcode or 0
 
-    def _work(self, connection: Connection) -> None:
+    def _work(self, connection: Connection, parents: Connection) -> None:
         """Read cases in the forked process."""
+        parents.close()
         os.setpgid(0, 0)
         die_with_parent()
         errors = os.open(self._errors, os.O_WRONLY | os.O_APPEND)
@@ -214,17 +202,20 @@ class Guard:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.enable(errors)
         watch, begin = Watch((self._place, self._temporary), self._target.programs), memory("VmRSS")
-        while True:
-            case, limit = connection.recv()
+        for number in range(RETIRES_CASES):
+            try:
+                case, limit = connection.recv()
+            except EOFError:
+                return
             faulthandler.dump_traceback_later(limit, exit=True, file=errors)
             outcome = self._outcome(case, watch)
             faulthandler.cancel_dump_traceback_later()
-            grown = memory("VmRSS") > begin + RETIRES_BYTES or len(os.listdir("/proc/self/fd")) > RETIRES_FILES
+            grown = memory("VmRSS") > begin + RETIRES_BYTES or number == RETIRES_CASES - 1
             outcome.is_last = grown or bool(outcome.findings)
             connection.send(outcome)
 
     def _outcome(self, case: Case, watch: Watch) -> Outcome:
-        outcome = Outcome()
+        outcome, words = Outcome(), "accepted"
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before, begin, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
         watch.findings.clear()
@@ -232,18 +223,14 @@ class Guard:
         try:
             self._target.read(case, self._place)
         except BaseException as error:
-            outcome.refusal = oracle.trace(error)
-            outcome.findings += oracle.of_error(error)
-            if isinstance(error, UserError) and case.is_seed:
-                outcome.findings.append(
-                    Finding("damage", "seed", oracle.place(outcome.refusal), f"a seed is refused: {error}")
-                )
+            outcome.refused, words = True, oracle.trace(error)
+            outcome.findings += oracle.of_error(error, case.is_seed)
         watch.on = False
         outcome.findings += sorted(watch.findings)
         outcome.cpu_seconds = time.process_time() - cpu
         outcome.seconds, outcome.mib = time.perf_counter() - begin, (memory("VmHWM") - before) / MIB
         if outcome.mib > MOST_MIB:
-            words = f"{outcome.mib:,.0f} MiB above the memory before the case\n{outcome.refusal or 'accepted'}"
+            words = f"{outcome.mib:,.0f} MiB above the memory before the case\n{words}"
             outcome.findings.append(Finding("memory", "taken", oracle.place(words), words))
         return outcome
 
@@ -257,4 +244,4 @@ def memory(key: str) -> int:
 
 def die_with_parent() -> None:
     """Make the kernel kill this process when its parent ends."""
-    _LIBC.prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

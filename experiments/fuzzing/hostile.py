@@ -1,20 +1,50 @@
-"""Hostile parts of binary formats: what chance would hardly find."""
+"""Hostile words, numbers and parts of binary formats: what chance would hardly find."""
 
+import gzip
+import io
 import re
 import struct
 import tomllib
+import zipfile
 import zlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from fuzzing.edits import NUMBERS, WORDS, expanded
+from helpers.hostile_files import header, pax, seal_tar, tar_member, tar_size
 from helpers.tfrecord_files import example, feature, field, masked_crc, record, varint
 from helpers.tiny_images import encoded
 
+NUMBERS = (0, 1, 2, 7, 8, 127, 128, 255, 300, 512, 4_000, 16_384, 32_768, 60_000, 65_535, 1 << 20, (1 << 31) - 1)
+NUMBERS = (*NUMBERS, 1 << 31, (1 << 32) - 1, 1 << 33, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+SIZES = (-(1 << 40), -512, -1, 513, *NUMBERS[-10:], 1 << 80)
 BOMB_BYTES = 300 << 20
 """Size of a decompression bomb."""
-_READ = expanded(tomllib.loads(Path(__file__).with_name("pieces.toml").read_text(encoding="utf-8")))
-PIECES = {kind: tuple(piece.encode("latin-1") for piece in pieces) for kind, pieces in _READ.items()}
+
+
+def expanded(entry: Any) -> Any:
+    """Return the words of a dictionary as texts: "x*3" is "xxx", and an inner list is joined."""
+    if isinstance(entry, dict):
+        return {key: expanded(value) for key, value in entry.items()}
+    if isinstance(entry, list):
+        return tuple("".join(map(expanded, one)) if isinstance(one, list) else expanded(one) for one in entry)
+    text, times = re.fullmatch(r"(.*?)(?:\*(\d+))?", entry, re.DOTALL).groups()  # type: ignore[union-attr]
+    return text * int(times or 1)
+
+
+def _read(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = expanded(tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8")))
+    return read
+
+
+WORDS = _read("dictionary.toml")
+"""Hostile words, by kind of text."""
+LONG = (*WORDS["long"], "\ud800")
+"""Texts that no name may be."""
+TEXTS = tuple(word for kind in ("toml", "json", "tar") for words in WORDS[kind].values() for word in words)
+"""Hostile words for files of texts."""
+TOKENS = tuple(word.encode() for word in WORDS["tokens"])
+PIECES = {kind: tuple(piece.encode("latin-1") for piece in pieces) for kind, pieces in _read("pieces.toml").items()}
 """Hostile parts by format."""
 WHOLE_PICKLES = (
     *(b"\x80\x02" + part + b"." for part in PIECES["pickle"]),
@@ -24,28 +54,23 @@ WHOLE_PICKLES = (
 
 
 @cache
-def zeros(length: int = BOMB_BYTES) -> tuple[bytes, int]:
-    """Return `length` zeros, compressed with zlib to about a thousandth of their size, and their CRC-32."""
-    packer, block, crc, parts = zlib.compressobj(9), bytes(1 << 20), 0, list[bytes]()
-    for _ in range(length >> 20):
-        parts.append(packer.compress(block))
-        crc = zlib.crc32(block, crc)
-    return b"".join(parts) + packer.flush(), crc
+def zeros() -> bytes:
+    """Return BOMB_BYTES zeros, compressed with zlib to about a thousandth of their size."""
+    return zlib.compress(bytes(BOMB_BYTES), 9)
 
 
+@cache
 def gzip_zeros() -> bytes:
     """Return BOMB_BYTES zeros as one member of a gzip file; more members may follow."""
-    packed, crc = zeros()
-    return b"\x1f\x8b\x08\0\0\0\0\0\2\xff" + packed[2:-4] + struct.pack("<II", crc, BOMB_BYTES)
+    return gzip.compress(bytes(BOMB_BYTES), mtime=0)
 
 
-def zip_bomb(name: bytes, claimed: int) -> bytes:
+def zip_bomb(name: str, claimed: int) -> bytes:
     """Return a zip file with one entry of BOMB_BYTES zeros, whose headers claim `claimed` bytes."""
-    packed, crc = zeros()
-    common = struct.pack("<HHHHHIIIHH", 20, 0, 8, 0, 33, crc, len(packed) - 6, claimed, len(name), 0)
-    local = b"PK\3\4" + common + name + packed[2:-4]
-    central = b"PK\1\2\x14\0" + common + bytes(14) + name
-    return local + central + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 1, 1, len(central), len(local), 0)
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, bytes(BOMB_BYTES))
+    return file.getvalue().replace(struct.pack("<I", BOMB_BYTES), struct.pack("<I", claimed))
 
 
 def png_chunk(kind: bytes, body: bytes = b"") -> bytes:
@@ -57,42 +82,12 @@ def png_chunk(kind: bytes, body: bytes = b"") -> bytes:
 def png_pieces() -> tuple[bytes, ...]:
     """Return hostile chunks of a PNG, some of which unpack to BOMB_BYTES zeros."""
     bombs = (b"zTXt" + b"a\0\0", b"iCCP" + b"a\0\0", b"iTXt" + b"a\0\1\0\0\0", b"IDAT")
-    return (*PIECES["png"], *(png_chunk(begin[:4], begin[4:] + zeros()[0]) for begin in bombs))
+    return (*PIECES["png"], *(png_chunk(begin[:4], begin[4:] + zeros()) for begin in bombs))
 
 
-def tar_size(size: int) -> bytes:
-    """Return a size in octal digits, or in GNU's base-256 encoding if it is negative or too large for them."""
-    return b"%011o\0" % size if 0 <= size < 1 << 33 else (size % (1 << 95) | 1 << 95).to_bytes(12, "big")
-
-
-def seal_tar(data: bytes) -> bytes:
-    """Return the tar file with right checksums of its headers."""
-    changed = bytearray(data)
-    for match in re.finditer(rb"ustar", data):
-        begin = match.start() - 257
-        if begin >= 0 and begin + 512 <= len(data):
-            changed[begin + 148 : begin + 156] = b" " * 8
-            changed[begin + 148 : begin + 156] = b"%06o\0 " % sum(changed[begin : begin + 512])
-    return bytes(changed)
-
-
-def tar_member(name: bytes, body: bytes, kind: bytes = b"0", size: int | None = None, rest: bytes = b"") -> bytes:
-    """Return a header and the padded content.
-
-    size: claimed size, None for the right one. rest: bytes from offset 345 on.
-    """
-    begin = name[:100].ljust(100, b"\0") + b"0000644\0" * 3 + tar_size(len(body) if size is None else size)
-    head = begin + b"00000000000\0" + b" " * 8 + kind + bytes(100) + b"ustar\x0000" + bytes(80) + rest
-    return seal_tar(head.ljust(512, b"\0")[:512]) + body + bytes(-len(body) % 512)
-
-
-def pax(record: bytes, kind: bytes = b"x") -> bytes:
-    """Return a PAX extended header of a record `key=value`: x for the next member, g for all later members."""
-    length = next(n for n in range(len(record), len(record) + 9) if n == len(record) + 2 + len(str(n)))
-    return tar_member(b"pax", b"%d %s\n" % (length, record), kind)
-
-
-SIZES = (-(1 << 40), -512, -1, 513, *NUMBERS[-10:], 1 << 80)
+TAR_WIDTHS = (100, 8, 8, 8, 12, 12, 8, 1, 100, 6, 2, 32, 32, 8, 8, 155)
+TAR_FIELDS = tuple((sum(TAR_WIDTHS[:number]), width) for number, width in enumerate(TAR_WIDTHS))
+"""Offset and width of each field of a header."""
 TAR = {kind: tuple(word.encode() for word in words) for kind, words in WORDS["tar"].items()}
 TAR_TEXTS = (
     *map(tar_size, SIZES),
@@ -100,20 +95,21 @@ TAR_TEXTS = (
     *TAR["names"],
     *(b"%c" % kind for kind in b"1234567SVMNALKxg\xff\0"),
 )
-LINK = tar_member(b"././@LongLink", b"0000.png\0", b"L")
+LINK = tar_member("././@LongLink", b"0000.png\0", b"L")
 TAR_PIECES = (
     *(LINK * 5_000, pax(b"mtime=1") * 5_000, pax(b"mtime=1", b"g") * 400, bytes(1024) + LINK),
     *(pax(b"size=%s" % size, kind) for size in (*TAR["numbers"], *map(b"%d".__mod__, SIZES)) for kind in (b"x", b"g")),
     *(pax(b"path=" + name) for name in TAR["names"]),
     *(pax(b"GNU.sparse." + record) for record in (b"map=0,1099511627776", b"realsize=1099511627776", b"major=x")),
-    *(tar_member(b"pax", line, kind) for line in TAR["pax"] for kind in (b"x", b"g")),
-    *(tar_member(b"././@LongLink", b"", kind, size) for size in SIZES for kind in (b"L", b"K", b"x", b"g", b"0")),
-    *(tar_member(b"././@LongLink", name + b"\0", b"L") for name in TAR["names"]),
-    tar_member(b"0.png", bytes(512), b"S", None, bytes(41) + tar_size(1 << 40) * 8 + b"\1" + tar_size(1 << 40)),
-    *(tar_member(b"0000.cls", label) for label in TAR["labels"]),
-    *(tar_member(b"0000.json", b'{"label": %s}' % label) for label in TAR["labels"]),
-    *(tar_member(b"0000.png", image) for image in (b"", b"GIF89a", PIECES["disguise"][0], b"\xff" * 1000)),
-    b"".join(tar_member(b"%08d.%s" % (i, (b"cls", b"png", b"txt")[i % 3]), b"") for i in range(3_000)),
+    *(tar_member("pax", line, kind) for line in TAR["pax"] for kind in (b"x", b"g")),
+    *(tar_member("././@LongLink", b"", kind, size) for size in SIZES for kind in (b"L", b"K", b"x", b"g", b"0")),
+    *(tar_member("././@LongLink", name + b"\0", b"L") for name in TAR["names"]),
+    seal_tar(header("0.png", b"S", 512)[:386] + (tar_size(1 << 40) * 8 + b"\1" + tar_size(1 << 40)).ljust(126, b"\0"))
+    + bytes(512),
+    *(tar_member("0000.cls", label) for label in TAR["labels"]),
+    *(tar_member("0000.json", b'{"label": %s}' % label) for label in TAR["labels"]),
+    *(tar_member("0000.png", image) for image in (b"", b"GIF89a", PIECES["disguise"][0], b"\xff" * 1000)),
+    b"".join(tar_member(f"{i:08}.{('cls', 'png', 'txt')[i % 3]}", b"") for i in range(3_000)),
     *(bytes(512), bytes(1024), bytes(2 << 20), bytes(40 << 20), b"x", b"\xff" * 10_240),
 )
 IMAGE = encoded(0)

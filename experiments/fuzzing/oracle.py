@@ -17,7 +17,7 @@ LONGEST = 1200
 """Most characters of an error message."""
 ADDRESS = re.compile(r"\bat 0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
 """Memory address. It is longer than a 32-bit checksum and has a letter, unlike a strategy such as dp10x100000000."""
-READERS = Path(vitpar.__file__).parent
+PACKAGES = f"{Path(vitpar.__file__).parents[1]}/"
 Result = TypeVar("Result")
 Key = tuple[str, str, str]
 
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
         return self[:3]
 
 
-def of_error(error: BaseException) -> Iterator[Finding]:
+def of_error(error: BaseException, is_seed: bool = False) -> Iterator[Finding]:
     """Yield the findings about an error that reading a case raised."""
     words = trace(error)
     where = place(words)
@@ -55,8 +55,10 @@ def of_error(error: BaseException) -> Iterator[Finding]:
     else:
         if problem := message_problem(error):
             yield Finding("message", problem.partition(":")[0], where, f"{problem}\n{words:.3000}")
-        if any(map(lacks_memory, causes(error))):
+        if lacks_memory(error):
             yield Finding("memory", "asked for", where, f"it was refused only because an allocation failed\n{words}")
+        if is_seed:
+            yield Finding("damage", "seed", where, f"a seed is refused: {error}")
 
 
 def tolerated(call: Callable[[], Result]) -> Result | None:
@@ -72,15 +74,17 @@ def tolerated(call: Callable[[], Result]) -> Result | None:
         return None
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed.
+def lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an allocation failed, also as the cause of another error.
 
     Failing to map a file does not count, nor does a full stack of Python's parser, which raises MemoryError too.
     """
-    if isinstance(error, MemoryError):
-        frames = traceback.extract_tb(error.__traceback__)
-        return not (frames and frames[-1].filename.endswith("/ast.py"))
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if error is None:
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    memory = isinstance(error, MemoryError) and not (frames and frames[-1].filename.endswith("/ast.py"))
+    memory |= isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return memory or lacks_memory(error.__cause__ or error.__context__)
 
 
 def message_problem(error: UserError) -> str | None:
@@ -97,33 +101,13 @@ def message_problem(error: UserError) -> str | None:
     return None if odd is None else f"the message has an unprintable character: {odd!a}"
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and the chain of its causes."""
-    seen = list[int]()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.append(id(at))
-        yield at
-        at = at.__cause__ or at.__context__
-
-
 def place(text: str, innermost: int = -1) -> str:
     """Return file:line of the innermost frame of vitpar in the text of a traceback, `?` if there is none.
 
     innermost: 0 if the innermost frame is the first, as in the stacks of faulthandler.
     """
-    frames = [(name, line) for name, line in re.findall(r'File "([^"]+)", line (\d+)', text) if ours(name)]
-    return short(*frames[innermost]) if frames else "?"
-
-
-def ours(filename: str) -> bool:
-    """Return whether a file is one of vitpar."""
-    return filename.startswith(f"{READERS}/")
-
-
-def short(filename: str, line: object) -> str:
-    """Return `vitpar/...:line`."""
-    return f"{Path(filename).relative_to(READERS.parent)}:{line}"
+    frames = re.findall(rf'File "{re.escape(PACKAGES)}(vitpar/[^"]+)", line (\d+)', text)
+    return ":".join(frames[innermost]) if frames else "?"
 
 
 def trace(error: BaseException) -> str:

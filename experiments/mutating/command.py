@@ -18,18 +18,7 @@ from typing import Literal
 
 GRACE = 5.0
 """Seconds between SIGTERM, at which vitpar ends its ranks, and SIGKILL."""
-PYTEST = (
-    "-m",
-    "pytest",
-    "-x",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--hypothesis-profile",
-    "first",
-    "--junitxml",
-    "verdict.xml",
-)
+PYTEST = ("-m", "pytest", "-xq", "-pno:cacheprovider", "--hypothesis-profile=first", "--junitxml=verdict.xml")
 
 
 @dataclass(frozen=True)

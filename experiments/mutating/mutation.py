@@ -31,10 +31,8 @@ class Mutation:
     """Exact text that occurs once in the file."""
     new: str
     """Replacement of `old`."""
-    caught_by: tuple[str, ...]
-    """Commands, tried in order until one fails: `vitpar check …` or `pytest NODE …`, quoted as for a shell."""
-    crash_counts: bool = False
-    """Whether a crash of a command counts as caught. By default only a failed assertion or a check's verdict does."""
+    caught_by: str
+    """Command that must notice it: `vitpar check …` or `pytest NODE …`, quoted as for a shell."""
 
     def applied(self, text: str) -> str:
         """Return the text of the file with the change. Raises MutationError unless `old` occurs exactly once."""

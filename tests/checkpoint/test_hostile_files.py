@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import struct
+import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from helpers.foreign_weights import (
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, RecipeError, UserError
 from vitpar.training.recipe import read_recipe
+from vitpar.weights import sources
 from vitpar.weights.folder import read_config
 from vitpar.weights.importing import import_weights
 
@@ -97,6 +100,17 @@ def test_pickle_with_long_names_is_refused_quickly(zipped: bool, code: bytes, tm
     else:
         path.write_bytes(content)
     refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
+
+
+def test_words_of_a_legacy_pickle_are_checked_with_one_python_call_an_instruction(tmp_path: Path) -> None:
+    path, count, calls = tmp_path / "theirs.pth", 20_000, Counter[str]()
+    path.write_bytes(b"\x80\x02" + b"N" * count + b".")
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    try:
+        sources._refuse_long_words(path, zipped=False)
+    finally:
+        sys.setprofile(None)
+    assert count < calls["call"] < 1.1 * count
 
 
 def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Indexing of shards written by other tools, and verification of every sample."""
 
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
@@ -11,18 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from helpers.hostile_files import write_tar
 from helpers.tiny_images import encoded, write_tree
 from vitpar.data import Labels, SampleOrder, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
 from vitpar.errors import DataError, UserError
 from vitpar_cli.data import app
-
-
-def write_tar(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def test_webdataset_shards_are_indexed_and_trained_on(foreign, labels, classes):
 
 def test_folder_names_become_classes(tmp_path):
     for shard, names in enumerate((("bee/1.png", "ant/2.png"), ("cat/3.JPEG", "bee/4.png"))):
-        write_tar(tmp_path / f"x-{shard}.tar", [(name, encoded(int(name[4]))) for name in names])
+        write_tar(tmp_path / f"x-{shard}.tar", *((name, encoded(int(name[4]))) for name in names))
     index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"})
     train = ShardSet.open(tmp_path, "train")
     assert train.classes == ("ant", "bee", "cat") and train.labels.tolist() == [1, 0, 2, 1]
@@ -80,7 +71,7 @@ PNG = encoded(1)
     ],
 )
 def test_bad_shard_error_names_the_sample(tmp_path, members, message):
-    write_tar(tmp_path / "x.tar", members)
+    write_tar(tmp_path / "x.tar", *members)
     with pytest.raises(DataError, match=message):
         index(tmp_path)
     assert not (tmp_path / "dataset.json").exists()
@@ -88,7 +79,7 @@ def test_bad_shard_error_names_the_sample(tmp_path, members, message):
 
 @pytest.mark.parametrize("field", ["class", "label"])
 def test_json_labels_are_checked(tmp_path, field):
-    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.json", json.dumps({"label": [1]}).encode())])
+    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.json", json.dumps({"label": [1]}).encode()))
     message = "has no field 'class'" if field == "class" else r"label \[1\] of .* is not a whole number"
     with pytest.raises(DataError, match=message):
         index(tmp_path, labels=Labels("json", field))
@@ -96,7 +87,7 @@ def test_json_labels_are_checked(tmp_path, field):
 
 @pytest.mark.parametrize("kept", [700, 1100, 1536, 2000, 2560, 2700, 3584, 4096])
 def test_truncated_shards_are_refused(tmp_path, kept):
-    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1")])
+    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1"))
     (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes()[:kept])
     with pytest.raises(DataError, match=r"is not a valid tar file|has no label|has no image"):
         index(tmp_path)
@@ -119,10 +110,12 @@ def test_folders_without_usable_shards_are_refused(tmp_path):
 
 def test_verify_names_each_bad_sample(tmp_path):
     write_tree(tmp_path / "source")
-    (tmp_path / "source" / "train" / "ant" / "0.png").write_bytes(encoded(0)[:-25])
     pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
     shards = ShardSet.open(tmp_path / "packed", "train")
-    cut = next(i for i in range(len(shards)) if shards.read(i) == encoded(0)[:-25])
+    cut = next(i for i in range(len(shards)) if shards.read(i) == encoded(0))
+    for path in (tmp_path / "packed").glob("train-*.tar"):
+        path.write_bytes(path.read_bytes().replace(encoded(0), encoded(0)[:-25] + bytes(25)))
+    index(tmp_path / "packed")  # an index with the checksum of the damaged image
     path, data = tmp_path / "packed" / "val-000001.tar", ShardSet.open(tmp_path / "packed", "val").read(8)
     path.write_bytes(path.read_bytes().replace(data, data[:-1] + b"!"))
     found = list(verify(tmp_path / "packed"))
@@ -171,7 +164,7 @@ def test_reindexing_keeps_the_class_names(tmp_path):
 def test_failed_indexing_leaves_the_old_index(foreign):
     index(foreign)
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
-    write_tar(foreign / "a-val-1.tar", [("a.txt", b"no image")])
+    write_tar(foreign / "a-val-1.tar", ("a.txt", b"no image"))
     with pytest.raises(DataError, match=r"a-val-1.tar' has no labelled images"):
         index(foreign)
     assert before == {path.name: path.read_bytes() for path in foreign.iterdir() if path.name != "a-val-1.tar"}
@@ -188,15 +181,15 @@ def test_failed_indexing_leaves_the_old_index(foreign):
     ],
 )
 def test_file_names_determine_the_split(tmp_path, name, split):
-    write_tar(tmp_path / name, [("a.png", PNG), ("a.cls", b"0")])
+    write_tar(tmp_path / name, ("a.png", PNG), ("a.cls", b"0"))
     assert list(index(tmp_path).splits) == [split]
 
 
 def test_absurd_labels_are_refused(tmp_path):
-    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"2000000000")])
+    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"2000000000"))
     with pytest.raises(DataError, match="label 2000000000 in the shards is above 999999"):
         index(tmp_path)
-    write_tar(tmp_path / "x.tar", [("a.png", PNG)])
+    write_tar(tmp_path / "x.tar", ("a.png", PNG))
     with pytest.raises(DataError, match=r"image 'x.tar/a.png' is not in a class folder"):
         index(tmp_path, labels=Labels("folder"))
 
@@ -228,7 +221,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 255)), min_
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=CHANGES, cut=st.integers(0, 3000))
 def test_mutated_shards_are_read_or_refused(tmp_path, changes, cut):
-    write_tar(tmp_path / "x.tar", [("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1")])
+    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1"))
     data = (tmp_path / "x.tar").read_bytes()
     (tmp_path / "x.tar").write_bytes(mutated(data, changes)[: len(data) - cut])
     try:

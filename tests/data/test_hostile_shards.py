@@ -1,7 +1,6 @@
 """Shards, indexes and streams made to exhaust memory or time, or to train silently on damaged data."""
 
 import gzip
-import io
 import json
 import os
 import tarfile
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.hostile_files import header, jpeg, streamed, write_tar
+from helpers.hostile_files import header, jpeg, pax, streamed, tar_member, write_tar
 from helpers.streamed_shards import write_shards
 from helpers.tiny_images import encoded, write_tree
 from vitpar.data import (
@@ -73,11 +72,8 @@ def test_stream_refuses_images_that_fail_strict_decoding(tmp_path: Path) -> None
 def test_verify_checks_headers_and_labels(
     tmp_path: Path, change: Callable[[bytes], bytes], message: str | None
 ) -> None:
-    path = write_tar(tmp_path / "train-0.tar", ("a.png", encoded(0)), ("a.cls", b"1"), ("b.png", encoded(1)))
-    with tarfile.open(path, "a") as tar:
-        info = tarfile.TarInfo("b.cls")
-        info.size = 1
-        tar.addfile(info, io.BytesIO(b"0"))
+    images = ("a.png", encoded(0)), ("b.png", encoded(1))
+    path = write_tar(tmp_path / "train-0.tar", images[0], ("a.cls", b"1"), images[1], ("b.cls", b"0"))
     index(tmp_path)
     assert not list(verify(tmp_path))
     data = path.read_bytes()
@@ -90,24 +86,14 @@ def test_verify_checks_headers_and_labels(
     assert any(message in problem.what for problem in verify(tmp_path)), list(verify(tmp_path))
 
 
-def pax(**fields: str) -> bytes:
-    records = b""
-    for name, value in fields.items():
-        line = f" {name}={value}\n".encode()
-        length = len(line) + len(str(len(line) + 4))
-        records += str(length).encode() + line
-    return header("pax", tarfile.XHDTYPE, len(records)) + records + bytes(-len(records) % 512)
-
-
-SAMPLE = header("a.png", tarfile.REGTYPE, len(encoded(0))) + encoded(0) + bytes(-len(encoded(0)) % 512)
-LABEL = header("a.cls", tarfile.REGTYPE, 1) + b"1".ljust(512, b"\0")
+SAMPLE, LABEL = tar_member("a.png", encoded(0)), tar_member("a.cls", b"1")
 END = bytes(1024)
 TARS = {
     "long name of 2 GB": (header("x", tarfile.GNUTYPE_LONGNAME, 1 << 31), "a name has 2,147,483,648 bytes"),
     "extended header of 1 GB": (header("x", tarfile.XHDTYPE, 1 << 30), "extended header has"),
     "global header": (header("x", tarfile.XGLTYPE, MAX_TAR_EXTENDED_BYTES + 1), "extended header has"),
     "negative size": (header("x", tarfile.REGTYPE, -1024), "a member has -1,024 bytes"),
-    "negative size in pax": (pax(size="-1024") + header("x.png", tarfile.REGTYPE, 0), "size of a member is wrong"),
+    "negative size in pax": (pax(b"size=-1024") + header("x.png", tarfile.REGTYPE, 0), "size of a member is wrong"),
     "chained long names": (header("x", tarfile.GNUTYPE_LONGNAME, 0) * 3000, "a header is invalid"),
     "sparse": (header("x.png", tarfile.GNUTYPE_SPARSE, 512), "sparse"),
     "two archives": (END + LABEL + END, "data follows its end"),
@@ -134,7 +120,7 @@ def test_hostile_tar_files_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_extended_attributes_are_ignored(tmp_path: Path) -> None:
-    (tmp_path / "train-0.tar").write_bytes(pax(**{"SCHILY.xattr.user.x": "y" * 9000}) + SAMPLE + LABEL + END)
+    (tmp_path / "train-0.tar").write_bytes(pax(b"SCHILY.xattr.user.x=" + b"y" * 9000) + SAMPLE + LABEL + END)
     index(tmp_path)
     assert len(ShardSet.open(tmp_path, "train")) == 1 and not list(verify(tmp_path))
     manifest = json.loads((tmp_path / "dataset.json").read_text())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,28 @@ def packed_labels(folder: Path) -> dict[bytes, int]:
         shards = ShardSet.open(folder, split)
         found |= {shards.read(i): shards.label(i) for i in range(len(shards))}
     return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def pack_in_part(source: Path, target: Path, **settings: Any) -> None:
+    """Interrupt packing when all shards are written."""
+
+    def interrupt(split: str, done: int, total: int) -> None:
+        if split == "val" and done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, target, progress=interrupt, **settings)
+
+
+def expect_same_as_new(source: Path, target: Path, **settings: Any) -> None:
+    """Pack into `target`, where an interrupted run left shards, and compare with an empty folder."""
+    pack(source, target, **settings)
+    pack(source, target.with_name("expected"), **settings)
+    assert files(target) == files(target.with_name("expected"))
 
 
 @pytest.mark.parametrize("write", [write_tree, write_zips, lambda folder: write_classes(folder, 6)])
@@ -65,11 +88,8 @@ def test_same_input_packs_to_the_same_bytes(tmp_path, monkeypatch):
     pack(tmp_path / "source", tmp_path / "b", shard_samples=5)
     pack(tmp_path / "source", tmp_path / "c", shard_samples=5, seed=1)
 
-    def files(name):
-        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-
-    assert files("a") == files("b")
-    assert files("a")["train-000000.tar"] != files("c")["train-000000.tar"]
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert files(tmp_path / "a")["train-000000.tar"] != files(tmp_path / "c")["train-000000.tar"]
 
 
 def test_training_shards_mix_classes_and_val_keeps_the_order(tmp_path):
@@ -118,34 +138,24 @@ def test_classes_without_a_list_are_numbered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "message"),
     [
-        (
-            lambda d: (d / "train_map.txt").write_text("ant/0.png\t0\nbee/1.png\tx\n"),
-            r"label 'x' in line 2 of '.*train_map",
-        ),
-        (
-            lambda d: (d / "val_map.txt").write_text("ant/0.png\t3\n"),
-            r"label 3 in line 1 of '.*val_map.txt' is outside the 3",
-        ),
-        (lambda d: (d / "val_map.txt").write_text("ant/0.png\t-1\n"), r"label -1 in line 1"),
-        (
-            lambda d: (d / "val_map.txt").write_text("\nant/0.png 0\n"),
-            r"line 2 of .* is 'ant/0.png 0': expected .* a tab",
-        ),
-        (lambda d: (d / "val_map.txt").write_text("\n"), r"val_map.txt' lists no images"),
-        (lambda d: (d / "val_map.txt").unlink(), r"cannot read '.*val_map.txt': No such file"),
-        (
-            lambda d: (d / "val_map.txt").write_text("ant/9.png\t0\n"),
-            r"val.zip' has no entry 'ant/9.png', which 'val_map.txt'",
-        ),
-        (lambda d: (d / "val.zip").unlink(), r"cannot read '.*val.zip': No such file"),
-        (lambda d: (d / "val.zip").write_bytes(b"PK nothing"), r"val.zip' is not a valid zip file"),
+        ("train_map.txt", b"ant/0.png\t0\nbee/1.png\tx\n", r"label 'x' in line 2 of '.*train_map"),
+        ("val_map.txt", b"ant/0.png\t3\n", r"label 3 in line 1 of '.*val_map.txt' is outside the 3"),
+        ("val_map.txt", b"ant/0.png\t-1\n", r"label -1 in line 1"),
+        ("val_map.txt", b"\nant/0.png 0\n", r"line 2 of .* is 'ant/0.png 0': expected .* a tab"),
+        ("val_map.txt", b"\n", r"val_map.txt' lists no images"),
+        ("val_map.txt", None, r"cannot read '.*val_map.txt': No such file"),
+        ("val_map.txt", b"ant/9.png\t0\n", r"val.zip' has no entry 'ant/9.png', which 'val_map.txt'"),
+        ("val.zip", None, r"cannot read '.*val.zip': No such file"),
+        ("val.zip", b"PK nothing", r"val.zip' is not a valid zip file"),
     ],
 )
-def test_bad_zip_layouts_are_refused(tmp_path, change, message):
+def test_bad_zip_layouts_are_refused(tmp_path, name, content, message):
     write_zips(tmp_path / "source")
-    change(tmp_path / "source")
+    (tmp_path / "source" / name).unlink()
+    if content is not None:
+        (tmp_path / "source" / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         pack(tmp_path / "source", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
@@ -218,13 +228,8 @@ def test_a_shard_that_lacks_images_is_written_again_if_they_must_not_be_left_out
     write_classes(tmp_path / "source", 6)
     (tmp_path / "source/ant/0.png").write_bytes(b"hello")
 
-    def interrupt(split: str, done: int, total: int) -> None:
-        if split == "val" and done == total:
-            raise KeyboardInterrupt
-
     options = {"val_fraction": 0.2, "shard_samples": 4}
-    with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "source", tmp_path / "packed", skip_damaged=True, progress=interrupt, **options)
+    pack_in_part(tmp_path / "source", tmp_path / "packed", skip_damaged=True, **options)
     with pytest.raises(DataError, match="is not a supported image type"):
         pack(tmp_path / "source", tmp_path / "packed", **options)
     # Threads may not parse literals on Python 3.11.7: numpy.load does.
@@ -274,10 +279,6 @@ def test_overwrite_replaces_only_a_packed_data_set(tmp_path):
         pack(tmp_path / "source", tmp_path / "file")
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_interrupted_packing_keeps_the_old_data_and_resumes(tmp_path, overwrite, workers):
@@ -287,13 +288,8 @@ def test_interrupted_packing_keeps_the_old_data_and_resumes(tmp_path, overwrite,
         pack(tmp_path / "source", tmp_path / "packed", seed=9)
     read = []
 
-    def interrupt(split: str, done: int, total: int) -> None:
-        if split == "val" and done == total:
-            raise KeyboardInterrupt
-
     settings = {"shard_samples": 2, "overwrite": overwrite, "workers": workers}
-    with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "source", tmp_path / "packed", progress=interrupt, **settings)
+    pack_in_part(tmp_path / "source", tmp_path / "packed", **settings)
     assert (tmp_path / "packed").exists() == overwrite
     if overwrite:
         assert len(packed_labels(tmp_path / "packed")) == 18
@@ -317,24 +313,16 @@ def test_killed_packing_leaves_no_usable_data_set_and_resumes(tmp_path):
     leftover = next(path for path in tmp_path.iterdir() if path.name != "source")
     with pytest.raises(DataError, match="no data set"):
         ShardSet.open(leftover, "train")
-    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
-    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
-    assert files(tmp_path / "packed") == files(tmp_path / "expected") and not leftover.exists()
+    expect_same_as_new(tmp_path / "source", tmp_path / "packed", shard_samples=5)
+    assert not leftover.exists()
 
 
 def test_leftovers_of_a_changed_source_are_not_used(tmp_path):
     write_classes(tmp_path / "source", 6)
 
-    def interrupt(split: str, done: int, total: int) -> None:
-        if split == "val":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "source", tmp_path / "packed", shard_samples=5, progress=interrupt)
+    pack_in_part(tmp_path / "source", tmp_path / "packed", shard_samples=5)
     (tmp_path / "source" / "ant" / "4.png").unlink()
-    pack(tmp_path / "source", tmp_path / "packed", shard_samples=5)
-    pack(tmp_path / "source", tmp_path / "expected", shard_samples=5)
-    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+    expect_same_as_new(tmp_path / "source", tmp_path / "packed", shard_samples=5)
 
 
 def test_concurrent_packing_into_one_folder_is_refused(tmp_path):
@@ -383,18 +371,10 @@ def test_destination_filled_by_others_is_left_alone(tmp_path):
 
 def test_leftovers_of_another_source_are_not_used(tmp_path):
     """This holds even if the other source has the same names and labels."""
-
-    def interrupt(split: str, done: int, total: int) -> None:
-        if split == "val":
-            raise KeyboardInterrupt
-
     for name, first in (("a", 0), ("b", 500)):
         write_zips(tmp_path / name, first=first)
-    with pytest.raises(KeyboardInterrupt):
-        pack(tmp_path / "a", tmp_path / "packed", progress=interrupt)
-    pack(tmp_path / "b", tmp_path / "packed")
-    pack(tmp_path / "b", tmp_path / "expected")
-    assert files(tmp_path / "packed") == files(tmp_path / "expected")
+    pack_in_part(tmp_path / "a", tmp_path / "packed")
+    expect_same_as_new(tmp_path / "b", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("quality", [50, 95])

@@ -4,12 +4,13 @@ import csv
 import io
 import json
 import pickle
-import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.cifar_files import cifar_files
+from helpers.imagenet_archives import tar
 from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_classes
 from vitpar.data import ShardSet, pack
@@ -66,41 +67,8 @@ def test_bad_tfrecords_are_refused(tmp_path, change, message):
 # CIFAR in its four forms.
 
 
-def cifar_files(hundred, binary):
-    """Return the files of a tiny CIFAR, its (label, pixels) by split, and its class names."""
-    rng = np.random.default_rng(0)
-
-    def batch(count):
-        return rng.integers(0, 256, (count, 3072), np.uint8), rng.integers(0, 10, count)
-
-    names = ["train", "test"] if hundred else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    files, images = {}, {"train": [], "val": []}
-    for name in names:
-        pixels, labels = batch(4)
-        images["val" if name.startswith("test") else "train"] += zip(labels.tolist(), pixels, strict=True)
-        if binary:
-            coarse = np.zeros((4, 1 if hundred else 0), np.uint8)
-            files[f"{name}.bin"] = np.hstack([coarse, labels[:, None].astype(np.uint8), pixels]).tobytes()
-        else:
-            key = b"fine_labels" if hundred else b"labels"
-            files[name] = pickle.dumps({b"data": pixels, key: labels.tolist()}, protocol=2)
-    words = [f"word{i}" for i in range(100 if hundred else 10)]
-    if binary:
-        files["fine_label_names.txt" if hundred else "batches.meta.txt"] = "\n".join([*words, ""]).encode()
-    else:
-        key = b"fine_label_names" if hundred else b"label_names"
-        files["meta" if hundred else "batches.meta"] = pickle.dumps(
-            {key: [word.encode() for word in words]}, protocol=2
-        )
-    return files, images, words
-
-
 def write_archive(path, files):
-    with tarfile.open(path, "w:gz") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(f"cifar/{name}")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    path.write_bytes(tar(((f"cifar/{name}", data) for name, data in files.items()), "w:gz"))
 
 
 @pytest.mark.parametrize("hundred", [False, True])

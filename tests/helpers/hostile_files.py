@@ -1,6 +1,7 @@
 """Malicious files, and a stream loader that reads them."""
 
 import io
+import re
 import tarfile
 from pathlib import Path
 
@@ -19,16 +20,39 @@ def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
     return path
 
 
+def tar_size(size: int) -> bytes:
+    """Return a size in octal digits, or in GNU's base-256 encoding if it is negative or too large for them."""
+    return b"%011o\0" % size if 0 <= size < 1 << 33 else (size % (1 << 95) | 1 << 95).to_bytes(12, "big")
+
+
+def seal_tar(data: bytes) -> bytes:
+    """Return the tar file with right checksums of its headers."""
+    changed = bytearray(data)
+    for match in re.finditer(rb"ustar", data):
+        begin = match.start() - 257
+        if begin >= 0 and begin + 512 <= len(data):
+            changed[begin + 148 : begin + 156] = b" " * 8
+            changed[begin + 148 : begin + 156] = b"%06o\0 " % sum(changed[begin : begin + 512])
+    return bytes(changed)
+
+
 def header(name: str, kind: bytes, size: int) -> bytes:
     """Return a 512-byte tar header that claims `size` bytes; `size` may be negative."""
     info = tarfile.TarInfo(name)
     info.type = kind
-    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
-    block[124:136] = (size % (1 << 96)).to_bytes(12, "big") if size < 0 or size >= 1 << 33 else b"%011o\0" % size
-    block[124] |= 0x80 * (size < 0 or size >= 1 << 33)
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
+    block = info.tobuf(tarfile.USTAR_FORMAT)
+    return seal_tar(block[:124] + tar_size(size) + block[136:])
+
+
+def tar_member(name: str, body: bytes, kind: bytes = b"0", size: int | None = None) -> bytes:
+    """Return a header and the padded content. size: claimed size, None for the right one."""
+    return header(name, kind, len(body) if size is None else size) + body + bytes(-len(body) % 512)
+
+
+def pax(record: bytes, kind: bytes = b"x") -> bytes:
+    """Return a PAX extended header of a record `key=value`: x for the next member, g for all later members."""
+    length = next(n for n in range(len(record), len(record) + 9) if n == len(record) + 2 + len(str(n)))
+    return tar_member("pax", b"%d %s\n" % (length, record), kind)
 
 
 def jpeg(width: int, height: int) -> bytes:

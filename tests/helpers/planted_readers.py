@@ -14,7 +14,6 @@ from vitpar.errors import DataError
 class Planted(Target):
     """Reader of a file that holds SEED; it calls `wrong` for any other content."""
 
-    about = "nothing"
     SEED = b"seed"
 
     def make(self, home: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fuzzing import oracle
 from fuzzing.case import Case, Files, Target, read_folder
 from fuzzing.oracle import tolerated
-from vitpar.checkpoint import Checkpoint, Facts, Writer, load_tensors
+from vitpar import checkpoint
 from vitpar.checkpoint.folder import BestEvaluation
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE, STATE, Index
 from vitpar.checkpoint.reader import read_whole
@@ -41,10 +41,8 @@ CLAIMS = (
 """Entries of an index that once used much memory or time, or made long messages."""
 
 
-class CheckpointFolder(Target):
-    """A checkpoint as one process writes it."""
-
-    about = "the folder of a checkpoint: its index, its state, its files of tensors"
+class Checkpoint(Target):
+    """The folder of a checkpoint: its index, its state, its files of tensors."""
 
     def make(self, home: Path) -> None:
         draw, parameters = torch.Generator().manual_seed(0), dict(LayeredModel(TINY).named_parameters())
@@ -53,52 +51,48 @@ class CheckpointFolder(Target):
             self.tensors[f"model.{name}"] = whole = torch.randn(value.shape, generator=draw)
             self.tensors[f"optimizer.exp_avg.{name}"] = whole.bfloat16()
         self.tensors |= {"rng": torch.arange(9, dtype=torch.uint8), "count": torch.tensor(5)}
-        facts = Facts(step=5, samples=40, data="abc", best=BestEvaluation(step=4, top1=0.5))
+        facts = checkpoint.Facts(step=5, samples=40, data="abc", best=BestEvaluation(step=4, top1=0.5))
         config = json.dumps(asdict(TINY))
         texts = {STATE: facts.model_dump_json(), RECIPE: TOML, PLAN: plan_text(Plan()), CONFIG: config}
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            writer = Writer()
+            writer = checkpoint.Writer()
             writer.begin(home / "step_5", self.tensors, texts)
             writer.finish()
         finally:
             dist.destroy_process_group()
         self.seeds, self.triggers = [read_folder(home / "step_5")], []
-        index = json.loads((home / "step_5" / INDEX).read_text())
         for change in CLAIMS:
-            files: Files = {INDEX: json.dumps(index | change).encode()}
+            files = {INDEX: json.dumps(json.loads(self.seeds[0][INDEX]) | change).encode()}
             self.seal(files)
             self.triggers.append(self.case(0, files, sealed=True))
 
     def seal(self, files: Files) -> bool:
         """Correct sizes and checksums of files in the index, and the checksum of the index."""
         try:
-            text = files[INDEX]
-            assert isinstance(text, bytes)
-            index = json.loads(text)
-            for name, body in files.items():
-                if name in index["files"] and isinstance(body, bytes):
-                    index["files"][name] = {"bytes": len(body), "crc32": zlib.crc32(body)}
+            index = json.loads(files[INDEX])
+            for name in files.keys() & index["files"]:
+                index["files"][name] = {"bytes": len(files[name]), "crc32": zlib.crc32(files[name])}
             sealed = Index.model_validate(index)
             sealed.crc32 = sealed.checksum
             files[INDEX] = sealed.model_dump_json().encode()
-        except (ValueError, TypeError, KeyError, AssertionError, RecursionError):  # an edit broke the index
+        except (ValueError, TypeError, KeyError, RecursionError):  # an edit broke the index
             return False
         return True
 
     def read(self, case: Case, place: Path) -> None:
-        checkpoint = Checkpoint.open(place)
-        wrong = checkpoint.damage()
+        found = checkpoint.Checkpoint.open(place)
+        wrong = found.damage()
         sealed = INDEX in case.changed
-        if wrong is None and case.changed & {*checkpoint.index.files} and not sealed:
+        if wrong is None and case.changed & {*found.index.files} and not sealed:
             raise oracle.Wrong("damage() is silent on a file that is not what was written")
         # Reading without calling damage() first must be safe too.
         right = True
-        for name in list(checkpoint.index.tensors)[:200]:
-            found = tolerated(partial(read_whole, checkpoint, name))
-            right &= found is None or name not in self.tensors or same(found, self.tensors[name])
+        for name in list(found.index.tensors)[:200]:
+            tensor = tolerated(partial(read_whole, found, name))
+            right &= tensor is None or name not in self.tensors or same(tensor, self.tensors[name])
         wanted = {name: torch.full_like(tensor, 7) for name, tensor in self.tensors.items()}
-        loaded = tolerated(lambda: load_tensors(place, wanted, checkpoint.index) or True)
+        loaded = tolerated(lambda: checkpoint.load_tensors(place, wanted, found.index) or True)
         right &= loaded is None or all(same(wanted[name], tensor) for name, tensor in self.tensors.items())
         weights = tolerated(lambda: open_weights(place))
         for name in self.names if weights else ():

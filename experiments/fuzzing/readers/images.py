@@ -6,27 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+import PIL.Image
 
 from fuzzing import oracle
 from fuzzing.case import Case, Target
-from fuzzing.formats import join_png
 from fuzzing.hostile import PIECES, png_chunk, zeros
 from helpers.tiny_images import encoded
 from vitpar.data.images import decode, image_size, image_type
 
 
-class Images(Target):
-    """One encoded image."""
-
-    about = "encoded images of six types, headers that lie, bombs, and other formats in disguise"
+class Image(Target):
+    """Encoded images of six types, headers that lie, bombs, and other formats in disguise."""
 
     def make(self, home: Path) -> None:
-        rgb = Image.open(io.BytesIO(encoded(1, size=(16, 16))))
+        rgb = PIL.Image.open(io.BytesIO(encoded(1, size=(16, 16))))
         grey, palette = rgb.convert("L"), rgb.convert("P")
         bits, deep = grey.convert("1"), grey.convert("I;16")
 
-        def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+        def saved(image: PIL.Image.Image, kind: str, **options: Any) -> bytes:
             file = io.BytesIO()
             image.save(file, kind, **options)
             return file.getvalue()
@@ -44,17 +41,24 @@ class Images(Target):
         self.seeds = [{"image": data} for data in (*made, progressive)]
         self.pieces = PIECES["disguise"]
         scans = progressive[:-2] + progressive[progressive.rindex(b"\xff\xda") : -2] * 2_000 + progressive[-2:]
-        size, png = scans.index(b"\xff\xc2") + 5, made[3]
-        head, end, zipped = png[16:29], png_chunk(b"IEND"), zeros()[0]
-        bomb = png_chunk(b"IHDR", struct.pack(">II", 60_000, 300) + head[8:]) + png_chunk(b"IDAT", zipped) + end
-        large = png_chunk(b"IHDR", struct.pack(">II", 8_000, 8_000) + head[8:]) + png[33:]
-        texts = png[:33] + png_chunk(b"zTXt", b"a\0\0" + zipped) * 3 + png[33:]
-        lies = (scans, scans[:size] + struct.pack(">HH", 11_000, 11_000) + scans[size + 4 :], texts)
-        hostile = (*lies, png[:8] + bomb, png[:8] + large, join_png([png[:8], b"IEND"]), *self.pieces)
+        size, png, end = scans.index(b"\xff\xc2") + 5, made[3], png_chunk(b"IEND")
+        wide, large = (
+            png[:8] + png_chunk(b"IHDR", struct.pack(">II", *sides) + png[24:29])
+            for sides in ((60_000, 300), (8_000, 8_000))
+        )
+        hostile = (
+            scans,
+            scans[:size] + struct.pack(">HH", 11_000, 11_000) + scans[size + 4 :],
+            png[:33] + png_chunk(b"zTXt", b"a\0\0" + zeros()) * 3 + png[33:],
+            wide + png_chunk(b"IDAT", zeros()) + end,
+            large + png[33:],
+            png[:8] + end,
+            *self.pieces,
+        )
         self.triggers = [self.case(0, {"image": data}) for data in hostile]
 
     def read(self, case: Case, place: Path) -> None:
-        data = (place / "image").read_bytes() if isinstance(case.files["image"], bytes) else b""
+        data = b"" if case.odd else (place / "image").read_bytes()
         image_type(data)
         pixels = decode(data)
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.flags.writeable:

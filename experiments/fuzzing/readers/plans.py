@@ -8,16 +8,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzzing import oracle
-from fuzzing.case import Case, Draw, Target
-from fuzzing.edits import LONG, WORDS, pick, words
+from fuzzing.case import Case, Target
+from fuzzing.edits import Draw, pick, words
+from fuzzing.hostile import LONG, WORDS
 from fuzzing.oracle import tolerated
 from helpers.galvatron_files import FILES
+from vitpar import strategy
 from vitpar.data import Labels, StreamSet, parse_policy
 from vitpar.data.stream.urls import expand
 from vitpar.launch import expand_hosts
 from vitpar.models.families import model_config
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.strategy import Plan, parse, rank_grid, validate
+from vitpar.strategy import parse, rank_grid, validate
 from vitpar.strategy.galvatron import read_galvatron, to_galvatron
 from vitpar.strategy.plan_json import plan_from_json, plan_text, plan_to_json, read_plan
 
@@ -32,7 +34,7 @@ USES = st.tuples(*map(st.sampled_from, (MODELS, (None, 1, 64, 1024, 1_000_003), 
 FIRST = (MODELS[0], 64, {}, 8)
 
 
-def used(plan: Plan, model: Any, batch: int | None, settings: dict[str, Any], ranks: int) -> None:
+def used(plan: strategy.Plan, model: Any, batch: int | None, settings: dict[str, Any], ranks: int) -> None:
     """Validate, resolve and convert a plan, as vitpar does before a run starts."""
     if plan_from_json(json.loads(plan_text(plan))) != plan or plan_from_json(plan_to_json(plan)) != plan:
         raise oracle.Wrong(f"'{plan!s:.200}' is another plan when it comes back from JSON")
@@ -59,26 +61,14 @@ RIGHT = (
 )
 
 
-@st.composite
-def strategies(draw: Draw) -> str:
-    """Return a strategy that is likely to parse, or one of any words."""
-    degree = st.sampled_from(("2", "2", "4", "1", "3", "16"))
-    roles = draw(st.lists(st.sampled_from(("dp", "fsdp", "tp", "pp")), min_size=1, max_size=3, unique=True))
-    flags = draw(
-        st.lists(st.sampled_from(("ckpt", "sp", "2d", "2.5d@2", "3d", "zero1", "zero2", "offload")), max_size=2)
-    )
-    text = "+".join(["x".join(role + draw(degree) for role in roles), *flags])
-    kinds, cut = st.sampled_from(("dp2", "tp2", "fsdp2", "fsdp2+ckpt", "tp2+sp", text)), draw(st.integers(1, 10))
-    layered = f"pp{draw(degree)}: embed={draw(kinds)}, 0-{cut}={draw(kinds)}, *={draw(kinds)}"
-    text = pick(draw, (text, layered, words(draw, "strategy"), pick(draw, RIGHT)))
-    place = draw(st.integers(0, len(text)))
-    return pick(draw, (text, text, text[:place] + words(draw, "strategy") + text[place:], text.upper()))
+KIND = r"(dp|fsdp|tp)(1|2|3|4|16)(x(dp|fsdp|tp)(2|4)){0,2}(\+(ckpt|sp|2d|2\.5d@2|3d|zero1|zero2|offload)){0,2}"
+LIKELY = rf"(pp(2|3|4|16)x)?{KIND}|pp(1|2|4): embed={KIND}, 0-[0-9]={KIND}, \*={KIND}"
+STRATEGIES = st.sampled_from(RIGHT) | st.from_regex(LIKELY, fullmatch=True)
+"""Strategies that are likely to parse."""
 
 
-class StrategyText(Target):
-    """Strategy strings."""
-
-    about = "strategy strings: parsed, written, validated, resolved"
+class Strategy(Target):
+    """Strategy strings: parsed, written, validated, resolved."""
 
     def make(self, home: Path) -> None:
         long = ("dp2" * 500, "x".join(["dp2"] * 2_000), "x" * 70_000, "pp2: " + ", ".join(["*=dp2"] * 4_000), *LONG)
@@ -86,7 +76,11 @@ class StrategyText(Target):
         self.triggers += [Case({}, argument=(text, FIRST)) for text in (*long, *WORDS["words"]["strategy"])]
 
     def drawn(self, draw: Draw) -> Case:
-        return Case({}, argument=(draw(strategies()), draw(USES)))
+        text = draw(STRATEGIES) if draw(st.booleans()) else words(draw, "strategy")
+        if draw(st.booleans()):
+            place = draw(st.integers(0, len(text)))
+            text = pick(draw, (text[:place] + words(draw, "strategy") + text[place:], text.upper()))
+        return Case({}, argument=(text, draw(USES)))
 
     def read(self, case: Case, place: Path) -> None:
         text, use = case.argument
@@ -97,18 +91,16 @@ class StrategyText(Target):
         used(plan, *use)
 
 
-class PlanFile(Target):
-    """Plans in JSON, in the formats of vitpar and Galvatron."""
+class Plan(Target):
+    """Plans in JSON: plan.json of vitpar and strategies of Galvatron."""
 
-    about = "plan.json of vitpar and strategies of Galvatron"
     argument = USES
 
     def make(self, home: Path) -> None:
+        replaced = dataclasses.replace
         plans = [parse(text) for text in (*RIGHT, "tp4+2.5d@1", "pp4xdp2+zero1")]
-        plans.append(
-            dataclasses.replace(parse("pp2xdp2"), schedule="interleaved1f1b", virtual_stages=2, microbatches=8)
-        )
-        plans.append(dataclasses.replace(parse("pp4"), split=(3, 3, 3, 3), microbatch_size=2))
+        plans.append(replaced(parse("pp2xdp2"), schedule="interleaved1f1b", virtual_stages=2, microbatches=8))
+        plans.append(replaced(parse("pp4"), split=(3, 3, 3, 3), microbatch_size=2))
         self.ranks = [0] * len(plans) + [ranks for _, ranks in FILES.values()]
         self.seeds = [{"plan.json": plan_text(plan).encode()} for plan in plans]
         self.seeds += [{"galvatron.json": json.dumps(plan).encode()} for plan, _ in FILES.values()]
@@ -123,18 +115,13 @@ class PlanFile(Target):
 
 def url(draw: Draw) -> str:
     """Return a URL of shards with braces. Some URLs run a command."""
-    return (
-        pick(draw, WORDS["url"]["places"])
-        + "train-"
-        + pick(draw, WORDS["url"]["braces"])
-        + pick(draw, (".tar", "", *LONG))
-    )
+    place, braces = pick(draw, WORDS["url"]["places"]), pick(draw, WORDS["url"]["braces"])
+    return f"{place}train-{braces}{pick(draw, ('.tar', '', *LONG))}"
 
 
 class Words(Target):
-    """Labels, policies, URLs, clusters, models and hosts."""
+    """Label specs, augmentation policies, URLs with braces, names of clusters and models, lists of hosts."""
 
-    about = "label specs, augmentation policies, URLs with braces, names of clusters and models, lists of hosts"
     kinds = ("label", "policy", "url", "cluster", "model", "hosts")
 
     def make(self, home: Path) -> None:

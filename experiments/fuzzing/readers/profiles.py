@@ -1,6 +1,7 @@
 """Target: files of clusters and profiles, in the formats of vitpar and Galvatron."""
 
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
@@ -13,13 +14,13 @@ from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
+Record = TypeVar("Record", Hardware, ModelProfile)
 SEEDS = Path(__file__).parents[1] / "seeds"
 
 
-class ProfileFiles(Target):
-    """Clusters and profiles, one kind of file in each seed."""
+class Profile(Target):
+    """Clusters in TOML, profiles in JSON, profiles of Galvatron: one kind of file in each seed."""
 
-    about = "clusters in TOML, profiles in JSON, profiles of Galvatron's"
     argument = st.sampled_from((None, None, 1, 2, 8))
 
     def make(self, home: Path) -> None:
@@ -36,19 +37,20 @@ class ProfileFiles(Target):
                 cluster = find_cluster(str(place / "cluster.toml"))
                 tolerated(lambda: cluster.hardware(case.argument))
             case 1:
-                hardware = Hardware.read(place / "hardware.json")
-                hardware.save(place / "again.json")
-                if Hardware.read(place / "again.json") != hardware:
-                    raise oracle.Wrong("a hardware profile reads back as another")
-                for link in hardware.links[:20]:
+                for link in same_again(place / "hardware.json", Hardware).links[:20]:
                     link.seconds(1 << 20)
             case 2:
-                model = ModelProfile.read(place / "model.json")
-                model.save(place / "again.json")
-                if ModelProfile.read(place / "again.json") != model:
-                    raise oracle.Wrong("a model profile reads back as another")
-                for layer in model.layers[:20]:
+                for layer in same_again(place / "model.json", ModelProfile).layers[:20]:
                     layer.forward.seconds(8)
             case _:
                 import_hardware(place, 1, 8, 80 << 30, "H100")
                 import_model(place, TINY, "bf16")
+
+
+def same_again(path: Path, kind: type[Record]) -> Record:
+    """Return a profile that is written and read again."""
+    profile = kind.read(path)
+    profile.save(path.with_name("again.json"))
+    if kind.read(path.with_name("again.json")) != profile:
+        raise oracle.Wrong(f"a {kind.kind} profile reads back as another")
+    return profile

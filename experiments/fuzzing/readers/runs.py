@@ -14,10 +14,8 @@ from vitpar.runs.page import report
 SCRIPT = "<script>alert(1)</script><img src=x>"
 
 
-class RunFolders(Target):
-    """Folders of runs with and without a pipeline."""
-
-    about = "folders of runs: log, metrics, recipe, plan and environment"
+class Run(Target):
+    """Folders of runs: log, metrics, recipe, plan and environment, with and without a pipeline."""
 
     def make(self, home: Path) -> None:
         rows, self.seeds = [*map(train_row, range(1, 5)), eval_row(4)], []

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,11 @@ import scipy.io  # noqa: F401, vitpar's reader imports it when it needs it
 from hypothesis import strategies as st
 
 from fuzzing import oracle
-from fuzzing.case import Case, Draw, Target, read_folder
-from fuzzing.edits import LONG, VALUES, WORDS, pick
-from fuzzing.hostile import BOMB_BYTES, MESSAGES, WHOLE_PICKLES, gzip_zeros, tar_member, zip_bomb
+from fuzzing.case import Case, Target, read_folder
+from fuzzing.edits import VALUES, Draw, pick
+from fuzzing.hostile import BOMB_BYTES, LONG, MESSAGES, WHOLE_PICKLES, WORDS, gzip_zeros, zip_bomb
+from helpers.cifar_files import cifar_files
+from helpers.hostile_files import tar_member
 from helpers.imagenet_archives import tar, write_imagenet
 from helpers.tfrecord_files import record, write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_tree, write_zips
@@ -74,10 +75,9 @@ class Source(Target):
                 raise oracle.Wrong("an image or its label is not what was written, and nothing is said")
 
 
-class TFRecords(Source):
-    """ImageNet as TFRecords."""
+class TFRecord(Source):
+    """TFRecords of images and labels."""
 
-    about = "TFRecords of images and labels"
     checked = "pairs"
 
     def write(self, home: Path) -> None:
@@ -109,9 +109,7 @@ def parquet(image: Any, label: Any, known: str | None = None, compression: str =
 
 
 class Parquet(Source):
-    """Parquet files in the layout of Hugging Face."""
-
-    about = "Parquet files of images and labels"
+    """Parquet files of images and labels, in the layout of Hugging Face."""
 
     def write(self, home: Path) -> None:
         for kind, known in (("zstd", json.dumps(NAMES)), ("snappy", json.dumps(NAMES)), ("gzip", None)):
@@ -140,10 +138,9 @@ class Parquet(Source):
         return super().drawn(draw)
 
 
-class Zips(Source):
-    """ImageNet in zip files."""
+class Zip(Source):
+    """Images in train.zip and val.zip, with maps and class names."""
 
-    about = "train.zip and val.zip with maps and class names"
     checked = "images"
 
     def write(self, home: Path) -> None:
@@ -151,14 +148,12 @@ class Zips(Source):
             write_zips(home / name, classes=name == "named")
 
     def add(self) -> None:
-        bombs = [zip_bomb(b"ant/0.png", claimed) for claimed in (BOMB_BYTES, 10, (1 << 32) - 1)]
+        bombs = [zip_bomb("ant/0.png", claimed) for claimed in (BOMB_BYTES, 10, (1 << 32) - 1)]
         self.triggers = [self.case(0, {"train.zip": data}, sealed=True) for data in bombs]
 
 
-class Lists(Source):
-    """Images of a CSV list, and folders of classes."""
-
-    about = "CSV lists of images, and folders of classes"
+class List(Source):
+    """CSV lists of images, and folders of classes."""
 
     def write(self, home: Path) -> None:
         for kind in ("folder", "list"):
@@ -174,28 +169,17 @@ class Lists(Source):
 class Cifar(Source):
     """CIFAR-10 and CIFAR-100, binary and pickled, as folders and archives."""
 
-    about = "CIFAR, binary and pickled, as folders and as archives"
-
     def write(self, home: Path) -> None:
-        ten = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-        for names, fine, meta in ((ten, "", "batches.meta"), (["train", "test"], "fine_", "meta")):
-            pixels, classes = np.full((2, 3072), 7, np.uint8), [b"c%d" % i for i in range(100 if fine else 10)]
-            rows = b"".join(bytes([i] * (1 + bool(fine))) + row.tobytes() for i, row in enumerate(pixels))
-            data = {b"data": pixels, f"{fine}labels".encode(): [0, 1]}
-            known = pickle.dumps({f"{fine}label_names".encode(): classes}, 2)
-            words = "fine_label_names.txt" if fine else "batches.meta.txt", b"\n".join(classes)
-            for kind, files in (
-                ("binary", [*((f"{name}.bin", rows) for name in names), words]),
-                ("pickled", [*((name, pickle.dumps(data, 2)) for name in names), (meta, known)]),
-            ):
-                whole = tar((f"cifar/{name}", body) for name, body in files)
-                packed = [("cifar.tar.gz", gzip.compress(whole))]
-                for form, parts in (("folder", files), ("packed", packed), ("plain", [("cifar.tar", whole)])):
-                    Case(dict(parts)).write(home / f"{kind} {fine}{form}")
+        for hundred, binary in ((False, True), (False, False), (True, True), (True, False)):
+            files, _, _ = cifar_files(hundred, binary, count=2)
+            whole = tar((f"cifar/{name}", body) for name, body in files.items())
+            archives = {"packed": {"cifar.tar.gz": gzip.compress(whole)}, "plain": {"cifar.tar": whole}}
+            for form, parts in (archives | {"folder": files}).items():
+                Case(parts).write(home / f"{form} {hundred} {binary}")
 
     def add(self) -> None:
         self.pieces = WHOLE_PICKLES
-        bomb = gzip.compress(tar_member(b"cifar/data_batch_1", b"", size=BOMB_BYTES)) + gzip_zeros()
+        bomb = gzip.compress(tar_member("cifar/data_batch_1", b"", size=BOMB_BYTES)) + gzip_zeros()
         hostile = [*(("data_batch_1", data) for data in WHOLE_PICKLES), ("cifar.tar.gz", bomb)]
         self.triggers = [
             self.case(next(i for i, files in enumerate(self.seeds) if name in files), {name: data})
@@ -204,9 +188,7 @@ class Cifar(Source):
 
 
 class ImageNet(Source):
-    """ImageNet as published."""
-
-    about = "ImageNet's tar files of tar files, and its kit with a MATLAB file"
+    """ImageNet as published: tar files of tar files, and a kit with a MATLAB file."""
 
     def write(self, home: Path) -> None:
         for compressed in (True, False):

@@ -5,6 +5,8 @@ import re
 import socket
 import socketserver
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzzing import oracle
-from fuzzing.case import Case, Draw, Target
-from fuzzing.edits import WORDS, pick
-from fuzzing.formats import edited
+from fuzzing.case import Case, Target
+from fuzzing.edits import Draw, edited, pick
 from fuzzing.guard import CANARY
-from fuzzing.hostile import gzip_zeros, tar_member
-from fuzzing.readers.shards import ForeignShards, samples
+from fuzzing.hostile import WORDS, gzip_zeros
+from fuzzing.readers.shards import Tar, samples
+from helpers.hostile_files import tar_member
 from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamLoader, StreamSet, TrainTransform
 from vitpar.data.stream import urls
 
+USUAL = "http://{host}/x"
 CLASSES, MOST = 3, 300
 """Number of classes, and batches after which reading an endless stream stops."""
 RIGHT = [0, 1, 2, 0, 1, 2]
@@ -28,8 +31,8 @@ RIGHT = [0, 1, 2, 0, 1, 2]
 Way = tuple[bool, int, bool]
 """Whether bad samples are skipped, decoding threads, and whether to read four batches for training."""
 WAYS = st.tuples(st.booleans(), st.sampled_from((0, 2)), st.sampled_from((False, False, False, True)))
-Step = bytes | float | tuple[bytes] | None
-"""Bytes to send, seconds to wait, bytes to send for ever, or a reset."""
+Answer = Sequence[bytes | str]
+"""Bytes to send, and words: `pause`, `hang`, `reset`, and `forever`, which repeats what comes after it."""
 
 
 def labels_of(way: Way | None, shards: tuple[str, ...], kind: str) -> tuple[list[int], int]:
@@ -55,10 +58,9 @@ def labels_of(way: Way | None, shards: tuple[str, ...], kind: str) -> tuple[list
     return found, skipped
 
 
-class LocalStream(ForeignShards):
-    """Shards in local files."""
+class Stream(Tar):
+    """Shards in files, read as streams."""
 
-    about = "shards in files, read as streams"
     kinds = ("cls", "json")
     argument = WAYS
 
@@ -67,9 +69,8 @@ class LocalStream(ForeignShards):
         labels, skipped = labels_of(case.argument, shards, self.kinds[case.seed])
         if case.is_seed and (labels, skipped) != ([*RIGHT, 0, 1], 0):
             raise oracle.Wrong(f"the labels are {labels}, and {skipped} were skipped")
-        for name in case.changed:
-            data, seed = case.files[name], self.seeds[case.seed][name]
-            cut = isinstance(data, bytes) and isinstance(seed, bytes) and seed[:-1024].startswith(data)
+        for name in case.changed if not case.odd else ():
+            cut = self.seeds[case.seed][name][:-1024].startswith(case.files[name])
             if cut and not skipped and len(labels) < len(RIGHT) + 2:
                 raise oracle.Wrong("a shard is cut short, and nothing is said")
 
@@ -78,7 +79,7 @@ class Server(socketserver.ThreadingTCPServer):
     """Web server on this machine that sends `answer` to every request."""
 
     daemon_threads = allow_reuse_address = True
-    answer: tuple[Step, ...] = ()
+    answer: Answer = ()
 
     def finish_request(self, request: Any, address: Any) -> None:
         asked, answer = b"", self.answer
@@ -87,73 +88,55 @@ class Server(socketserver.ThreadingTCPServer):
             if not (data := request.recv(4096)):
                 return
             asked += data
-        for step in answer:
+        for number, step in enumerate(answer, 1):
+            while step == "forever":
+                request.sendall(b"".join(answer[number:]))
             if isinstance(step, bytes):
                 request.sendall(step)
-            elif isinstance(step, float):
-                threading.Event().wait(step)
-            elif step is None:
+            elif step == "reset":
                 request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            while isinstance(step, tuple):
-                request.sendall(step[0])
+            else:
+                time.sleep(60 if step == "hang" else 0.2)
 
     def handle_error(self, request: Any, address: Any) -> None:
         """Ignore that the client has closed the connection."""
 
 
-class HttpStream(Target):
-    """Shards from a web server."""
+class Http(Target):
+    """Shards from a web server that lies, and odd URLs."""
 
-    about = "shards from a web server that lies, and odd URLs"
     programs = ("curl",)
 
     def make(self, home: Path) -> None:
         self.server = Server(("127.0.0.1", 0), socketserver.BaseRequestHandler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.host = f"127.0.0.1:{self.server.server_address[1]}"
-        self.shard, self.known = samples(6), dict[str, Step]()
-        huge = {"large image": (b"0.png", b"0"), "long name": (b"x", b"L"), "large file": (b"x.txt", b"0")}
-        self.known |= {name: tar_member(file, b"", kind, 1 << 40) for name, (file, kind) in huge.items()}
-        self.known |= {"bomb": gzip_zeros(), "zeros": bytes(1 << 16), "pause": 0.2, "hang": 60.0, "reset": None}
-        self.known["canary"] = str(home.parent / "run" / CANARY).encode()
+        self.shard = samples(6)
+        huge = {"large image": ("0.png", b"0"), "long name": ("x", b"L"), "large file": ("x.txt", b"0")}
+        self.known = {name: tar_member(file, b"", kind, 1 << 40) for name, (file, kind) in huge.items()}
+        canary = str(home.parent / "run" / CANARY).encode()
+        self.known |= {"bomb": gzip_zeros(), "zeros": bytes(1 << 16), "canary": canary}
         right = WORDS["http"]["answers"][0]
         self.triggers = [self.asked(answer) for answer in WORDS["http"]["answers"]]
         self.triggers += [self.asked(right, url=url) for url in (*WORDS["http"]["urls"], "http://{host}/\udc80.tar")]
 
-    def asked(
-        self,
-        text: str,
-        way: Way | None = None,
-        shard: bytes | None = None,
-        cut: int = 700,
-        url: str = "http://{host}/x",
-    ) -> Case:
+    def asked(self, text: str, way: Way | None = None, shard: bytes = b"", cut: int = 700, url: str = USUAL) -> Case:
         """Return the case of an answer in the words of the dictionary.
 
-        shard: None for the right one. cut: place between its halves.
+        shard: empty for the right one. cut: place between its halves.
         """
-        whole = self.shard if shard is None else shard
+        whole = shard or self.shard
         known = self.known | {"shard": whole, "begin": whole[:cut], "rest": whole[cut:], "n": b"%d" % len(whole)}
         known |= {"hex": b"%x" % len(whole), "gzip": gzip.compress(whole, mtime=0), "samples": whole[:-1024] * 20}
-        honest, said = shard is None and text[:1] != "?", text.removeprefix("? ")
-        head, bar, body = said.partition(" || ")
+        head, bar, body = text.removeprefix("? ").partition(" || ")
         if bar:
-            said = "\r\n".join(["HTTP/1.1 " + head.replace(" | ", "\r\n"), "Connection: close", "", body])
-        begin, _, endless = said.partition("{forever}")
-        steps, last = (
-            [
-                known[word] if n % 2 else word.encode("latin-1")
-                for n, word in enumerate(re.split(r"\{([a-z ]+)\}", part))
-            ]
-            for part in (begin, endless)
-        )
-        repeated = b"".join(step for step in last if isinstance(step, bytes))
-        return Case(
-            {}, argument=((*steps, *([(repeated,)] if repeated else [])), honest, way, url.replace("{host}", self.host))
-        )
+            head = "\r\n".join(["HTTP/1.1 " + head.replace(" | ", "\r\n"), "Connection: close", "", body])
+        words = re.split(r"\{([a-z ]+)\}", head)
+        answer = [known.get(word, word) if n % 2 else word.encode("latin-1") for n, word in enumerate(words)]
+        return Case({}, argument=(answer, not shard and text[:1] != "?", way, url.replace("{host}", self.host)))
 
     def drawn(self, draw: Draw) -> Case:
-        shard = edited(draw, "x.tar", self.shard)[0] or b"x" if pick(draw, (False, False, False, True)) else None
+        shard = edited(draw, self.shard)[0] if pick(draw, (False, False, False, True)) else b""
         cut = draw(st.integers(0, len(self.shard) - 1))
         return self.asked(pick(draw, WORDS["http"]["answers"]), draw(WAYS), shard, cut)
 

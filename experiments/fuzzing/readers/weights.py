@@ -11,45 +11,39 @@ from safetensors.torch import save
 
 from fuzzing import oracle
 from fuzzing.case import Case, Files, Target, read_folder
-from fuzzing.formats import join_zip, split_zip
+from fuzzing.edits import join_zip, split_zip
 from fuzzing.hostile import WHOLE_PICKLES
 from helpers.foreign_weights import TIMM_CONFIG, as_transformers, timm_state, transformers_config
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 from vitpar.weights.sources import open_source
 
-PARTS, IMAGES = "model.safetensors.index.json", "preprocessor_config.json"
+PARTS, CONFIG, IMAGES = "model.safetensors.index.json", "config.json", "preprocessor_config.json"
 
 
 class Weights(Target):
-    """Safetensors of timm, transformers and vitpar, with their JSON files."""
-
-    about = "safetensors and config.json of timm, transformers and vitpar, imported"
+    """Safetensors and config.json of timm, transformers and vitpar, imported."""
 
     def make(self, home: Path) -> None:
         face, config = as_transformers(timm_state()), json.dumps(transformers_config()).encode()
         parts = {f"model-0000{half + 1}-of-00002.safetensors": dict([*face.items()][half::2]) for half in range(2)}
         places = {"weight_map": {name: file for file, part in parts.items() for name in part}}
         self.seeds = [
-            {"model.safetensors": save(timm_state()), "config.json": json.dumps(TIMM_CONFIG).encode()},
-            {"model.safetensors": save(face), "config.json": config},
-            {name: save(part) for name, part in parts.items()}
-            | {PARTS: json.dumps(places).encode(), "config.json": config},
+            {"model.safetensors": save(timm_state()), CONFIG: json.dumps(TIMM_CONFIG).encode()},
+            {"model.safetensors": save(face), CONFIG: config},
+            {PARTS: json.dumps(places).encode(), CONFIG: config, IMAGES: b'{"image_mean": [0.5, 0.5, 0.5]}'},
         ]
-        self.seeds[2][IMAGES] = b'{"image_mean": [0.5, 0.5, 0.5]}'
+        self.seeds[2] |= {name: save(part) for name, part in parts.items()}
         Case(self.seeds[1]).write(home / "there")
         import_weights(home / "there", home / "imported")
         self.seeds.append(read_folder(home / "imported"))
         own = self.seeds[3][PARTS]
-        assert isinstance(own, bytes)
         self.names = [*json.loads(own)["weight_map"]]
         images = {"image_mean": [10**400] * 3, "image_std": [float("nan"), 1, 1], "resample": [2]}
         absurd = [{name: 10**9} for name in ("hidden_size", "image_size", "patch_size")] + [{"model_type": "x" * 10**6}]
         configs = [json.dumps(transformers_config(**changed)).encode() for changed in absurd]
         changes: list[tuple[int, Files]] = [
-            (1, {"config.json": text}) for text in (*configs, b"[" * 100_000, b"\xff", b"[1]")
-        ]
-        changes += [
+            *((1, {CONFIG: text}) for text in (*configs, b"[" * 100_000, b"\xff", b"[1]")),
             (2, {IMAGES: json.dumps(images).encode()}),
             (3, {PARTS: own.replace(b"model-00001", b"../there/model-00001")}),
         ]
@@ -67,10 +61,8 @@ class Weights(Target):
             raise oracle.Wrong(f"what was imported reads as {again.config} instead of {done.config}")
 
 
-class Pickles(Target):
-    """Files of torch.save, and hostile pickles under their names."""
-
-    about = "files of torch.save, and pickles that run programs, read without trust"
+class Pickle(Target):
+    """Files of torch.save, and pickles that run programs, read without trust."""
 
     def make(self, home: Path) -> None:
 
@@ -82,12 +74,10 @@ class Pickles(Target):
         run = {"model": timm_state(), "epoch": 3, "args": argparse.Namespace(lr=0.1, name="x")}
         self.seeds = [
             {"weights.pt": saved(timm_state())},
-            {"pytorch_model.bin": saved(run), "config.json": json.dumps(TIMM_CONFIG).encode()},
+            {"pytorch_model.bin": saved(run), CONFIG: json.dumps(TIMM_CONFIG).encode()},
             {"weights.pt": saved(timm_state(), _use_new_zipfile_serialization=False)},
         ]
-        new = self.seeds[0]["weights.pt"]
-        assert isinstance(new, bytes)
-        entries = {part.partition(b"\0")[0]: part for part in split_zip(new)}
+        entries = {part.partition(b"\0")[0]: part for part in split_zip(self.seeds[0]["weights.pt"])}
         name = next(name for name in entries if name.endswith(b"data.pkl"))
         inside = [join_zip([*(entries | {name: name + b"\0" + data}).values()]) for data in WHOLE_PICKLES]
         self.pieces = (*inside, *WHOLE_PICKLES)

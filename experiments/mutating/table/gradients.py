@@ -28,7 +28,7 @@ MUTATIONS = (
         file=FILE,
         old=REDUCED,
         new=scaled("blocks.3.mlp.fc1.bias", "gradient.mul_(1.01)"),
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="bias-element-1.01",
@@ -36,7 +36,7 @@ MUTATIONS = (
         file=FILE,
         old=REDUCED,
         new=scaled("blocks.3.mlp.fc1.bias", "gradient[0] *= 1.01"),
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="small-qkv-1.01",
@@ -44,7 +44,7 @@ MUTATIONS = (
         file=FILE,
         old=REDUCED,
         new=scaled("blocks.3.attn.qkv.weight", "gradient.mul_(1.01)"),
-        caught_by=("vitpar check --mesh dp2 --set model.layer_scale=1e-6",),
+        caught_by="vitpar check --mesh dp2 --set model.layer_scale=1e-6",
     ),
     Mutation(
         name="small-qkv-2-bf16",
@@ -52,7 +52,7 @@ MUTATIONS = (
         file=FILE,
         old=REDUCED,
         new=scaled("blocks.3.attn.qkv.weight", "gradient.mul_(2)"),
-        caught_by=("vitpar check --mesh dp2 --set model.layer_scale=1e-6 --precision bf16",),
+        caught_by="vitpar check --mesh dp2 --set model.layer_scale=1e-6 --precision bf16",
     ),
     Mutation(
         name="weight-1.1-bf16",
@@ -60,6 +60,6 @@ MUTATIONS = (
         file=FILE,
         old=REDUCED,
         new=scaled("blocks.3.mlp.fc1.weight", "gradient.mul_(1.1)"),
-        caught_by=("vitpar check --mesh dp2 --precision bf16",),
+        caught_by="vitpar check --mesh dp2 --precision bf16",
     ),
 )

@@ -10,7 +10,7 @@ MUTATIONS = (
         file=FILE,
         old="here, self.execution.label_smoothing) / self._count",
         new="here, 0.0) / self._count",
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="mixed-labels-swapped",
@@ -18,7 +18,7 @@ MUTATIONS = (
         file="src/vitpar/models/loss.py",
         old="first, other, weight = targets.unbind(1)",
         new="other, first, weight = targets.unbind(1)",
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="mixed-loss-swapped-unsmoothed",
@@ -27,6 +27,6 @@ MUTATIONS = (
         old='        one, two = (loss(label.long(), reduction="none") for label in (first, other))\n',
         new="        loss = functools.partial(loss, label_smoothing=0.0)\n"
         '        two, one = (loss(label.long(), reduction="none") for label in (first, other))\n',
-        caught_by=("pytest tests/parallel/test_loss.py::test_mixed_label_loss_matches_timms_soft_targets",),
+        caught_by="pytest tests/parallel/test_loss.py::test_mixed_label_loss_matches_timms_soft_targets",
     ),
 )

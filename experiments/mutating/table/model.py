@@ -2,6 +2,7 @@
 
 from mutating.mutation import Mutation
 
+WEIGHTS = "tests/weights"
 MUTATIONS = (
     Mutation(
         name="drop-scale",
@@ -9,7 +10,7 @@ MUTATIONS = (
         file="src/vitpar/models/keyed_random.py",
         old="    return x * keep.to(x.dtype) / (1.0 - rate)\n",
         new="    return x * keep.to(x.dtype)\n",
-        caught_by=("pytest tests/models/test_models.py::test_dropout_rate_scale_and_independence",),
+        caught_by="pytest tests/models/test_models.py::test_dropout_rate_scale_and_independence",
     ),
     Mutation(
         name="layer-norm-eps",
@@ -17,9 +18,7 @@ MUTATIONS = (
         file="src/vitpar/models/vit/config.py",
         old="norm_eps: float = 1e-6",
         new="norm_eps: float = 1e-5",
-        caught_by=(
-            'pytest "tests/weights/test_against_libraries.py::test_timm_weights_give_equal_gradients[class token]"',
-        ),
+        caught_by=f'pytest "{WEIGHTS}/test_against_libraries.py::test_timm_weights_give_equal_gradients[class token]"',
     ),
     Mutation(
         name="rotary-keys",
@@ -27,9 +26,7 @@ MUTATIONS = (
         file="src/vitpar/models/vit/attention.py",
         old="            q, k = (rotate(x, self.cosines, self.sines, halves=halves) for x in (q, k))\n",
         new="            q = rotate(q, self.cosines, self.sines, halves=halves)\n",
-        caught_by=(
-            'pytest "tests/weights/test_exports.py::test_timm_reads_what_is_exported_and_computes_the_same[dinov3]"',
-        ),
+        caught_by=f'pytest "{WEIGHTS}/test_exports.py::test_timm_reads_what_is_exported_and_computes_the_same[dinov3]"',
     ),
     Mutation(
         name="xavier-of-three-matrices",
@@ -42,6 +39,6 @@ MUTATIONS = (
         ("*.bias", constant(0.0)),
         ("*.qkv.weight", xavier_uniform(parts=3)),
 """,
-        caught_by=("pytest tests/models/test_initial_schemes.py::test_distributions_match_timm",),
+        caught_by="pytest tests/models/test_initial_schemes.py::test_distributions_match_timm[jax-{}]",
     ),
 )

@@ -10,7 +10,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/linear.py",
         old="        summing = start_all_reduce(_for_input(gradient, operands, fast), group)\n",
         new="        summing = _for_input(gradient, operands, fast)\n",
-        caught_by=("vitpar check --mesh tp2",),
+        caught_by="vitpar check --mesh tp2",
     ),
     Mutation(
         name="tp-q-and-k-swapped",
@@ -19,7 +19,7 @@ MUTATIONS = (
         old="three=3, d=self.head_dim).unbind(0)\n",
         new="three=3, d=self.head_dim).unbind(0)\n"
         "        if hasattr(self.qkv.weight, 'placements'):\n            q, k = k, q\n",
-        caught_by=("vitpar check --mesh tp2",),
+        caught_by="vitpar check --mesh tp2",
     ),
     Mutation(
         name="sp-partial-sums",
@@ -27,7 +27,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/model.py",
         old="            self._tensor_sums.start()\n",
         new="",
-        caught_by=("vitpar check --mesh tp2xfsdp2+sp",),
+        caught_by="vitpar check --mesh tp2xfsdp2+sp",
     ),
     Mutation(
         name="sp-one-partial-bias",
@@ -35,7 +35,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/tensor.py",
         old="for axis in split.sums]",
         new='for axis in split.sums if name != "mlp.fc2.bias"]',
-        caught_by=("vitpar check --mesh tp2+sp",),
+        caught_by="vitpar check --mesh tp2+sp",
     ),
     Mutation(
         name="3d-row-bias",
@@ -43,7 +43,7 @@ MUTATIONS = (
         file="src/vitpar/strategy/splits.py",
         old='"row": Split({"j": 1, "k": 0}, {"k": 0}, sums=("j",)),',
         new='"row": Split({"j": 1, "k": 0}, {"k": 0}),',
-        caught_by=(f'pytest "{MODERN}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',),
+        caught_by=f'pytest "{MODERN}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',
     ),
     Mutation(
         name="2d-norm-backward",
@@ -51,7 +51,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/collective.py",
         old="((wide - first - normal * second) * scale)",
         new="((wide - first) * scale)",
-        caught_by=("vitpar check --mesh tp4+2d",),
+        caught_by="vitpar check --mesh tp4+2d",
     ),
     Mutation(
         name="frozen-layer-trained",
@@ -59,7 +59,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/parallelize.py",
         old="        layer.requires_grad_(False)\n",
         new="",
-        caught_by=("vitpar check --mesh dp2 --set train.freeze=embed",),
+        caught_by="vitpar check --mesh dp2 --set train.freeze=embed",
     ),
     Mutation(
         name="dp-head-not-reduced",
@@ -67,7 +67,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/data.py",
         old="(p for p in layer.parameters() if p.requires_grad)",
         new='(p for p in layer.parameters() if p.requires_grad and not hasattr(layer, "fc"))',
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="fsdp-sum-divided",
@@ -75,7 +75,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/data.py",
         old="set_gradient_divide_factor(1.0)",
         new="set_gradient_divide_factor(1.01)",
-        caught_by=("vitpar check --mesh fsdp2",),
+        caught_by="vitpar check --mesh fsdp2",
     ),
     Mutation(
         name="fsdp-sum-divided-bf16",
@@ -83,7 +83,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/data.py",
         old="set_gradient_divide_factor(1.0)",
         new="set_gradient_divide_factor(1.01)",
-        caught_by=("vitpar check --mesh fsdp2 --precision bf16",),
+        caught_by="vitpar check --mesh fsdp2 --precision bf16",
     ),
     Mutation(
         name="zero2-head-loses-micro-batches",
@@ -94,7 +94,7 @@ MUTATIONS = (
         "                if number < count and hasattr(stage.head, 'reshard'):\n"
         "                    stage.head.reshard()\n"
         "                    stage.head.zero_grad()\n",
-        caught_by=("vitpar check --mesh dp2+zero2 --microbatches 2",),
+        caught_by="vitpar check --mesh dp2+zero2 --microbatches 2",
     ),
     Mutation(
         name="micro-batch-dropped",
@@ -102,7 +102,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/model.py",
         old="                    loss = self.loss(stage(part, key), target)\n",
         new="                    loss = self.loss(stage(part, key), target) * (number < count or count == 1)\n",
-        caught_by=("vitpar check --mesh dp2 --microbatches 2",),
+        caught_by="vitpar check --mesh dp2 --microbatches 2",
     ),
     Mutation(
         name="sample-keys-off-by-one",
@@ -110,7 +110,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/pipeline.py",
         old="here = keys[rows.start : rows.stop]",
         new="here = keys.roll(1)[rows.start : rows.stop]",
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="2d-dropout-offset",
@@ -118,6 +118,6 @@ MUTATIONS = (
         file="src/vitpar/models/keyed_random.py",
         old="list(x.shape[1:]), first_feature) >= rate",
         new="list(x.shape[1:]), 0) >= rate",
-        caught_by=("vitpar check --mesh tp4+2d",),
+        caught_by="vitpar check --mesh tp4+2d",
     ),
 )

@@ -16,7 +16,7 @@ MUTATIONS = (
         file="src/vitpar/training/evaluate.py",
         old="usable = (labels != IGNORED).double()",
         new="usable = torch.ones_like(labels).double()",
-        caught_by=(f"pytest {EVALUATION}[val-dp1-{{}}]",),
+        caught_by=f"pytest {EVALUATION}[val-dp1-{{}}]",
     ),
     Mutation(
         name="replicas-evaluated",
@@ -24,7 +24,7 @@ MUTATIONS = (
         file="src/vitpar/training/evaluate.py",
         old="if model.first_of_logits:",
         new="if model.gives_logits:",
-        caught_by=(f"pytest {EVALUATION}[val-tp2-{{}}]",),
+        caught_by=f"pytest {EVALUATION}[val-tp2-{{}}]",
     ),
     Mutation(
         name="padding-predicted",
@@ -32,7 +32,7 @@ MUTATIONS = (
         file="src/vitpar/training/evaluate.py",
         old="kept = (labels != IGNORED).nonzero().flatten()",
         new="kept = torch.arange(len(labels))",
-        caught_by=(f"pytest {PREDICTIONS}[dp1-{{}}]",),
+        caught_by=f"pytest {PREDICTIONS}[dp1-{{}}]",
     ),
     Mutation(
         name="calibration-unweighted",
@@ -40,7 +40,7 @@ MUTATIONS = (
         file="src/vitpar/training/evaluate.py",
         old="(confidence - correct).abs().sum().item() / samples",
         new="(confidence - correct).abs().mean().item() / samples",
-        caught_by=(f"pytest {CALIBRATION}",),
+        caught_by=f"pytest {CALIBRATION}",
     ),
     Mutation(
         name="ema-stays",
@@ -48,7 +48,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="        finally:\n            self._swap()\n",
         new="        finally:\n            pass\n",
-        caught_by=(f"pytest {AVERAGE}[dp1]",),
+        caught_by=f"pytest {AVERAGE}[dp1]",
     ),
     Mutation(
         name="ema-of-past-step",
@@ -56,7 +56,7 @@ MUTATIONS = (
         file="src/vitpar/training/step.py",
         old=f"{UPDATE}{AVERAGING}",
         new=f"{AVERAGING}{UPDATE}",
-        caught_by=(f"pytest {RUN}",),
+        caught_by=f"pytest {RUN}",
     ),
     Mutation(
         name="ema-not-evaluated",
@@ -64,7 +64,7 @@ MUTATIONS = (
         file="src/vitpar/training/trainer.py",
         old="        with self.ema.averaged() if self.ema else nullcontext():\n            return evaluate",
         new="        with nullcontext():\n            return evaluate",
-        caught_by=(f"pytest {RUN}",),
+        caught_by=f"pytest {RUN}",
     ),
     Mutation(
         name="ema-not-exported",
@@ -72,7 +72,7 @@ MUTATIONS = (
         file="src/vitpar/training/trainer.py",
         old="        with self.ema.averaged() if self.ema else nullcontext():\n            save_weights",
         new="        with nullcontext():\n            save_weights",
-        caught_by=(f"pytest {RUN}",),
+        caught_by=f"pytest {RUN}",
     ),
     Mutation(
         name="lr-of-past-step",
@@ -80,7 +80,7 @@ MUTATIONS = (
         file="src/vitpar/training/trainer.py",
         old="self._step(number, self.lr(number), ",
         new="self._step(number, self.lr(number - 1), ",
-        caught_by=(f"pytest {RUN}",),
+        caught_by=f"pytest {RUN}",
     ),
     Mutation(
         name="clipping-off",
@@ -88,6 +88,6 @@ MUTATIONS = (
         file="src/vitpar/training/step.py",
         old="clip_(gradients, norm, self._limit, scale)",
         new="clip_(gradients, norm, 0.0, scale)",
-        caught_by=(f"pytest {RUN}",),
+        caught_by=f"pytest {RUN}",
     ),
 )

@@ -11,7 +11,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="squares / replicas if replicas > 1 else squares",
         new="squares",
-        caught_by=("vitpar check --mesh dp2",),
+        caught_by="vitpar check --mesh dp2",
     ),
     Mutation(
         name="norm-ignores-stages",
@@ -19,7 +19,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/model.py",
         old="dist.get_world_size() // self.plan.pipeline_degree // shards",
         new="dist.get_world_size() // shards",
-        caught_by=(f"pytest {NORMS}[pp2xtp2]",),
+        caught_by=f"pytest {NORMS}[pp2xtp2]",
     ),
     Mutation(
         name="clipping-limit",
@@ -27,7 +27,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="(limit / (norm + 1e-6)).clamp(max=1.0)",
         new="(limit / (norm + 1e-6))",
-        caught_by=(f"pytest {NORMS}[dp1]",),
+        caught_by=f"pytest {NORMS}[dp1]",
     ),
     Mutation(
         name="trust-ratio-of-shards",
@@ -35,7 +35,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="            dist.all_reduce(part, group=group)\n",
         new="",
-        caught_by=("pytest tests/training/optim/test_optimizers.py::test_norms_count_every_element_once[fsdp2]",),
+        caught_by="pytest tests/training/optim/test_optimizers.py::test_norms_count_every_element_once[fsdp2]",
     ),
     Mutation(
         name="fp16-norm-scaled",
@@ -43,7 +43,7 @@ MUTATIONS = (
         file="src/vitpar/training/step.py",
         old="            norm = norm / scale if self._scaler else norm\n",
         new="",
-        caught_by=("pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",),
+        caught_by="pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",
     ),
     Mutation(
         name="layer-decay",
@@ -51,7 +51,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="settings.layer_decay**above",
         new="settings.layer_decay**-above",
-        caught_by=("vitpar check --mesh dp2 --set optimizer.layer_decay=0.5",),
+        caught_by="vitpar check --mesh dp2 --set optimizer.layer_decay=0.5",
     ),
     Mutation(
         name="ema-decay",
@@ -59,7 +59,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="list(self._trained.values()), 1.0 - self.decay(step))",
         new="list(self._trained.values()), self.decay(step))",
-        caught_by=(f"pytest {AVERAGE}[dp1]",),
+        caught_by=f"pytest {AVERAGE}[dp1]",
     ),
     Mutation(
         name="muon-qkv-order",
@@ -67,7 +67,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/muon.py",
         old='"(g r) i -> g r i", r=',
         new='"(r g) i -> g r i", r=',
-        caught_by=("pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",),
+        caught_by="pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",
     ),
     Mutation(
         name="cosine-late",
@@ -75,7 +75,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="(step - 1 - self.warmup_steps) /",
         new="max(0, step - 2 - self.warmup_steps) /",
-        caught_by=("pytest tests/training/test_training_parts.py::test_cosine_with_warmup",),
+        caught_by="pytest tests/training/test_training_parts.py::test_cosine_with_warmup",
     ),
     Mutation(
         name="decay-on-everything",
@@ -83,6 +83,6 @@ MUTATIONS = (
         file="src/vitpar/training/optim/optimizer.py",
         old="    return parameter.dim() in (2, 4)\n",
         new="    return True\n",
-        caught_by=("pytest tests/training/test_training_parts.py::test_only_matrices_decay",),
+        caught_by="pytest tests/training/test_training_parts.py::test_only_matrices_decay",
     ),
 )

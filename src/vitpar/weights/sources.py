@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import mmap
 import pickle
 import pickletools
 import re
@@ -17,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -247,10 +248,11 @@ def _refuse_long_words(file: Path, zipped: bool) -> None:
 def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:
     """Yield a file object for each pickle in `file`, positioned at its beginning."""
     if not zipped:
-        with _Bounded(file) as content:
+        # Reading from a mapping calls no Python function, unlike `_Bounded`, which takes most of the time of genops.
+        with open_regular(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for _ in range(_LEGACY_PICKLES):
-                if content.peek(1):
-                    yield content
+                if content.tell() < len(content):
+                    yield cast(IO[bytes], content)
         return
     with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():

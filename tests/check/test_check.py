@@ -112,6 +112,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
 def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
     rates = {"lars": 1.0, "sgd": 0.1}
     settings = {"optimizer__name": optimizer, "optimizer__lr": rates.get(optimizer, 1e-3)}
+    settings |= {"optimizer__layer_decay": 0.5}
     if optimizer == "sgd":
         settings |= {"optimizer__momentum": 0.9, "optimizer__nesterov": True}
     for result in ranks(parse(mesh).world_size).run(run, mesh, **settings):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import Command, Refused
+from helpers.command_line import Command, Refused, printed, refusal
 from helpers.foreign_models import timm_swin
 from helpers.foreign_weights import saved
 from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import CLASSES, VAL
 from vitpar import model_config
+from vitpar_cli.plan import plan
 
 SIZES = {
     "patch_size": 1,
@@ -88,12 +89,8 @@ def test_timms_weights_are_imported_and_trained(source: str, place: Path, vitpar
 
 
 MISFITS = [
-    (
-        ["--mesh", "tp4"],
-        "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as ",
-    ),
+    (["--mesh", "tp4"], "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as "),
     (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
-    (["--set", "model.depths=[2,2]"], "depths of swin_custom are 2 but num_heads are 3: list one of each"),
     (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),
 ]
 
@@ -102,19 +99,10 @@ def test_plans_and_models_that_do_not_fit_are_refused_before_launch(place: Path,
     refused(place, MISFITS, "train", "--recipe", "recipe.toml")
 
 
-def test_suggested_plan_is_accepted(place: Path, vitpar: Command) -> None:
-    refused = vitpar("plan", "tp4", "--recipe", "recipe.toml")
-    assert refused.returncode == 2
-    found = re.search(r"as in '(.+)'", refused.stderr)
+def test_suggested_plan_is_accepted(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    found = re.search(r"as in '(.+)'", refusal(["plan", "tp4", "--recipe", "recipe.toml"], monkeypatch, capsys))
     assert found is not None
-    done = vitpar("plan", found[1], "--recipe", "recipe.toml")
-    assert done.returncode == 0, done.stderr
-    assert "blocks 0-1: dp4" in done.stdout
-
-
-@pytest.mark.slow
-def test_bench_measures_a_plan(place: Path, vitpar: Command) -> None:
-    words = ("--recipe", "recipe.toml", "--mesh", "tp2", "--device", "cpu", "--steps", "2", "--json")
-    done = vitpar("bench", *words)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)
+    assert "blocks 0-1: dp4" in printed(plan, found[1], "--recipe", "recipe.toml")

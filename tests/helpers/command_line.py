@@ -131,6 +131,19 @@ def stop_servers() -> None:
         _servers.pop().communicate()
 
 
+def printed(command: Callable[..., Any], *words: str) -> str:
+    """Return what the function of a command prints in this process; raise its error."""
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    done = CliRunner().invoke(app, words)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.stdout
+
+
 def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the one error line of `vitpar <words>`, which must exit with 2 before it starts any process."""
     from vitpar_cli.main import main

@@ -4,12 +4,14 @@ Ranks are forked from a server that has imported torch and vitpar but has no thr
 """
 
 import multiprocessing
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from helpers.command_line import clean_environment
 from vitpar.launch import World, join, leave
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -85,6 +87,45 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[Any]:
+    """Return what ``function(*args)`` returns in a fork of the server for each environment; all run at once.
+
+    Unlike ranks of a pool they are in no world yet. `clean_environment` is added to each environment.
+    """
+    forks = []
+    for env in environments:
+        mine, its = CONTEXT.Pipe(duplex=False)
+        fork = CONTEXT.Process(target=_run_once, args=(its, clean_environment() | env, function, args))
+        fork.start()
+        its.close()
+        forks.append((fork, mine))
+    values = []
+    try:
+        for rank, (_, end) in enumerate(forks):
+            fine, value = end.recv() if end.poll(100.0) else (False, "it did not answer")
+            if not fine:
+                raise RankError(f"fork {rank} of {len(forks)}:\n{value}")
+            values.append(value)
+    finally:
+        for fork, _ in forks:
+            fork.kill()
+            fork.join()
+    return values
+
+
+def _run_once(end: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    import os
+
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    end.send(answer)
+    signal.pause()  # its parent ends it: others may still need its store
 
 
 def _serve(rank: int, size: int, port: int, end: Connection) -> None:

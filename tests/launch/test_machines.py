@@ -19,6 +19,7 @@ from helpers import killed_runs
 from helpers.command_line import run
 from helpers.killed_runs import alive, lines, rows, wait_for
 from helpers.paths import ROOT
+from helpers.ranks import in_forks
 
 PROGRAM = """
 import os, sys
@@ -69,18 +70,15 @@ def clean() -> dict[str, str]:
     return kept | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("launcher", [slurm, pytest.param(openmpi, marks=pytest.mark.slow)])
+def met(folder: Path) -> None:
+    sys.argv[1:] = [str(folder)]
+    exec(PROGRAM, {})
+
+
+@pytest.mark.parametrize("launcher", [slurm, openmpi])
 def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    port, ranks = free_port(), []
-    for rank, host in enumerate(HOSTS):
-        env = clean() | launcher(rank, port) | {"HOST": host, "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(subprocess.Popen([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], env=env))
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * 4
-    finally:
-        for process in ranks:
-            process.kill()
+    port, common = free_port(), {"GLOO_SOCKET_IFNAME": "lo"}
+    in_forks(met, [launcher(rank, port) | common | {"HOST": host} for rank, host in enumerate(HOSTS)], tmp_path)
     everyone = [(rank, host, rank % 2, 2) for rank, host in enumerate(HOSTS)]
     for rank in range(4):
         assert (tmp_path / f"rank{rank}").read_text() == f"{launcher.__name__} False lo {everyone}"
@@ -176,18 +174,17 @@ def cluster(place: Path) -> Iterator[dict[str, str]]:
 SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 
 
-@pytest.mark.parametrize(("code", "again"), [("0", False), ("75", True), ("1", False), ("2", False)])
-def test_slurm_script_requeues_only_a_preempted_run(
-    code: str, again: bool, place: Path, cluster: dict[str, str]
-) -> None:
+def test_slurm_script_requeues_only_a_preempted_run(place: Path, cluster: dict[str, str]) -> None:
     """Exit code 75 means that the run has saved a checkpoint and can resume; errors must not be repeated."""
-    words = ["--mesh", "pp2: embed=dp2, *=fsdp2"]
-    done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
-    assert done.returncode == int(code)
-    first, *rest = (place / "calls").read_text().splitlines()
-    assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
-    assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
-    assert rest == ["scontrol requeue 7"] * again
+    words, calls = ["--mesh", "pp2: embed=dp2, *=fsdp2"], place / "calls"
+    for code in (0, 75, 1, 2):
+        calls.unlink(missing_ok=True)
+        done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": str(code)}, timeout=60)
+        assert done.returncode == code
+        first, *rest = calls.read_text().splitlines()
+        assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
+        assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
+        assert rest == ["scontrol requeue 7"] * (code == 75)
 
 
 @pytest.mark.slow

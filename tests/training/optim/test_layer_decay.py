@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.oracles import timm
-from helpers.parity import check
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import whole
 from helpers.swin_plans import TINY
 from vitpar import Execution, load_weights, model_config, parallelize, parse, validate
-from vitpar.check import CheckResult
 from vitpar.models.layers import LayeredModel
 from vitpar.models.swin import foreign as swin
 from vitpar.models.swin.config import SwinConfig
@@ -132,7 +130,6 @@ def oracle(theirs: nn.Module, settings: dict[str, Any], images: Tensor, classes:
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("registers", "dp2"),
         ("mean pooling", "tp2"),
         ("class token", "pp2xfsdp2"),
         ("registers", "dp2+zero1"),
@@ -163,18 +160,3 @@ def test_training_equals_timms_groups_with_torchs_optimizer(
             # Attention does not depend on the bias of keys' norms: softmax ignores what all scores share.
             assert wanted.abs().max() > 0 or name.endswith("k_norm.bias"), name
     assert seen == {f"{layer}.{key}" for layer, d in config.layers.items() for key in d.parameters}
-
-
-def checked(device: torch.device, mesh: str, optimizer: str) -> CheckResult:
-    """Check a plan with layer decay, schedules aside; runs on every rank."""
-    config = model_config("vit_nano_patch4_16", depth=2)
-    plan = validate(parse(mesh), config, BATCH)
-    settings = {"optimizer__name": optimizer, "optimizer__layer_decay": 0.5, "train__precision": "fp64"}
-    return check(config, plan, BATCH, device, **settings)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "lars", "muon", "sgd"])
-def test_check_compares_layer_decay(optimizer: str, ranks: Callable[[int], RankPool]) -> None:
-    """The recipe's steps of ``vitpar check`` have the formulas of layer decay in one process, too."""
-    (result, *_) = ranks(4).run(checked, "pp2xfsdp2", optimizer)
-    assert result.passed, result.worst

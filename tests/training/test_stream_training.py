@@ -12,6 +12,7 @@ from helpers.command_line import Command, Refused
 from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
 from helpers.streamed_shards import brightness, served, write_shards
+from helpers.trained import recipe_text
 from vitpar import model_config, parse, validate
 from vitpar.data import Labels, index
 from vitpar.errors import DataError, RecipeError
@@ -23,36 +24,11 @@ from vitpar.training.recipe import Recipe, read_recipe
 
 CLASSES, BATCH = 4, 8
 TRAIN, VAL = (9, 4, 12, 7), (5, 12)
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 2
-init = "moco"
-
-[data]
-workers = 1
-crop_pct = 1.0
-
-[stream]
-train = "{address}/train-{{0..3}}.tar"
-val = "{address}/val-{{0..1}}.tar"
-samples = 32
-val_samples = 17
-classes = 4
-shuffle_buffer = 16
-
-[optimizer]
-lr = 3e-3
-
-[train]
-steps = 24
-batch_size = 8
-log_every = 1
-"""
+RECIPE: dict[str, Any] = {
+    **{"model.num_heads": 2, "data.workers": 1, "data.crop_pct": 1.0, "optimizer.lr": 3e-3, "train.steps": 24},
+    **{"train.batch_size": 8, "train.log_every": 1, "stream.samples": 32, "stream.val_samples": 17},
+    **{"stream.classes": 4, "stream.shuffle_buffer": 16},
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("place")
     assert (write_shards(folder, "train", TRAIN, CLASSES), write_shards(folder, "val", VAL, CLASSES)) == (32, 17)
     with served(folder) as address:
-        (folder / "recipe.toml").write_text(RECIPE.format(address=address))
+        shards = {"stream.train": f"{address}/train-{{0..3}}.tar", "stream.val": f"{address}/val-{{0..1}}.tar"}
+        (folder / "recipe.toml").write_text(recipe_text(**RECIPE, **shards))
         yield folder
 
 

@@ -37,7 +37,8 @@ def test_existing_group_gives_the_losses_of_one_process(
         vitpar.train(
             recipe_of(data, "dp1", **{"train.steps": 7}), run_dir=tmp_path / "alone", resume="auto", device="cpu"
         )
-    assert vitpar.train(recipe_of(data, "dp1"), run_dir=tmp_path / "alone", resume="auto", device="cpu") == alone
+    again = vitpar.train(recipe_of(data, "dp1"), run_dir=tmp_path / "alone", resume="auto", device="cpu")
+    assert (again["steps"], again["loss"]) == (alone["steps"], alone["loss"])
 
 
 def test_settings_override_a_recipe_and_are_checked(data: Path, tmp_path: Path) -> None:

@@ -16,36 +16,17 @@ import pytest
 from helpers.command_line import run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
 from helpers.ranks import CONTEXT
+from helpers.trained import recipe_text
 from vitpar.launch import ALONE, join
 from vitpar.training.faults.hang import Answer, behind, sentence
 from vitpar.training.faults.watchdog import COMPUTING, WAITING, Watchdog
 from vitpar.training.recipe import read_recipe
 from vitpar.training.saving.resume import changes
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 2
-num_heads = 4
-
-[data]
-path = "data"
-workers = 0
-
-[train]
-steps = 100000
-batch_size = 8
-log_every = 1
-
-[checkpoint]
-every_steps = 0
-
-[faults]
-hang_minutes = 0.05
-"""
+RECIPE = recipe_text(
+    **{"data.path": "data", "data.workers": 0, "train.steps": 100_000, "train.batch_size": 8, "train.log_every": 1},
+    **{"model.depth": 2, "checkpoint.every_steps": 0, "faults.hang_minutes": 0.05},
+)
 
 
 @contextmanager

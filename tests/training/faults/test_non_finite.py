@@ -22,7 +22,13 @@ from vitpar.training.recipe import Recipe
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
-    values = {"train.eval_every": 6, "train.batch_size": 8, "train.log_every": 10, "checkpoint.every_steps": 4}
+    values = {
+        "train.eval_every": 6,
+        "train.batch_size": 8,
+        "train.log_every": 10,
+        "checkpoint.every_steps": 4,
+        "model.depth": 2,
+    }
     return trained.recipe_of(data, mesh, **{**values, **settings})
 
 

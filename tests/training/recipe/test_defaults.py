@@ -48,7 +48,7 @@ def test_every_row_gives_a_complete_recipe(model: str, source: dict[str, Any], t
         assert recipe.train.epochs and recipe.lr_schedule.warmup_epochs
         assert 0 < recipe.optimizer.lr <= MAX_LR and recipe.optimizer.weight_decay > 0
         (tmp_path / "recipe.toml").write_text(recipe.to_toml())
-        assert read_recipe(tmp_path / "recipe.toml") == recipe == with_defaults(recipe, 1_000_000)
+        assert read_recipe(tmp_path / "recipe.toml") == recipe
 
 
 def test_rows_have_their_published_values() -> None:
@@ -119,6 +119,7 @@ def test_small_images_get_a_mild_crop() -> None:
 
 def test_stream_defaults_leave_out_unsupported_augmentation() -> None:
     recipe, packed = recipe_for(50_000, STREAM), recipe_for(50_000, HERE)
+    assert with_defaults(packed, 1_000_000) == packed, "defaults are filled in once"
     assert (packed.augment.mixup, packed.augment.cutmix, packed.augment.repeats) == (1, 1, 3)
     assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 0, 1)
     assert (recipe.augment.mixup_prob, recipe.augment.random_erasing) == (1, 0.25)

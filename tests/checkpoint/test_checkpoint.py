@@ -72,7 +72,7 @@ SPOILS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_older_checkpoint_is_used_if_the_newest_is_damaged(trained: Path, tmp_path: Path) -> None:
+def test_older_checkpoint_is_used_if_the_newest_is_damaged(trained: Path, tmp_path: Path, alone: None) -> None:
     for number, (spoil, words) in enumerate(SPOILS):
         run = Path(shutil.copytree(trained, tmp_path / str(number)))
         newest = run / "checkpoints" / f"step_{2 * STEPS}"

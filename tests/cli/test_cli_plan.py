@@ -1,6 +1,5 @@
 """`vitpar plan`, and the parts of its output that `vitpar check` and `vitpar train` also print."""
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from helpers.command_line import printed
 from helpers.small_data import CLASSES, pack_small
@@ -180,27 +178,6 @@ def test_check_chooses_a_batch_that_the_plan_divides(strategy: str, fields: dict
     asked = replace(parse(strategy), **fields)
     assert _batch_that_divides(asked) == batch
     validate(asked, model_config("vit_nano_patch4_16"), batch)
-
-
-def test_run_header_shows_a_layerwise_plan() -> None:
-    from vitpar.training.events import RunHeader
-    from vitpar.training.recipe import Recipe
-    from vitpar_cli.progress import ConsoleReporter
-
-    recipe = Recipe.model_validate(
-        {"data": {"path": "digits"}, "train": {"batch_size": 128, "steps": 100, "precision": "fp32"}}
-    )
-    config = recipe.config(10)
-    made = validate(parse("pp2: 0-3=tp2xdp2, *=dp4+ckpt"), config, 128)
-    console = Console(file=io.StringIO(), force_terminal=False, width=80, color_system=None, _environ={})
-    ConsoleReporter(console).started(
-        RunHeader(recipe, config, made, "cuda:0", 901_234, 4_200_000, 1437, 360, 100, "run")
-    )
-    lines = console.file.getvalue().splitlines()
-    assert "mesh       pp2: 0-3=tp2xdp2, *=dp4+ckpt on 8 ranks of cuda" in lines
-    assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
-    assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
-    assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
 
 
 H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", "8xH100")

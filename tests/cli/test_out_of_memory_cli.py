@@ -2,7 +2,6 @@
 
 import io
 import os
-import socket
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.command_line import Command
-from helpers.ranks import in_forks
+from helpers.ranks import free_port, in_forks
 
 # Python imports sitecustomize at start-up. In the failing rank it raises the error of CUDA's allocator.
 SITE = """
@@ -52,9 +51,7 @@ def train(place: Path, mesh: str) -> tuple[int, str]:
 
 
 def test_rank_without_memory_says_so(place: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     world |= {"FAILING_RANK": "1", "FAILING_PHASE": "step"}
     _, (code, errors) = in_forks(train, [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], place, "pp2")
     assert code == 2 and errors.count("\n") == 1

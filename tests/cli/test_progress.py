@@ -40,9 +40,11 @@ class Shown:
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
         self.reporter: Reporter = ConsoleReporter(console, self.clock)
 
-    def start(self, recipe: Recipe = RECIPE, origin: SettingsOrigin = SettingsOrigin()) -> str:
+    def start(
+        self, recipe: Recipe = RECIPE, origin: SettingsOrigin = SettingsOrigin(), mesh: str = "pp2xtp2xdp2"
+    ) -> str:
         config = recipe.config(10)
-        plan = validate(parse("pp2xtp2xdp2"), config, 128)
+        plan = validate(parse(mesh), config, 128)
         self.reporter.started(
             RunHeader(
                 recipe=recipe,
@@ -109,6 +111,11 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert "precision  fp32" in lines
     assert "run        runs/one" in lines
     assert not [line for line in lines if line.startswith(("settings", "regularize", "kernels"))]
+    lines = Shown(terminal=False).start(mesh="pp2: 0-3=tp2xdp2, *=dp4+ckpt").splitlines()
+    assert "mesh       pp2: 0-3=tp2xdp2, *=dp4+ckpt on 8 ranks of cuda" in lines
+    assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
+    assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
+    assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
 
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:

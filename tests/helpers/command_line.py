@@ -74,13 +74,18 @@ def started(
     )
 
 
+def forked(place: Path, words: Iterable[str]) -> "subprocess.Popen[str]":
+    """Start ``vitpar <words>`` in the folder `place` in a fork of the server."""
+    if not _servers and sys.platform == "linux":
+        _servers.append(server())
+    return started(place, words, process=Process)
+
+
 def run(
     place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end and return its output; kill it and its children after `timeout` seconds."""
-    if not _servers and sys.platform == "linux":
-        _servers.append(server())
-    process = started(place, words, launcher, subprocess.Popen if launcher else Process)
+    process = started(place, words, launcher) if launcher else forked(place, words)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:

@@ -5,6 +5,7 @@ Ranks are forked from a server that has imported torch and vitpar but has no thr
 
 import multiprocessing
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
@@ -87,6 +88,11 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[Any]:

@@ -13,18 +13,13 @@ import torch
 import torch.distributed as dist
 
 from helpers.command_line import clean_environment
-from helpers.ranks import in_forks
+from helpers.ranks import free_port, in_forks
 from vitpar.errors import LaunchError
 from vitpar.launch import World, find_world, join
 from vitpar.launch import store as meeting
 from vitpar.launch.world import LOOPBACK
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are read from /proc")
-
-
-def free_port() -> str:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def openmpi(rank: int) -> dict[str, str]:

@@ -89,8 +89,13 @@ def test_only_matrices_decay() -> None:
 
 
 SETTINGS = [
-    OptimizerSection(name=name, lr=0.1, weight_decay=0.3, implementation=implementation, **extra)
-    for name, extra in (("adamw", {"betas": (0.8, 0.9), "eps": 1e-6}), ("sgd", {"momentum": 0.7}), ("sgd", {}))
+    OptimizerSection(name=name, lr=0.1, weight_decay=0.3, layer_decay=0.5, implementation=implementation, **extra)
+    for name, extra in (
+        ("adamw", {"betas": (0.8, 0.9), "eps": 1e-6}),
+        ("sgd", {"momentum": 0.7}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("sgd", {}),
+    )
     for implementation in ("auto", "fused", "for-loop")
 ]
 
@@ -100,18 +105,20 @@ def test_optimizer_matches_torch(settings: OptimizerSection) -> None:
     ours, theirs = (nn.ModuleDict({"fc": nn.Linear(5, 3), "norm": nn.LayerNorm(3)}) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     groups = [
-        {"params": [theirs["fc"].weight], "weight_decay": 0.3},
-        {"params": [theirs["fc"].bias, *theirs["norm"].parameters()], "weight_decay": 0.0},
+        {"params": [theirs["fc"].weight], "weight_decay": 0.3, "scale": 1.0},
+        {"params": [theirs["fc"].bias], "weight_decay": 0.0, "scale": 1.0},
+        {"params": [*theirs["norm"].parameters()], "weight_decay": 0.0, "scale": 0.5},  # one layer is above the norm
     ]
     expected: torch.optim.Optimizer
     if settings.name == "sgd":
-        expected = torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, foreach=False)
+        moments = {"momentum": settings.momentum, "nesterov": settings.nesterov}
+        expected = torch.optim.SGD(groups, lr=1.0, foreach=False, **moments)
     else:
         expected = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9), eps=1e-6, foreach=False)
-    optimizer = ShardedOptimizer(ours.named_parameters(), settings)
+    optimizer = ShardedOptimizer(ours.named_parameters(), settings, layers_above=lambda name: int("norm" in name))
     for lr in (0.1, 0.02, 0.3):
         for group in expected.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["scale"]
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             mine.grad = torch.randn_like(mine)
             other.grad = mine.grad.clone()

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from helpers.command_line import run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
-from helpers.ranks import CONTEXT
+from helpers.ranks import CONTEXT, free_port
 from helpers.trained import recipe_text
 from vitpar.launch import ALONE, join
 from vitpar.training.faults.hang import Answer, behind, sentence
@@ -96,17 +97,30 @@ if __name__ == "__main__":
 """
 
 
+def held(place: Path, world: dict[str, str]) -> None:
+    """Train a rank with the standard error in a file; rank 1 sleeps in step 5."""
+    os.environ.update(world)
+    os.chdir(place)
+    os.dup2(os.open(f"errors{world['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+    words = ["--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "held", "--set", "train.eval_every=1000"]
+    sys.argv = ["vitpar", "train", *words]
+    exec(HELD, {"__name__": "__main__"})
+
+
 def test_sleeping_rank_is_named_and_its_stack_is_saved(place: Path) -> None:
     """A rank that sleeps in Python can still answer the watchdog, so its dump shows the line that blocks."""
-    (place / "held.py").write_text(HELD)
-    words = ["--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "held", "--set", "train.eval_every=1000"]
-    spawn = "from vitpar.launch import spawn; sys.exit(spawn(2, ['held.py', *sys.argv[3:]], device='cpu'))"
-    done = run(place, ["train", *words], ("-c", f"import sys; {spawn}"))
-    assert done.returncode == 1
-    assert (
-        "rank 1 had not reached a collective that rank 0 had called, ranks 0 and 1 were computing step 5" in done.stderr
-    )
-    assert done.stderr.count("\n") == 1
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    forks = [
+        CONTEXT.Process(target=held, args=(place, world | {"RANK": rank, "LOCAL_RANK": rank})) for rank in ("0", "1")
+    ]
+    for fork in forks:
+        fork.start()
+    for fork in forks:
+        fork.join(200)
+    errors = "".join((place / f"errors{rank}").read_text() for rank in range(2))
+    assert [fork.exitcode for fork in forks] == [1, 1], errors
+    said = "rank 1 had not reached a collective that rank 0 had called, ranks 0 and 1 were computing step 5"
+    assert errors.startswith("error: the run hangs: ") and said in errors and errors.count("\n") == 1
     assert "time.sleep(1000)" in (place / "held" / "hang" / "rank1.txt").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,66 +178,46 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
 # comparison with one process
 
 
-def checked(device: torch.device, mesh: str, microbatches: int | None, **settings: Any) -> CheckResult:
-    """Return the result of `check` for a plan; runs on every rank."""
-    from dataclasses import replace
+def checked(device: torch.device, mesh: str, settings: dict[str, Any]) -> tuple[CheckResult, set[str]]:
+    """Return the result of `check` for a plan, and the dtypes of FSDP's gradient reductions; runs on every rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     config = model_config("vit_nano_patch4_16", num_classes=10)
-    plan = validate(replace(parse(mesh), microbatches=microbatches), config, 16)
-    return check(config, plan, 16, device, **{"precision": "fp16", **settings})
+    plan = validate(replace(parse(mesh), microbatches=2), config, 16)
+    seen: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
+            real = getattr(collectives.dist, kind, None)
+
+            def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+                tensor = kwargs.get("input", kwargs.get("tensor", args[-1] if args else None))
+                if isinstance(tensor, Tensor) and tensor.numel() > 100:
+                    seen.add(str(tensor.dtype).removeprefix("torch."))
+                return real(*args, **kwargs)
+
+            if real is not None:
+                patch.setattr(collectives.dist, kind, spy)
+        return check(config, plan, 16, device, **{"precision": "fp16", **settings}), seen
 
 
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
+    ("mesh", "settings", "reduced"),
     [
-        ("dp2", {}),
-        pytest.param("pp2", {}, marks=pytest.mark.slow),
-        pytest.param("tp2xfsdp2", {}, marks=pytest.mark.slow),
-        ("fsdp2", {"reduce_dtype": "fp16"}),
-        ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}),
+        ("dp2", {}, "float32"),
+        pytest.param("pp2", {}, None, marks=pytest.mark.slow),
+        pytest.param("tp2xfsdp2", {}, None, marks=pytest.mark.slow),
+        ("fsdp2", {"reduce_dtype": "fp16"}, "float16"),
+        ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}, "bfloat16"),
+        ("dp2", {"precision": "bf16", "reduce_dtype": "fp32"}, "float32"),
     ],
     ids=str,
 )
-def test_low_precision_plan_matches_one_process(
-    mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
+def test_low_precision_plan_matches_one_process_and_reduces_in_its_dtype(
+    mesh: str, settings: dict[str, Any], reduced: str | None, ranks: Callable[[int], RankPool]
 ) -> None:
-    results = ranks(parse(mesh).world_size).run(checked, mesh, 2, **settings)
-    assert all(result.passed for result in results), results[0].worst
+    results = ranks(parse(mesh).world_size).run(checked, mesh, settings)
+    assert all(result.passed for result, _ in results), results[0][0].worst
+    assert reduced is None or all(seen == {reduced} for _, seen in results)
     if not settings:
-        gradients = results[0].quantities["gradient"]
+        gradients = results[0][0].quantities["gradient"]
         assert max(c.error for c in gradients if c.metric != "scale") > 1e-5, "this was not computed in float16"
-
-
-def reduced_in(device: torch.device, mesh: str, name: str, reduce_dtype: str | None) -> set[str]:
-    """Return the dtypes of the gradient reductions of FSDP in one step; runs on every rank."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    seen: set[str] = set()
-    patch = pytest.MonkeyPatch()
-    for kind in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
-        real = getattr(collectives.dist, kind, None)
-        if real is None:
-            continue
-
-        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-            tensor = kwargs.get("input", kwargs.get("tensor", args[-1] if args else None))
-            if isinstance(tensor, Tensor) and tensor.numel() > 100:
-                seen.add(str(tensor.dtype))
-            return real(*args, **kwargs)
-
-        patch.setattr(collectives.dist, kind, spy)
-    try:
-        checked(device, mesh, None, precision=name, reduce_dtype=reduce_dtype, sgd_steps=1, recipe_steps=0)
-    finally:
-        patch.undo()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "reduce_dtype", "expected"),
-    [("fp16", None, "float32"), ("fp16", "fp16", "float16"), ("bf16", "bf16", "bfloat16"), ("bf16", "fp32", "float32")],
-)
-def test_gradients_are_reduced_in_the_requested_dtype(
-    name: str, reduce_dtype: str | None, expected: str, ranks: Callable[[int], RankPool]
-) -> None:
-    assert ranks(2).run(reduced_in, "dp2", name, reduce_dtype) == [{f"torch.{expected}"}] * 2

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
@@ -63,7 +61,10 @@ DECAYING: tuple[dict[str, Any], ...] = tuple({**settings, "layer_decay": 0.5} fo
 def test_sharded_optimizer_matches_one_process(
     layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
-    """LAMB and LARS need norms of complete parameters, and Muon complete matrices, under every sharding."""
+    """LAMB and LARS need norms of complete parameters, and Muon complete matrices, under every sharding.
+
+    Under fsdp3 some ranks have empty shards; their steps must neither hang nor differ.
+    """
     expected = reference(settings)
     seen = set()
     for found in ranks(ranks_of(layout)).run(trained, layout, settings):
@@ -112,47 +113,6 @@ def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]
     for name, value in reference(settings).items():
         expected = drawn("value", name) if name in idle else value
         torch.testing.assert_close(root.get_parameter(name).detach(), expected, atol=1e-11, rtol=1e-11, msg=name)
-
-
-def through_backward(device: torch.device | None, settings: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Train two matrices with gradients from autograd.
-
-    Return this rank's row count of each, and the complete parameters.
-
-    device: None for plain modules without FSDP
-    """
-    layers = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Tanh(), nn.Linear(2, 4, bias=False)).double()
-    names = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
-    generator = torch.Generator().manual_seed(0)
-    for p in layers.parameters():
-        p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
-    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    if device is not None:
-        fully_shard(layers, mesh=init_device_mesh("cpu", (3,)))
-    named = list(zip(names, layers.parameters(), strict=True))
-    rows = [p.to_local().shape[0] for _, p in named if isinstance(p, DTensor)]
-    optimizer = ShardedOptimizer(named, section(settings))
-    for rate in RATES:
-        layers(x).square().sum().backward()
-        assert set(optimizer.gradients()) == {
-            name for name, p in named if not isinstance(p, DTensor) or len(p.to_local())
-        }
-        optimizer.step(rate)
-    return rows, {name: whole(p).numpy() for name, p in named}
-
-
-@pytest.mark.parametrize("settings", [LAMB, LARS, MUON], ids=shown)
-def test_rank_with_an_empty_shard_joins_the_collectives(
-    settings: dict[str, Any], ranks: Callable[[int], RankPool]
-) -> None:
-    """A matrix of two rows leaves the third FSDP rank without elements; its step must neither hang nor differ."""
-    _, expected = through_backward(None, settings)
-    found = ranks(3).run(through_backward, settings)
-    assert [rows[0] for rows, _ in found] == [1, 1, 0]
-    for _, values in found:
-        for name, value in values.items():
-            pair = torch.from_numpy(value), torch.from_numpy(expected[name])
-            torch.testing.assert_close(*pair, atol=1e-11, rtol=1e-11)
 
 
 # communication

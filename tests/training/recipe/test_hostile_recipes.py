@@ -136,24 +136,6 @@ def test_settings_that_would_exhaust_resources_are_refused(assignment: str, mess
     refused(None, message, assignment)
 
 
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("parallel.mesh=dp999999999", "is 999999999: use 1 to 65,536"),
-        ("parallel.mesh=" + "dp2x" * 25_000, "has 100,000 characters: write at most 65,536"),
-        ("parallel.virtual_stages=999999999", "virtual_stages is 999999999: use 1 to 1,024"),
-        ("parallel.microbatches=999999999", "microbatches is 999999999: use 1 to 16,777,216"),
-        ("parallel.split=[" + "1," * 20_000 + "]", "split has 20,000 stages"),
-        ("parallel.split=" + "x" * 100_000, "unknown split 'x{198}…'"),
-        ("parallel.schedule=" + "x" * 100_000, "unknown schedule 'x{198}…'"),
-    ],
-)
-def test_oversized_plans_are_refused(assignment: str, message: str) -> None:
-    with pytest.raises(StrategyError, match=message) as caught:
-        read(None, assignment).requested_plans()
-    assert len(str(caught.value)) < 3 * MAX_QUOTED_CHARS
-
-
 def test_error_about_many_unfitting_plans_stays_short() -> None:
     layers = ",".join(f"{index}=dp2{'+ckpt' * (index % 2)}" for index in range(500))
     fallbacks = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES

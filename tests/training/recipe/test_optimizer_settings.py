@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from vitpar.errors import RecipeError
-from vitpar.training.optim.optimizer import ShardedOptimizer, state_bytes, state_words
+from vitpar.training.optim.optimizer import state_bytes, state_words
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.sections import OptimizerSection
 
 
 def read(*assignments: str) -> Recipe:
@@ -71,16 +68,3 @@ def test_settings_without_effect_are_refused() -> None:
         with pytest.raises(RecipeError, match=sentence) as caught:
             read(*(f"optimizer.{assignment}" for assignment in assignments))
         assert "\n" not in str(caught.value)
-
-
-def test_nesterov_sgd_matches_torch() -> None:
-    mine, theirs = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
-    settings = OptimizerSection(name="sgd", weight_decay=0.3, momentum=0.9, nesterov=True)
-    ours = ShardedOptimizer([("head.fc.weight", mine)], settings)
-    torchs = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.3)
-    for _ in range(3):
-        mine.grad = torch.randn_like(mine)
-        theirs.grad = mine.grad.clone()
-        ours.step(0.1)
-        torchs.step()
-    torch.testing.assert_close(mine, theirs)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Refused, run, started
+from helpers.command_line import Refused, forked, run, started
 from helpers.killed_runs import alive, lines, ranks_of, rows, wait_for
 from helpers.shared_runs import shared_run
 from vitpar.launch.stop_request import STOPPING
@@ -95,7 +95,9 @@ def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.S
     """Schedulers send a signal before preemption. Exit code 75 tells the job script to queue the run again."""
     run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
     words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
-    process = started(place, [*words, "--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"])
+    words += ["--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"]
+    # The children of a fork are the server's.
+    process = forked(place, words) if to == "launcher" and number == signal.SIGTERM else started(place, words)
     wait_for(lambda: lines(run_dir) > 5, process)
     target = process.pid if to == "launcher" else max(ranks_of(process.pid))
     os.kill(target, number)

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from helpers.command_line import clean_environment
@@ -95,6 +96,12 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
+def two_ranks() -> list[dict[str, str]]:
+    """Return the environments that torchrun would give to two ranks on this machine."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
 def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[Any]:
     """Return what ``function(*args)`` returns in a fork of the server for each environment; all run at once.
 
@@ -119,6 +126,30 @@ def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]
             fork.kill()
             fork.join()
     return values
+
+
+def exits(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[tuple[int, str]]:
+    """Run ``function(*args)`` as `in_forks` does, and return the exit code and the standard error of each fork."""
+    with TemporaryDirectory() as folder:
+        paths, forks = [], []
+        for number, env in enumerate(environments):
+            paths.append(Path(folder, str(number)))
+            environment = clean_environment() | env
+            forks.append(CONTEXT.Process(target=_run_apart, args=(paths[-1], environment, function, args)))
+            forks[-1].start()
+        for fork in forks:
+            fork.join(200.0)
+            fork.kill()
+        return [(fork.exitcode, path.read_text()) for fork, path in zip(forks, paths, strict=True)]
+
+
+def _run_apart(errors: Path, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    import os
+
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*args)
 
 
 def _run_once(end: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:

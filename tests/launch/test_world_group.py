@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import free_port, in_forks
+from helpers.ranks import in_forks, two_ranks
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
 from vitpar.checkpoint import Writer, load_tensors
@@ -87,8 +87,7 @@ def exchanged(folder: Path) -> str:
 
 
 def test_json_and_checkpoints_work_with_a_cuda_only_default_group(tmp_path: Path) -> None:
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for error in in_forks(exchanged, [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], tmp_path):
+    for error in in_forks(exchanged, two_ranks(), tmp_path):
         assert "No backend type associated with device type cpu" in error
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from helpers.command_line import run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
-from helpers.ranks import CONTEXT, free_port
+from helpers.ranks import exits, two_ranks
 from helpers.trained import recipe_text
 from vitpar.launch import ALONE, join
 from vitpar.training.faults.hang import Answer, behind, sentence
@@ -97,28 +98,20 @@ if __name__ == "__main__":
 """
 
 
-def held(place: Path, world: dict[str, str]) -> None:
-    """Train a rank with the standard error in a file; rank 1 sleeps in step 5."""
-    os.environ.update(world)
+def held(place: Path) -> None:
+    """Train a rank of dp2; rank 1 sleeps in step 5."""
     os.chdir(place)
-    os.dup2(os.open(f"errors{world['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     words = ["--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "held", "--set", "train.eval_every=1000"]
     sys.argv = ["vitpar", "train", *words]
-    exec(HELD, {"__name__": "__main__"})
+    runpy.run_path("held.py", run_name="__main__")
 
 
 def test_sleeping_rank_is_named_and_its_stack_is_saved(place: Path) -> None:
     """A rank that sleeps in Python can still answer the watchdog, so its dump shows the line that blocks."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    forks = [
-        CONTEXT.Process(target=held, args=(place, world | {"RANK": rank, "LOCAL_RANK": rank})) for rank in ("0", "1")
-    ]
-    for fork in forks:
-        fork.start()
-    for fork in forks:
-        fork.join(200)
-    errors = "".join((place / f"errors{rank}").read_text() for rank in range(2))
-    assert [fork.exitcode for fork in forks] == [1, 1], errors
+    (place / "held.py").write_text(HELD)
+    codes, texts = zip(*exits(held, two_ranks(), place), strict=True)
+    errors = "".join(texts)
+    assert codes == (1, 1), errors
     said = "rank 1 had not reached a collective that rank 0 had called, ranks 0 and 1 were computing step 5"
     assert errors.startswith("error: the run hangs: ") and said in errors and errors.count("\n") == 1
     assert "time.sleep(1000)" in (place / "held" / "hang" / "rank1.txt").read_text()
@@ -134,8 +127,7 @@ def test_single_process_hang_ends_the_run(place: Path) -> None:
 
 
 def stuck(folder: Path, known: bool) -> None:
-    """Hang in a world of one, with the standard error in a file."""
-    os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT), 2)
+    """Hang in a world of one."""
     tempfile.tempdir = str(folder)
     join(ALONE, "cpu")
     with Watchdog(0.002) as watchdog:
@@ -154,11 +146,8 @@ def test_stacks_are_not_written_through_symlinks(known: bool, tmp_path: Path) ->
     folder.mkdir()
     victim.write_text("mine")
     (folder / "rank0.txt").symlink_to(victim)
-    process = CONTEXT.Process(target=stuck, args=(tmp_path, known))
-    process.start()
-    process.join(100)
-    errors = (tmp_path / "errors").read_text()
-    assert process.exitcode == 1, errors
+    ((code, errors),) = exits(stuck, [{}], tmp_path, known)
+    assert code == 1, errors
     found = re.search(r"; stacks are in '(.+)'\n$", errors)
     assert found and victim.read_text() == "mine", errors
     dump = Path(found[1]) / "rank0.txt"

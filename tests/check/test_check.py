@@ -112,6 +112,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
 def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
     rates = {"lars": 1.0, "sgd": 0.1}
     settings = {"optimizer__name": optimizer, "optimizer__lr": rates.get(optimizer, 1e-3)}
+    settings |= {"optimizer__layer_decay": 0.5}
     if optimizer == "sgd":
         settings |= {"optimizer__momentum": 0.9, "optimizer__nesterov": True}
     for result in ranks(parse(mesh).world_size).run(run, mesh, **settings):
@@ -182,7 +183,13 @@ def test_nan_counts_as_an_infinite_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "precision"), [("pp2xfsdp2", "fp64"), ("tp2xdp2", "fp64"), ("dp2xfsdp2", "bf16"), ("dp4", "bf16")]
+    ("mesh", "precision"),
+    [
+        ("pp2xfsdp2", "fp64"),
+        ("dp2xfsdp2", "bf16"),
+        pytest.param("tp2xdp2", "fp64", marks=pytest.mark.slow),
+        pytest.param("dp4", "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_frozen_layers_are_checked(mesh: str, precision: str, ranks: Callable[[int], RankPool]) -> None:
     """Gradients and updates of the other layers are compared, and frozen parameters must not change at all."""

@@ -1,5 +1,6 @@
 """Retention of checkpoints, the choice of the one to resume from, and rejection of damaged ones."""
 
+import os
 import resource
 import shutil
 import signal
@@ -26,38 +27,24 @@ from vitpar.training.saving.resume import find
 # bad checkpoints
 
 
-@pytest.fixture
-def run(data: Path, tmp_path: Path, alone: None) -> Path:
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
     """Train in one process with checkpoints at steps 3 and 6, and return the run's folder."""
-    train(CPU, recipe_of(data, "dp1"), tmp_path / "run")
-    return tmp_path / "run"
+    run = tmp_path_factory.mktemp("trained") / "run"
+    ranks(1).run(train, recipe_of(data, "dp1"), run)
+    return run
 
 
-def cut(path: Path) -> None:
-    shard = path / "shard-00001-of-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
+@pytest.fixture
+def run(trained: Path, tmp_path: Path, alone: None) -> Path:
+    """Return a copy of the trained run, in a process that can resume it."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def flip(path: Path, name: str = "shard-00001-of-00001.safetensors") -> None:
     content = bytearray((path / name).read_bytes())
     content[len(content) // 2] ^= 1
     (path / name).write_bytes(content)
-
-
-def without_shard(path: Path) -> None:
-    (path / "shard-00001-of-00001.safetensors").unlink()
-
-
-def outside(path: Path) -> None:
-    changed(path, lambda index: index.shards.__setitem__(0, "../../../secret"))
-
-
-def hollow(path: Path) -> None:
-    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.clear())
-
-
-def beside(path: Path) -> None:
-    changed(path, lambda index: index.tensors["model.head.fc.bias"].parts.__setitem__(0, (0, (3,), (7,))))
 
 
 def stated(path: Path, text: str) -> None:
@@ -67,46 +54,52 @@ def stated(path: Path, text: str) -> None:
     changed(path, lambda index: index.files.__setitem__("state.json", stored))
 
 
-def nonsense(path: Path) -> None:
-    (path / "index.json").write_text("[" * 10_000)
+SHARD, BIAS = "shard-00001-of-00001.safetensors", "model.head.fc.bias"
+SPOILS: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda path: os.truncate(path / SHARD, 1000), "has .* bytes instead of .*"),
+    (flip, "has a wrong checksum"),
+    (lambda path: flip(path, "index.json"), "index.json"),
+    (lambda path: flip(path, "state.json"), "state.json"),
+    (lambda path: (path / SHARD).unlink(), "No such file"),
+    (lambda path: changed(path, lambda index: index.shards.__setitem__(0, "../../../secret")), "is not one of its fil"),
+    (lambda path: changed(path, lambda index: index.tensors[BIAS].parts.clear()), "do not fill"),
+    (lambda path: changed(path, lambda i: i.tensors[BIAS].parts.__setitem__(0, (0, (3,), (7,)))), "do not fill"),
+    (lambda path: (path / "index.json").write_text("[" * 10_000), "cannot be read"),
+    (lambda path: stated(path, "{}"), "state.json"),
+    (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
+    (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
+    (lambda path: stated(path, "[" * 100_000), "state.json"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (cut, "has .* bytes instead of .*"),
-        (flip, "has a wrong checksum"),
-        (lambda path: flip(path, "index.json"), "index.json"),
-        (lambda path: flip(path, "state.json"), "state.json"),
-        (without_shard, "No such file"),
-        (outside, "is not one of its files"),
-        (nonsense, "cannot be read"),
-        (hollow, "do not fill"),
-        (beside, "do not fill"),
-        (lambda path: stated(path, "{}"), "state.json"),
-        (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
-        (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
-        (lambda path: stated(path, "[" * 100_000), "state.json"),
-    ],
-)
-def test_older_checkpoint_is_used_if_the_newest_is_damaged(
-    spoil: Callable[[Path], None], words: str, run: Path
-) -> None:
-    newest = run / "checkpoints" / f"step_{2 * STEPS}"
-    warnings: list[str] = []
-    found = find(run, warnings.append)
-    assert found and found.facts.step == 2 * STEPS and not warnings
-    spoil(newest)
-    found = find(run, warnings.append)
-    assert found and found.facts.step == STEPS
-    (warning,) = warnings
-    assert str(newest) in warning and "resuming from an older checkpoint" in warning
-    with pytest.raises(CheckpointError, match=words) as caught:
-        find(newest, warnings.append)  # a checkpoint that the user names is used or refused, never replaced
-    assert "\n" not in str(caught.value)
+def test_older_checkpoint_is_used_if_the_newest_is_damaged(trained: Path, tmp_path: Path, alone: None) -> None:
+    for number, (spoil, words) in enumerate(SPOILS):
+        run = Path(shutil.copytree(trained, tmp_path / str(number)))
+        newest = run / "checkpoints" / f"step_{2 * STEPS}"
+        warnings: list[str] = []
+        found = find(run, warnings.append)
+        assert found and found.facts.step == 2 * STEPS and not warnings
+        spoil(newest)
+        found = find(run, warnings.append)
+        assert found and found.facts.step == STEPS
+        (warning,) = warnings
+        assert str(newest) in warning and "resuming from an older checkpoint" in warning
+        with pytest.raises(CheckpointError, match=words) as caught:
+            find(newest, warnings.append)  # a checkpoint that the user names is used or refused, never replaced
+        assert "\n" not in str(caught.value)
 
 
-def test_leftovers_of_a_killed_run_are_not_checkpoints(run: Path, data: Path) -> None:
+def test_run_with_only_damaged_checkpoints_does_not_start_anew(run: Path, data: Path) -> None:
+    """A fresh start would replace the metrics and checkpoints of the run."""
+    before = rows(run)
+    for path in (run / "checkpoints").iterdir():
+        os.truncate(path / SHARD, 1000)
+    with pytest.raises(CheckpointError, match=f"step_{STEPS}' is damaged"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    assert rows(run) == before and len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_leftovers_of_a_killed_run_are_not_checkpoints(run: Path, trained: Path, data: Path) -> None:
     there = run / "checkpoints"
     (there / f"step_{2 * STEPS}").rename(there / f"step_{2 * STEPS}.partial")
     cut_index = (there / f"step_{2 * STEPS}.partial" / "index.json").read_bytes()[:-1]
@@ -116,8 +109,29 @@ def test_leftovers_of_a_killed_run_are_not_checkpoints(run: Path, data: Path) ->
     assert found and found.facts.step == STEPS
     Checkpoints(there).clear()
     assert [path.name for path in there.iterdir()] == [f"step_{STEPS}"]
-    train(CPU, recipe_of(data, "dp1"), run, resume=run)
-    assert sorted(path.name for path in there.iterdir()) == [f"step_{STEPS}", f"step_{2 * STEPS}"]
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    with pytest.raises(RecipeError, match="still running"):
+        trainer_of(recipe_of(data, "dp1"), run, resume=run)
+    # The process died between the two renames of a replacement: the new checkpoint is complete and takes its place.
+    there = Checkpoints(there)
+    there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
+    shutil.copytree(trained / "checkpoints" / f"step_{2 * STEPS}", atomic.partial(there.path(STEPS)))
+    there.clear()
+    assert [path.name for path in there.folder.iterdir()] == [f"step_{STEPS}"]
+    assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
+    trainer.run()
+    assert there.steps() == [STEPS, 2 * STEPS]
+
+
+def test_newer_checkpoints_stay_until_the_resumed_run_saves(run: Path, data: Path) -> None:
+    """Resuming from step 3 makes the checkpoint of step 6 obsolete, but it must survive until the new run has saved."""
+    there = Checkpoints(run / "checkpoints")
+    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
+    assert there.steps() == [STEPS, 2 * STEPS]
+    trainer.saver.save(STEPS + 1, (STEPS + 1) * 24)
+    trainer.saver.finish()
+    assert there.steps() == [STEPS, STEPS + 1]
+    trainer.run()
 
 
 def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: None) -> None:
@@ -128,38 +142,27 @@ def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: 
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 2 * STEPS + 1))
 
 
-def test_second_process_cannot_write_to_the_same_run(run: Path, data: Path) -> None:
-    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=run)
-    with pytest.raises(RecipeError, match="still running"):
-        trainer_of(recipe_of(data, "dp1"), run, resume=run)
-    trainer.run()
-
-
-def test_keep_settings_determine_the_kept_checkpoints(data: Path, tmp_path: Path, alone: None) -> None:
-    kept = {"checkpoint.every_steps": 1, "checkpoint.keep": 2, "checkpoint.keep_every_steps": 3, "train.steps": 8}
-    train(CPU, recipe_of(data, "dp1", **kept), tmp_path / "run")
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [3, 6, 7, 8]
-
-
 @pytest.mark.parametrize(
-    ("every", "steps"),
+    ("settings", "steps"),
     [
-        ({}, [2, 3]),
+        ({}, [2, 3]),  # the default is every epoch, here 35 images in batches of 20
         ({"every_samples": 50}, [2, 3]),
         ({"every_epochs": 2}, [3]),
         ({"every_epochs": 0}, []),
         ({"every_minutes": 1e-9}, [1, 2, 3]),
-        ({"every_minutes": 60}, [3]),
         ({"every_minutes": 60, "first": True}, [1, 3]),
         ({"every_minutes": 0}, []),
+        ({"every_steps": 1, "keep": 2, "keep_every_steps": 3, "steps": 8}, [3, 6, 7, 8]),
     ],
+    ids=str,
 )
-def test_interval_settings_determine_when_checkpoints_are_written(
-    every: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
+def test_settings_determine_when_checkpoints_are_written_and_kept(
+    settings: dict[str, Any], steps: list[int], data: Path, tmp_path: Path, alone: None
 ) -> None:
-    values = {f"checkpoint.{key}": value for key, value in every.items()} | {"train.steps": 3, "train.batch_size": 20}
+    values = {f"checkpoint.{key}": value for key, value in settings.items() if key != "steps"}
+    values |= {"train.steps": settings.get("steps", 3), "train.batch_size": 20}
     recipe = recipe_of(data, "dp1", **values)
-    if not every:  # the default is every epoch, here 35 images
+    if not settings:
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None})})
     train(CPU, recipe, tmp_path / "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
@@ -183,53 +186,18 @@ def test_best_checkpoint_is_kept(data: Path, tmp_path: Path, alone: None, monkey
     assert there.steps() == [2, 6]
 
 
-def test_newer_checkpoints_stay_until_the_resumed_run_saves(run: Path, data: Path) -> None:
-    """Resuming from step 3 makes the checkpoint of step 6 obsolete, but it must survive until the new run has saved."""
-    there = Checkpoints(run / "checkpoints")
-    trainer = trainer_of(recipe_of(data, "dp1"), run, resume=there.path(STEPS))
-    assert there.steps() == [STEPS, 2 * STEPS]
-    trainer.saver.save(STEPS + 1, (STEPS + 1) * 24)
-    trainer.saver.finish()
-    assert there.steps() == [STEPS, STEPS + 1]
-    trainer.run()
-
-
-def test_run_with_only_damaged_checkpoints_does_not_start_anew(run: Path, data: Path) -> None:
-    """A fresh start would replace the metrics and checkpoints of the run."""
-    before = rows(run)
-    for path in (run / "checkpoints").iterdir():
-        cut(path)
-    with pytest.raises(CheckpointError, match=f"step_{STEPS}' is damaged"):
-        trainer_of(recipe_of(data, "dp1"), run, resume=run)
-    assert rows(run) == before and len(list((run / "checkpoints").iterdir())) == 2
-
-
-def test_half_replaced_checkpoint_is_completed(run: Path) -> None:
-    """The process died between the two renames of a replacement; the new checkpoint is complete and takes its place."""
-    there = Checkpoints(run / "checkpoints")
-    there.path(STEPS).rename(atomic.removed(there.path(STEPS)))
-    there.path(2 * STEPS).rename(atomic.partial(there.path(STEPS)))
-    there.clear()
-    assert [path.name for path in there.folder.iterdir()] == [f"step_{STEPS}"]
-    assert Checkpoint.open(there.path(STEPS)).facts.step == 2 * STEPS
-
-
-def test_changed_batch_size_requires_a_new_folder(run: Path, data: Path) -> None:
-    recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
-    with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
-        trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
-
-
-def test_changed_model_size_is_refused_even_if_allowed(run: Path, data: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change them back$"):
-        train(CPU, recipe_of(data, "dp1", **{"model.embed_dim": 48}), run, resume=run, allow_change=["model.embed_dim"])
-
-
-def test_model_settings_without_parameters_may_change_if_allowed(run: Path, data: Path, tmp_path: Path) -> None:
+def test_model_settings_may_change_if_allowed_unless_they_have_parameters(
+    run: Path, data: Path, tmp_path: Path
+) -> None:
     recipe = recipe_of(data, "dp1", **{"model.init": "jax", "model.norm_eps": 1e-5})
     with pytest.raises(CheckpointError, match=r"--allow-change model\.norm_eps --allow-change model\.init$"):
         trainer_of(recipe, tmp_path / "on", resume=run)
     trainer_of(recipe, tmp_path / "on", resume=run, allow_change=["model.init", "model.norm_eps"])
+    with pytest.raises(CheckpointError, match=r"model\.embed_dim was 24 and is 48: change them back$"):
+        trainer_of(recipe_of(data, "dp1", **{"model.embed_dim": 48}), run, resume=run, allow_change=["model.embed_dim"])
+    recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
+    with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
+        trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
 
 
 def shares_memory(device: torch.device) -> bool:
@@ -251,39 +219,36 @@ def test_sharded_as_does_not_copy(ranks: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "key", "words"),
+    ("changed", "words"),
     [
-        ({"train.seed": 1}, "train.seed", "train.seed was 0 and is 1"),
-        ({"train.ema_decay": None}, "train.ema_decay", "train.ema_decay was 0.9 and is not set"),
-        ({"optimizer.lr": 0.1}, "optimizer.lr", "optimizer.lr was"),
-        ({"train.batch_size": 12}, "train.batch_size", "train.batch_size was 24 and is 12"),
-        ({"optimizer.name": "lamb"}, "optimizer.name", "optimizer.name was adamw and is lamb"),
-        ({"optimizer.name": "muon"}, "optimizer.name", "optimizer.name was adamw and is muon"),
+        ({"train.ema_decay": None}, "train.ema_decay was 0.9 and is not set"),
+        ({"train.batch_size": 12}, "train.batch_size was 24 and is 12"),
+        ({"optimizer.name": "lamb"}, "optimizer.name was adamw and is lamb"),
+        ({"optimizer.name": "muon"}, "optimizer.name was adamw and is muon"),
     ],
 )
 def test_changed_training_settings_must_be_allowed(
-    changed: dict[str, Any], key: str, words: str, run: Path, data: Path, tmp_path: Path
+    changed: dict[str, Any], words: str, run: Path, data: Path, tmp_path: Path
 ) -> None:
     """A changed setting alters the result, so it must be intended. With --allow-change the sample count continues."""
     recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
-    if changed.get("train.ema_decay", 0) is None:
+    if "train.ema_decay" in changed:
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
     with pytest.raises(CheckpointError, match=words):
-        train(CPU, recipe, tmp_path / "other", resume=run)
-    train(CPU, recipe, tmp_path / "other", resume=run, allow_change=[key, "train.steps"])
+        trainer_of(recipe, tmp_path / "other", resume=run)
+    train(CPU, recipe, tmp_path / "other", resume=run, allow_change=[*changed, "train.steps"])
     first = rows(tmp_path / "other")[0]
     batch = changed.get("train.batch_size", 24)
     assert first["samples"] == 2 * STEPS * 24 + batch and first["step"] == 2 * STEPS * 24 // batch + 1
 
 
 def test_changed_data_must_be_allowed(run: Path, data: Path, tmp_path: Path) -> None:
-    other = tmp_path / "packed"
-    shutil.copytree(data, other)  # the same data elsewhere
-    train(CPU, recipe_of(other, "dp1"), tmp_path / "same", resume=run)
+    other = Path(shutil.copytree(data, tmp_path / "packed"))  # the same data elsewhere
+    trainer_of(recipe_of(other, "dp1"), tmp_path / "same", resume=run)
     found = Checkpoint.open(run / "checkpoints" / f"step_{STEPS}")
     stated(found.path, found.facts.model_copy(update={"data": "another"}).model_dump_json())
     with pytest.raises(CheckpointError, match="the training set differs"):
-        train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
+        trainer_of(recipe_of(data, "dp1"), tmp_path / "other", resume=found.path)
     train(CPU, recipe_of(data, "dp1"), tmp_path / "other", resume=found.path, allow_change=["data"])
 
 

@@ -6,6 +6,7 @@ Each is refused with one error line.
 import json
 import os
 import pickle
+import shutil
 import struct
 import sys
 import zipfile
@@ -28,7 +29,7 @@ from helpers.foreign_weights import (
     transformers_config,
 )
 from helpers.imported import IMAGES, logits_of
-from vitpar.errors import DataError, RecipeError, UserError
+from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
 from vitpar.weights import sources
 from vitpar.weights.folder import read_config
@@ -70,35 +71,36 @@ def pickled(kind: str, tmp_path: Path, mark: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "plain pickle", "in a folder"])
-def test_pickle_with_code_is_refused_without_running_it(kind: str, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    path = pickled(kind, tmp_path, mark)
-    refused(path, "contains more than tensors .*--trust")
-    assert not mark.exists()
+KINDS = ("zip", "before torch 1.6", "in a folder", "plain pickle")
 
 
-@pytest.mark.parametrize("kind", ["zip", "before torch 1.6", "in a folder"])
-def test_trusted_pickle_is_read(kind: str, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    import_weights(pickled(kind, tmp_path, mark), tmp_path / "here", trust=True)
-    assert mark.exists()
+def test_pickle_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
+    for kind in KINDS:
+        (folder := tmp_path / kind).mkdir()
+        refused(pickled(kind, folder, folder / "mark"), "contains more than tensors .*--trust")
+        assert not (folder / "mark").exists()
+
+
+def test_trusted_pickle_is_read(tmp_path: Path) -> None:
     expected = timm_logits(timm_state(qk_norm=True), IMAGES)
-    torch.testing.assert_close(logits_of(tmp_path / "here"), expected, atol=1e-5, rtol=1e-5)
+    for kind in KINDS[:3]:
+        folder = tmp_path / kind
+        folder.mkdir()
+        import_weights(pickled(kind, folder, folder / "mark"), folder / "here", trust=True)
+        assert (folder / "mark").exists()
+        torch.testing.assert_close(logits_of(folder / "here"), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("code", [b"c%s\nname\n.", b"(X\x40\x42\x0f\x00%sQ."], ids=["global", "persistent id"])
-def test_pickle_with_long_names_is_refused_quickly(zipped: bool, code: bytes, tmp_path: Path) -> None:
+def test_pickle_with_long_names_is_refused_quickly(code: bytes, tmp_path: Path) -> None:
     path, content = tmp_path / "theirs.pth", b"\x80\x02" + code % (b"x" * 1_000_000)
-    if zipped:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("theirs/data.pkl", content)
-            archive.writestr("theirs/byteorder", b"little")
-            archive.writestr("theirs/version", b"3\n")
-    else:
-        path.write_bytes(content)
+    path.write_bytes(content)
+    refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("theirs/data.pkl", content)
+        archive.writestr("theirs/byteorder", b"little")
+        archive.writestr("theirs/version", b"3\n")
     refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
 
 
@@ -113,25 +115,19 @@ def test_words_of_a_legacy_pickle_are_checked_with_one_python_call_an_instructio
     assert count < calls["call"] < 1.1 * count
 
 
-def test_compressed_zip_bomb_is_refused(tmp_path: Path) -> None:
-    torch.save({"pos_embed": torch.zeros(1000, 1000)}, tmp_path / "plain.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
-        zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb,
-    ):
-        for name in plain.namelist():
-            bomb.writestr(name, plain.read(name))
-    refused(tmp_path / "bomb.pth", "bytes and unpacks to 4,00.*unlike files of torch.save")
-
-
-def test_encrypted_weights_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.pth"
-    torch.save(timm_state(), path)
-    data = bytearray(path.read_bytes())
+def test_compressed_zip_bomb_and_encrypted_weights_are_refused(tmp_path: Path) -> None:
+    plain, bomb = tmp_path / "plain.pth", tmp_path / "bomb.pth"
+    torch.save({"pos_embed": torch.zeros(1000, 1000)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    refused(bomb, "bytes and unpacks to 4,00.*unlike files of torch.save")
+    torch.save(timm_state(), plain)
+    data = bytearray(plain.read_bytes())
     for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
         data[data.index(header) + flags] |= 1
-    path.write_bytes(data)
-    refused(path, "is encrypted, password required")
+    plain.write_bytes(data)
+    refused(plain, "is encrypted, password required")
 
 
 def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
@@ -143,8 +139,7 @@ def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
 
 
 def cut(folder: Path) -> Path:
-    path = claiming(torch.ones(WIDTH))(folder)
-    path.write_bytes(path.read_bytes()[:5_000])
+    os.truncate(path := claiming(torch.ones(WIDTH))(folder), 5_000)
     return path
 
 
@@ -154,11 +149,6 @@ def raw(content: bytes, name: str = "x.pth") -> Callable[[Path], Path]:
         return folder / name
 
     return write
-
-
-def pipe(folder: Path) -> Path:
-    os.mkfifo(folder / "x.pth")
-    return folder / "x.pth"
 
 
 def listing(folder: Path) -> Path:
@@ -188,21 +178,18 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (cut, "cannot be read"),
         (raw(b""), "is not a weights file"),
         (raw(b"PK\x03\x04" + b"\0" * 100), "cannot be read"),
-        (raw(b"\x80\x02" + b"(" * 10_000), "cannot be read|more than tensors"),
         (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is not a weights file"),
         (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
-        (pipe, "no weights at"),
+        (lambda folder: os.mkfifo(folder / "x.pth") or folder / "x.pth", "no weights at"),
         (listing, "its listing has more than 16,777,216 bytes"),
         (claiming(torch.ones(1, 1, 1, 1, 1)), "norm.bias .* has 5 dimensions and cannot be a parameter"),
         (lambda folder: folder / "gone", "no weights at"),
-        (safetensors({}, length=2**60), "cannot be read"),
         (safetensors({}, length=2**64 - 1), "cannot be read"),
         (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2), "b": tensor(0, 8, 2)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(8, 0, 2)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2**62, 2**62)}, bytes(8)), "cannot be read"),
-        (safetensors({"a": tensor(0, 8, 10**9, 10**9)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "cannot be a parameter: it has dtype I64"),
         (safetensors({"a": tensor(0, 0, 0)}), "the tensor names in"),
         (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "the tensor names in .* it has a{198}…$"),
@@ -220,11 +207,6 @@ def test_files_with_false_claims_are_refused(write: Callable[[Path], Path], mess
 # folders
 
 
-def write_index(folder: Path, text: str | bytes) -> None:
-    content = text if isinstance(text, bytes) else text.encode()
-    (folder / "model.safetensors.index.json").write_bytes(content)
-
-
 def mapped(file: Any) -> str:
     return json.dumps({"weight_map": {"pos_embed": file}})
 
@@ -232,15 +214,10 @@ def mapped(file: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *(
-            (mapped(name), "is not a file in its folder")
-            for name in ("../secret.safetensors", "../../etc/passwd", "..", "")
-        ),
+        *((mapped(name), "is not a file in its folder") for name in ("../secret.safetensors", "..", "", "a\0b", ["x"])),
         (mapped("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
         (mapped("sub/x.safetensors"), "is not a file in its folder"),
-        (mapped("a\0b"), "is not a file in its folder"),
         (mapped(3), "lists 3, which is not a file"),
-        (mapped(["x"]), "is not a file in its folder"),
         (mapped("gone.safetensors"), "No such file"),
         (mapped("."), "is not a file in its folder|it is a folder"),
         (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index lists"),
@@ -254,7 +231,7 @@ def mapped(file: Any) -> str:
 def test_index_with_forbidden_file_names_is_refused(text: str | bytes, message: str, tmp_path: Path) -> None:
     save_file({"pos_embed": torch.ones(1)}, tmp_path / "secret.safetensors")
     folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
-    write_index(folder, text)
+    (folder / "model.safetensors.index.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(folder, message)
 
 
@@ -272,43 +249,36 @@ def test_symlinks_to_regular_files_are_followed(tmp_path: Path) -> None:
         import_weights(folder, refused_place)
 
 
-@pytest.mark.parametrize("size", ["hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size"])
-def test_absurd_sizes_in_a_foreign_config_allocate_nothing(size: str, tmp_path: Path) -> None:
+def test_absurd_sizes_in_a_foreign_config_allocate_nothing(tmp_path: Path) -> None:
     """Sizes come from the tensors; the config is used only for what tensors do not tell."""
-    config = transformers_config(**{size: 10**9})
+    sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
+    config = transformers_config(**dict.fromkeys(sizes, 10**9))
     import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here")
     assert read_config(tmp_path / "here").embed_dim == WIDTH
 
 
-def test_invalid_numbers_in_a_foreign_config(tmp_path: Path) -> None:
+def test_invalid_values_in_a_foreign_config(tmp_path: Path) -> None:
     folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
     images = {"image_mean": [10**400] * 3, "image_std": [float("nan"), 1, 1], "resample": [2]}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     import_weights(folder, tmp_path / "here")
     recipe = read_recipe(tmp_path / "here" / "recipe.toml", {"data.path": "x"})
     assert (recipe.data.mean, recipe.data.std) == ((0.5,) * 3,) * 2
-    config = transformers_config(model_type="x" * 10**6)
-    (tmp_path / "else").mkdir()
-    folder = saved(tmp_path / "else" / "there", as_transformers(timm_state()), config)
-    refused(folder, "has model_type 'x+…, but only vit, deit, swin")
-    for number, (eps, message) in enumerate(
-        (
-            ("x" * 10**6, "has layer_norm_eps 'x+…, which is not a number"),
-            (float("nan"), "has layer_norm_eps nan, which is not a number"),
-            (0.0, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
-        )
-    ):
-        (tmp_path / str(number)).mkdir()
-        config = transformers_config(layer_norm_eps=eps)
-        refused(saved(tmp_path / str(number) / "there", as_transformers(timm_state()), config), message)
-
-
-@pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '])
-def test_unreadable_config_is_refused(file: str, content: bytes, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
-    (folder / file).write_bytes(content)
-    refused(folder, f"{file}' cannot be read")
+    shutil.rmtree(tmp_path / "here")
+    values: list[tuple[dict[str, Any], str]] = [
+        ({"model_type": "x" * 10**6}, "has model_type 'x+…, but only vit, deit, swin"),
+        ({"layer_norm_eps": "x" * 10**6}, "has layer_norm_eps 'x+…, which is not a number"),
+        ({"layer_norm_eps": float("nan")}, "has layer_norm_eps nan, which is not a number"),
+        ({"layer_norm_eps": 0.0}, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
+    ]
+    for changed, message in values:
+        (folder / "config.json").write_text(json.dumps(transformers_config(**changed)))
+        refused(folder, message)
+    for content in (b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '):
+        for file in ("config.json", "preprocessor_config.json"):
+            (folder / "config.json").write_text(json.dumps(transformers_config()))
+            (folder / file).write_bytes(content)
+            refused(folder, f"{file}' cannot be read")
 
 
 # vitpar's own
@@ -320,49 +290,32 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-ABSURD = [
-    *(
-        {name: 10**9}
-        for name in ("embed_dim", "depth", "mlp_hidden_dim", "num_classes", "num_reg_tokens", "representation_size")
-    ),
+COUNTS = ("embed_dim", "depth", "mlp_hidden_dim", "num_classes", "num_reg_tokens", "representation_size")
+ABSURD: list[dict[str, Any]] = [
+    *({name: 10**9} for name in COUNTS),
     *({"embed_dim": 10**18, "num_heads": 1}, {"image_size": 4 * 10**9}, {"channels": 10**12}, {"patch_size": 8}),
-    *(
-        {"embed_dim": "24"},
-        {"embed_dim": 24.0},
-        {"num_heads": True},
-        {"depth": -1},
-        {"num_heads": 0},
-        {"pool": "max"},
-        {"colour": 1},
-    ),
+    *({"embed_dim": "24"}, {"embed_dim": 24.0}, {"num_heads": True}, {"depth": -1}, {"num_heads": 0}),
+    *({"pool": "max"}, {"colour": 1}),
 ]
 
 
-@pytest.mark.parametrize("said", ABSURD, ids=str)
-def test_absurd_own_config_is_refused_before_allocation(said: dict[str, Any], weights: Path) -> None:
+def test_absurd_own_config_is_refused_before_allocation(weights: Path) -> None:
     config = json.loads((weights / "config.json").read_text())
-    (weights / "config.json").write_text(json.dumps(config | said))
-    with pytest.raises(DataError) as caught:
-        read_config(weights)
-    assert "\n" not in str(caught.value)
+    for said in ABSURD:
+        (weights / "config.json").write_text(json.dumps(config | said))
+        with pytest.raises(DataError) as caught:
+            read_config(weights)
+        assert "\n" not in str(caught.value), said
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"", b"{"])
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-def test_unreadable_own_weights_are_refused(file: str, content: bytes, weights: Path) -> None:
-    (weights / file).write_bytes(content)
-    with pytest.raises(DataError, match=f"{file}.* cannot be read"):
-        read_config(weights)
-
-
-def test_own_weights_cannot_name_files_elsewhere(weights: Path) -> None:
-    text = (weights / "model.safetensors.index.json").read_text()
-    (weights / "model.safetensors.index.json").write_text(text.replace("model-00001", "../there/model-00001"))
+def test_unreadable_own_weights_are_refused(weights: Path) -> None:
+    for file in ("config.json", "model.safetensors.index.json"):
+        before = (weights / file).read_text()
+        for content in (b"[" * 100_000, b"\xff\xfe", b"", b"{"):
+            (weights / file).write_bytes(content)
+            with pytest.raises(DataError, match=f"{file}.* cannot be read"):
+                read_config(weights)
+        (weights / file).write_text(before)
+    (weights / file).write_text(before.replace("model-00001", "../there/model-00001"))
     with pytest.raises(DataError, match="is not a file in its folder"):
         read_config(weights)
-
-
-def test_deeply_nested_recipe_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "recipe.toml").write_text("a = " + "[" * 100_000)
-    with pytest.raises(RecipeError, match="not valid TOML"):
-        read_recipe(tmp_path / "recipe.toml")

@@ -86,26 +86,21 @@ def test_tensors_may_change_while_they_are_being_written(
     assert writer.finish() is None
 
 
-def test_checkpoints_are_written_one_at_a_time(alone: None, tmp_path: Path, slow_disk: threading.Event) -> None:
+def test_checkpoints_of_changing_tensors_are_written_one_at_a_time(
+    alone: None, tmp_path: Path, slow_disk: threading.Event
+) -> None:
     writer = Writer()
     writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {})
-    threading.Timer(0.3, slow_disk.set).start()
-    writer.begin(tmp_path / "step_2", {"a": torch.zeros(3)}, {})
+    threading.Timer(0.1, slow_disk.set).start()
+    writer.begin(tmp_path / "step_2", {"a": torch.zeros(3), "b": torch.ones(2)}, {})
     assert (tmp_path / "step_1" / "index.json").exists()
+    writer.begin(tmp_path / "step_3", {"b": torch.zeros(5)}, {})
     writer.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
-
-
-def test_saved_tensors_may_change_between_checkpoints(alone: None, tmp_path: Path) -> None:
-    writer = Writer()
-    for step, tensors in enumerate(
-        [{"a": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(2)}, {"b": torch.ones(5)}]
-    ):
-        writer.begin(tmp_path / f"step_{step}", tensors, {})
-        writer.finish()
-        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2", "step_3"]
+    for step, sizes in ((2, {"a": 3, "b": 2}), (3, {"b": 5})):
+        found = {name: torch.full((size,), 7.0) for name, size in sizes.items()}
         load_tensors(tmp_path / f"step_{step}", found)
-        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+        assert all(torch.equal(x, torch.full_like(x, float(name == "b" and step == 2))) for name, x in found.items())
 
 
 def sharded(rows: int) -> Mapping[str, Tensor]:
@@ -145,16 +140,14 @@ def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[
     return []
 
 
-@pytest.mark.parametrize(("rank", "where"), [(1, "shard"), (0, "shard"), (0, "index")])
-def test_full_disk_is_an_error_on_every_rank(
-    rank: int, where: str, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_full_disk_is_an_error_on_every_rank(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     """All ranks must stop together; otherwise the healthy ones would wait for the failed one."""
-    for answer in ranks(2).run(fails_on, tmp_path, rank, where):
-        message, worst, left = answer
-        assert f"step_2' cannot be written (rank {rank}: No space left on device)" in message
-        assert worst == FAILED and left is None
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    for rank, where in ((1, "shard"), (0, "shard"), (0, "index")):
+        folder = tmp_path / f"{where}{rank}"
+        for message, worst, left in ranks(2).run(fails_on, folder, rank, where):
+            assert f"step_2' cannot be written (rank {rank}: No space left on device)" in message
+            assert worst == FAILED and left is None
+        assert [path.name for path in folder.iterdir()] == ["step_1"]
 
 
 def uneven(device: torch.device, folder: Path) -> list[bool]:
@@ -189,34 +182,23 @@ def test_shard_invisible_to_rank_0_is_an_error(alone: None, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_after_publishing_keeps_the_checkpoint(alone: None, tmp_path: Path) -> None:
-    """The callback runs when the checkpoint is already complete, so its failure must not undo it."""
-
-    def refuse() -> None:
-        raise PermissionError(13, "Permission denied")
-
-    writer = Writer()
-    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {}, published=refuse)
-    assert writer.finish() and (tmp_path / "step_1" / "index.json").exists()
-
-
-def test_failed_replacement_keeps_the_old_checkpoint(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_keep_a_complete_checkpoint(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback runs when a checkpoint is complete, so its failure must not undo it, nor may that of a later one."""
     writer, replace = Writer(), os.replace
+
+    def refuse_callback() -> None:
+        raise PermissionError(13, "Permission denied")
 
     def refuse(source: Path, target: Path) -> None:
         if source.suffix == ".partial":
             raise OSError(5, "Input/output error")
         replace(source, target)
 
-    for value in (1.0, 2.0):
-        writer.begin(tmp_path / "step_1", {"a": torch.full((3,), value)}, {})
-        if value == 1.0:
-            writer.finish()
-            monkeypatch.setattr(os, "replace", refuse)
+    writer.begin(tmp_path / "step_1", {"a": torch.ones(3)}, {}, published=refuse_callback)
+    assert writer.finish() and (tmp_path / "step_1" / "index.json").exists()
+    monkeypatch.setattr(os, "replace", refuse)
+    writer.begin(tmp_path / "step_1", {"a": torch.zeros(3)}, {})
     with pytest.raises(CheckpointError, match="Input/output error"):
         writer.finish()
-    found = torch.zeros(3)
-    load_tensors(tmp_path / "step_1", {"a": found})
+    load_tensors(tmp_path / "step_1", {"a": (found := torch.zeros(3))})
     assert torch.equal(found, torch.ones(3))

@@ -1,24 +1,21 @@
 """`vitpar plan`, and the parts of its output that `vitpar check` and `vitpar train` also print."""
 
-import io
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import typer
-from rich.console import Console
-from typer.testing import CliRunner
 
+from helpers.command_line import printed
 from helpers.small_data import CLASSES, pack_small
-from vitpar.errors import PlannerError, RecipeError, StrategyError
+from vitpar.errors import PlannerError, StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.price import price
 from vitpar.planner.sources import estimated_costs
-from vitpar.strategy import SCHEDULES, parse, validate
+from vitpar.strategy import SCHEDULES, batch_arithmetic, parse, validate
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.check import _batch_that_divides
 from vitpar_cli.plan import plan
@@ -32,16 +29,7 @@ Run = Callable[..., str]
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs `vitpar plan` on a console of 100 columns and returns its output."""
     monkeypatch.setenv("COLUMNS", "100")
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(plan)
-
-    def invoke(*arguments: str) -> str:
-        result = CliRunner().invoke(app, arguments)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result.stdout
-
-    return invoke
+    return partial(printed, plan)
 
 
 BASE = ("--model", "vit_base_patch16_224", "--batch-size", "256")
@@ -108,138 +96,66 @@ def test_tp_arrangement_and_host_memory_are_shown(run: Run) -> None:
     assert "stage 0 embed, blocks 0-5 50.3 % 10.9 M 173.7 MB 0 bytes" in lines
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ((), "1f1b, in theory 20.0 % of the time idle"),
-        (("--schedule", "interleaved1f1b", "--virtual-stages", "2"), "interleaved1f1b, in theory 11.1 %"),
-        (("--schedule", "zbvzerobubble", "--virtual-stages", "2"), "zbvzerobubble, in theory 4.0 %"),
-        (("--schedule", "dualpipev", "--virtual-stages", "2"), "dualpipev, in theory 7.7 %"),
-    ],
-)
-def test_idle_share_of_every_schedule_is_shown(run: Run, options: tuple[str, ...], words: str) -> None:
-    assert words in run("pp2xdp2", *BASE, "--microbatches", "4", *options)
-
-
-def test_thousand_ranks_take_little_time(run: Run) -> None:
-    strategy = "pp1: 0-3=fsdp1024, 4-7=tp2xfsdp512, *=dp64xtp16+2d"
-    run("dp1", *BASE)  # pay for the imports before the clock starts
-    begun = time.process_time()
-    assert "1,024 ranks" in run(strategy, "--model", "vit_large_patch16_224", "--batch-size", "1024")
-    assert time.process_time() - begun < 2
-
-
-def test_recipe_options_survive_another_model_name(run: Run, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\nembed_dim = 96\npool = "avg"\n[data]\npath = "x"\n[train]\nsteps = 1\n')
-    found = json.loads(run("dp1", *BASE, "--recipe", str(recipe), "--num-classes", "10", "--json"))
-    assert found["parameters"] == 85_806_346 - 2 * 768  # timm's count, without the class token and its position
-
-
 def test_json_output_has_the_printed_numbers(run: Run) -> None:
-    found = json.loads(run("pp2xtp2xdp2", *BASE, "--num-classes", "10", "--json"))
+    sgd = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0", "--precision", "fp64")
+    found = json.loads(run("pp2xtp2xdp2", *BASE, *sgd, "--set", "train.ema_decay=0.9", "--num-classes", "10", "--json"))
     assert (found["world_size"], found["num_classes"], found["idle_share"]) == (8, 10, 0.2)
     assert found["batch"] == {
         **{"global_batch": 256, "data_parallel": 2, "local_batch": 128, "microbatches": 4, "microbatch_size": 32}
     }
-    assert [part["state_bytes"] for part in found["pipeline"]] == [16 * p["parameters"] for p in found["pipeline"]]
-    assert found["ranks"][6] == {"pp": 1, "stage_rank": 2}
+    # Parameters, gradients and averages of 8 bytes; SGD without momentum has no state.
+    assert [part["state_bytes"] for part in found["pipeline"]] == [24 * p["parameters"] for p in found["pipeline"]]
+    assert found["ranks"][6] == {"pp": 1, "stage_rank": 2} and found["pipeline_axis"]["degree"] == 2
     (strategy,) = found["strategies"]
     assert strategy["places"][2] == {"tp": 1, "dp": 0}
     assert [axis["axis"] for axis in strategy["axes"]] == ["tp", "dp"]
-    assert found["pipeline_axis"]["degree"] == 2
 
-
-def test_json_of_a_layerwise_plan_is_complete(run: Run) -> None:
     found = json.loads(run(LAYERED, *BASE, "--json"))
-    assert found["strategy"] == LAYERED
-    assert found["ranks"][5] == {"pp": 1, "stage_rank": 1}
+    assert found["strategy"] == LAYERED and found["ranks"][5] == {"pp": 1, "stage_rank": 1}
     strategies = {part["strategy"]: part for part in found["strategies"]}
     assert list(strategies) == ["fsdp4", "tp2xfsdp2", "fsdp4+ckpt"]
     assert strategies["fsdp4+ckpt"]["layers"] == [*(f"blocks.{i}" for i in range(6, 12)), "head"]
     assert [flag["flag"] for flag in strategies["fsdp4+ckpt"]["flags"]] == ["+ckpt"]
     assert strategies["tp2xfsdp2"]["places"] == [{"tp": tp, "fsdp": fsdp} for tp in (0, 1) for fsdp in (0, 1)]
-    assert [(c["layer"], c["stage"], c["forward"], c["backward"]) for c in found["redistributions"]] == [
-        ("blocks.0", 0, 0.5, 0.25),
-        ("blocks.6", 0, 0.25, 0.5),
-    ]
-    assert found["travel"] == [0.25]
-    assert json.loads(run("dp2xtp8+3d", *BASE, "--json"))["strategies"][0]["places"][13] == {
-        **{"dp": 1, "i": 1, "j": 0, "k": 1}
-    }
+    moves = [(c["layer"], c["stage"], c["forward"], c["backward"]) for c in found["redistributions"]]
+    assert moves == [("blocks.0", 0, 0.5, 0.25), ("blocks.6", 0, 0.25, 0.5)] and found["travel"] == [0.25]
+    cube = json.loads(run("dp2xtp8+3d", *BASE, "--json"))["strategies"][0]
+    assert cube["places"][13] == {"dp": 1, "i": 1, "j": 0, "k": 1}
 
 
-def test_state_memory_follows_the_recipe(run: Run) -> None:
-    sgd = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0", "--precision", "fp64")
-    found = json.loads(run("dp1", *BASE, *sgd, "--set", "train.ema_decay=0.9", "--json"))
-    assert found["pipeline"][0]["state_bytes"] == 8 * 3 * found["parameters"]
-
-
-def test_options_determine_the_written_plan(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
+def test_plans_come_from_options_recipes_and_files(run: Run, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "plan.json", tmp_path / "small.toml"
     options = ("--schedule", "interleaved1f1b", "--virtual-stages", "2", "--microbatches", "8", "--split", "2,3,3,4")
-    assert f"plan written to {out}" in run("pp2xdp", *BASE, "--world-size", "8", *options, "--out", str(out))
+    shown = run("pp2xdp", *BASE, "--world-size", "8", *options, "--out", str(out))
+    assert f"plan written to {out}" in shown and "interleaved1f1b, in theory 5.9 % of the time idle" in shown
     written = read_plan(out)
     assert (str(written), written.schedule, written.virtual_stages) == ("pp2xdp4", "interleaved1f1b", 2)
     assert (written.microbatches, written.split) == (8, (2, 3, 3, 4))
-
-
-def test_layerwise_plan_is_read_from_its_file(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
     shown = run(LAYERED, *BASE, "--out", str(out))
-    assert str(read_plan(out)) == LAYERED
-    assert run(str(out), *BASE) == shown.rpartition("\nplan written")[0]
-
-
-def test_open_degrees_of_layers_are_filled(run: Run) -> None:
-    shown = run("pp2: 0-5=tp2xdp, *=fsdp", *BASE, "--world-size", "8")
-    assert "under pp2: 0-5=tp2xdp2, *=fsdp4\n" in shown
-
-
-def test_plan_without_a_strategy_uses_the_recipe(run: Run, tmp_path: Path) -> None:
-    recipe = tmp_path / "small.toml"
+    assert str(read_plan(out)) == LAYERED and run(str(out), *BASE) == shown.rpartition("\nplan written")[0]
+    assert "under pp2: 0-5=tp2xdp2, *=fsdp4\n" in run("pp2: 0-5=tp2xdp, *=fsdp", *BASE, "--world-size", "8")
     recipe.write_text(
         'model = { name = "vit_small_patch16_224" }\ndata = { path = "none" }\ntrain = { steps = 1 }\n'
         'parallel = { mesh = "tp3xdp2" }\n'
     )
     assert "vit_small_patch16_224 under tp3xdp2" in run("--recipe", str(recipe))
+    thousand = ("--model", "vit_large_patch16_224", "--batch-size", "1024")
+    assert "1,024 ranks" in run("pp1: 0-3=fsdp1024, 4-7=tp2xfsdp512, *=dp64xtp16+2d", *thousand)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "sentence"),
-    [
-        (("tp2xdp",), StrategyError, "the degree of 'dp' in 'tp2xdp' is open: give it a number, or --world-size N"),
-        (("pp: 0-11=tp2, *=dp2",), StrategyError, "the degree of 'pp' in 'pp: 0-11=tp2, \\*=dp2' is open: give it"),
-        (("pp2: 0-5=tp2, *=dp",), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
-        (("tp5",), StrategyError, "tp5 does not divide the 12 heads of vit_base_patch16_224"),
-        (("dp2", "--world-size", "8"), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
-        (("dp2", "--recipe", "no.toml"), RecipeError, "no recipe 'no.toml'"),
-    ],
-)
-def test_invalid_plan_commands_are_refused(
-    run: Run, arguments: tuple[str, ...], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
-        run(*arguments, *BASE)
-
-
-def test_layer_and_travel_words() -> None:
+def test_layers_travel_and_batch_in_words() -> None:
     assert layer_words([("embed", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "embed, blocks 0-1, 4, head"
-    assert layer_words([("blocks.3",)]) == "block 3"
-    assert layer_words([("head",)]) == "head"
-    assert consecutive(["embed", "blocks.0", "blocks.2", "blocks.3", "head"]) == [
-        *(["embed"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"])
-    ]
+    assert (layer_words([("blocks.3",)]), layer_words([("head",)])) == ("block 3", "head")
+    groups = [["embed"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"]]
+    assert consecutive(["embed", "blocks.0", "blocks.2", "blocks.3", "head"]) == groups
     assert travel_words([0.25, 0.25]) == "a rank sends 25.0 % of each"
     assert travel_words([0.5, 0.25]) == "a rank sends 25.0 % to 50.0 % of each"
-
-
-def test_batch_words_omit_divisions_by_one() -> None:
-    from vitpar.strategy import batch_arithmetic
-
-    assert batch_words(batch_arithmetic(parse("dp1"), 8)) == "8 images"
-    assert batch_words(batch_arithmetic(parse("pp2"), 8)) == "8 images = 4 micro-batches x 2"
-    assert batch_words(batch_arithmetic(parse("dp2"), 8)) == "8 images = 2 data-parallel parts x 4"
+    batches = {
+        "dp1": "8 images",
+        "pp2": "8 images = 4 micro-batches x 2",
+        "dp2": "8 images = 2 data-parallel parts x 4",
+    }
+    assert {mesh: batch_words(batch_arithmetic(parse(mesh), 8)) for mesh in batches} == batches
 
 
 def test_help_names_all_schedules(run: Run) -> None:
@@ -251,13 +167,9 @@ def test_help_names_all_schedules(run: Run) -> None:
 @pytest.mark.parametrize(
     ("strategy", "fields", "batch"),
     [
-        ("dp2", {}, 16),
         ("dp3", {}, 18),
         ("pp4", {"microbatches": 8}, 16),
-        ("pp2xdp3", {}, 24),
-        ("tp4+sp", {}, 16),
         ("dp3xtp4+sp", {}, 24),  # two images for each of the 12 batch parts
-        ("pp1: 0-3=tp6, *=dp6", {}, 24),
         ("pp2: 0-3=tp6+sp, *=dp2xfsdp3", {"schedule": "gpipe"}, 48),
         ("tp8+3d", {"microbatch_size": 2}, 16),
     ],
@@ -266,27 +178,6 @@ def test_check_chooses_a_batch_that_the_plan_divides(strategy: str, fields: dict
     asked = replace(parse(strategy), **fields)
     assert _batch_that_divides(asked) == batch
     validate(asked, model_config("vit_nano_patch4_16"), batch)
-
-
-def test_run_header_shows_a_layerwise_plan() -> None:
-    from vitpar.training.events import RunHeader
-    from vitpar.training.recipe import Recipe
-    from vitpar_cli.progress import ConsoleReporter
-
-    recipe = Recipe.model_validate(
-        {"data": {"path": "digits"}, "train": {"batch_size": 128, "steps": 100, "precision": "fp32"}}
-    )
-    config = recipe.config(10)
-    made = validate(parse("pp2: 0-3=tp2xdp2, *=dp4+ckpt"), config, 128)
-    console = Console(file=io.StringIO(), force_terminal=False, width=80, color_system=None, _environ={})
-    ConsoleReporter(console).started(
-        RunHeader(recipe, config, made, "cuda:0", 901_234, 4_200_000, 1437, 360, 100, "run")
-    )
-    lines = console.file.getvalue().splitlines()
-    assert "mesh       pp2: 0-3=tp2xdp2, *=dp4+ckpt on 8 ranks of cuda" in lines
-    assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
-    assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
-    assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
 
 
 H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", "8xH100")
@@ -305,16 +196,26 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "error", "sentence"),
     [
-        (("dp2", "--memory", "4GB"), "--memory is given without a machine"),
-        (("dp16", *H100), "takes 16 ranks but 8xH100 has 8"),
-        (("dp2", "--hardware", "x.json", "--num-classes", "5"), "--num-classes is given without --cluster"),
-        (("dp2", *H100, "--hardware", "x.json"), "both --cluster and a profile are given"),
+        (("tp2xdp", *BASE), StrategyError, "the degree of 'dp' in 'tp2xdp' is open: give it a number, or --world-size"),
+        (("pp: 0-11=tp2, *=dp2", *BASE), StrategyError, "the degree of 'pp' in 'pp: 0-11=tp2, \\*=dp2' is open"),
+        (("pp2: 0-5=tp2, *=dp", *BASE), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
+        (("dp2", "--world-size", "8", *BASE), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
+        (("dp2", "--memory", "4GB"), PlannerError, "--memory is given without a machine"),
+        (("dp16", *H100), PlannerError, "takes 16 ranks but 8xH100 has 8"),
+        (
+            ("dp2", "--hardware", "x.json", "--num-classes", "5"),
+            PlannerError,
+            "--num-classes is given without --cluster",
+        ),
+        (("dp2", *H100, "--hardware", "x.json"), PlannerError, "both --cluster and a profile are given"),
     ],
 )
-def test_predictions_refuse_unusable_options(run: Run, words: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(PlannerError, match=sentence):
+def test_invalid_plan_commands_are_refused(
+    run: Run, words: tuple[str, ...], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
         run(*words)
 
 

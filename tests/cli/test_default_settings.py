@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from helpers.command_line import Command, Refused
+from helpers.command_line import Command, Refused, printed
 from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN
 from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
@@ -56,7 +54,7 @@ def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str
     assert read_recipe(place / "again" / "recipe.toml") == read_recipe(folder / "recipe.toml")
 
 
-def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.chdir(place)
     named = {"data.path": "data"}
     used, images = training_recipe(None, named, None)
@@ -69,13 +67,10 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     assert training_recipe(file, named, None) == (read_recipe(file, {"data.path": "data"}), None)
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
-
-
-def test_missing_epochs_and_a_batch_beyond_host_memory_are_refused(place: Path, refused: Refused) -> None:
-    large = ["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"]
     rows = [
         (["--weights", "w"], "neither train.epochs nor train.steps"),
-        (large, "16,000,000 images of 4096 pixels needs 805,306 GB of memory"),
+        (["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"], "of 4096 pixels needs 805,306 GB of memory"),
+        (["--model", "vit_base_patch16_224", "--batch-size", "100000"], "use a smaller --batch-size"),
     ]
     refused(place, rows, "train", "--data", "data")
 
@@ -89,15 +84,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-
-
-def printed(command: Any, *words: str) -> str:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("command")(command)
-    result = CliRunner().invoke(app, words)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.stdout
 
 
 def test_plan_uses_the_precision_of_the_device(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,30 +56,21 @@ def test_minimum_versions_match_pyproject() -> None:
     assert {tuple(requirement.split(">=")) for requirement in declared} == set(MINIMUM.items())
 
 
+Change = Callable[[dict[str, Any]], None]
+
+
 @pytest.mark.parametrize(
     ("change", "severity", "sentence"),
     [
         (lambda r: r["versions"].update(torch="2.9.1"), "error", "torch is 2.9.1 but vitpar needs 2.11 or newer: pip"),
         (lambda r: r["versions"].update(einops=None), "error", "einops is missing: pip install 'einops>=0.8'"),
-        (
-            lambda r: r["versions"].update(simplejpeg=None),
-            "warning",
-            "simplejpeg is missing, so the slower Pillow reads",
-        ),
+        (lambda r: r["versions"].update(simplejpeg=None), "warning", "simplejpeg is missing, so the slower"),
         (lambda r: r.update(torch="libc10.so not found"), "error", "torch is installed but cannot be imported (libc10"),
         (lambda r: r["distributed"].update(gloo=False), "error", "this torch has no gloo backend"),
         (lambda r: r["distributed"].update(nccl=False), "error", "1 GPUs but a torch without NCCL: install torch"),
-        (
-            lambda r: r["local_world"].update(ok=False, error="boom"),
-            "error",
-            "an all-reduce of two local ranks failed",
-        ),
+        (lambda r: r["local_world"].update(ok=False, error="x"), "error", "an all-reduce of two local ranks failed"),
         (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
-        (
-            lambda r: r.update(devices=[]),
-            "warning",
-            "an NVIDIA driver is loaded but torch sees no GPU (the driver may be",
-        ),
+        (lambda r: r.update(devices=[]), "warning", "an NVIDIA driver is loaded but torch sees no GPU (the driver may"),
         (
             lambda r: r["devices"][0].update(compute_capability=[7, 5]),
             "warning",
@@ -88,26 +79,21 @@ def test_minimum_versions_match_pyproject() -> None:
         (
             lambda r: r["limits"].update(open_files=256),
             "warning",
-            "the limit of open files is 256: raise it with ulimit -n 4096",
+            "the limit of open files is 256: raise it with ulimit",
         ),
-        (
-            lambda r: r["limits"].update(user_processes=64),
-            "warning",
-            "the limit of processes is 64: raise it with ulimit -u",
-        ),
+        (lambda r: r["limits"].update(user_processes=64), "warning", "the limit of processes is 64: raise it with"),
         (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
         (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),
         (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
     ],
 )
 def test_each_problem_is_found_separately(
-    change: Callable[[dict[str, Any]], None], severity: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    change: Change, severity: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = copy.deepcopy(HEALTHY)
     change(report)
     [(found_severity, message)] = problems(report)
-    assert found_severity == severity
-    assert message.startswith(sentence)
+    assert found_severity == severity and message.startswith(sentence)
     result = run(monkeypatch, report)
     assert f"{severity}: {sentence}" in result.output
     assert result.exit_code == (1 if severity == "error" else 0)

@@ -11,10 +11,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from helpers.calibration import expected_calibration_error
-from helpers.command_line import Command, Refused, refusal
+from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.small_data import VAL, damage
-from vitpar.data import ShardSet
+from helpers.tiny_images import write_tree
+from vitpar.data import ShardSet, pack
 from vitpar.weights.importing import import_weights
 
 KEYS = ["samples", "loss", "top1", "top5", "ece"]
@@ -80,8 +81,6 @@ def test_one_data_set_is_a_line_and_several_are_a_table(place: Path, vitpar: Com
     words = [f"top-1 {figures['top1']:.2%}", f"top-5 {figures['top5']:.2%}", f"loss {figures['loss']:.4f}"]
     words.append(f"ECE {figures['ece']:.2%}")
     assert one.stdout == f"{VAL} images of 'val': {', '.join(words)}\n"
-    both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "./spoilt/../data/../data")
-    assert both.returncode == 2 and "--data names a data set twice" in both.stderr
     shutil.copytree(place / "data", place / "copy [red]")
     both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "copy [red]")
     assert both.returncode == 0, both.stderr
@@ -96,7 +95,7 @@ STREAM = ("val=x.tar", "train=x.tar", "samples=9", "val_samples=9", "classes=7")
 
 MISTAKES = [
     ([*SMALL, "--data", "data", "--data", "gone"], "no data set at 'gone'"),
-    ([*SMALL, "--data", "data", "--data", "data"], "--data names a data set twice"),
+    ([*SMALL, "--data", "data", "--data", "./spoilt/../data/../data"], "--data names a data set twice"),
     ([*SMALL, "--data", "data", "--predictions", "gone/p.parquet"], "cannot write gone/p.parquet"),
     ([*SMALL, "--data", "data", "--data", "digits"], "'digits' has 3 classes but the weights in 'weights' have 7"),
     (
@@ -106,24 +105,11 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
-    _pack_three_classes(place / "digits")
+def test_mistakes_are_refused(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(place / "tree")
+    pack(place / "tree", place / "digits")
     refused(place, MISTAKES)
-    assert not (place / "p.parquet").exists()
-
-
-def _pack_three_classes(folder: Path) -> None:
-    from helpers.tiny_images import write_tree
-    from vitpar.data import pack
-
-    write_tree(folder.parent / "tree")
-    pack(folder.parent / "tree", folder)
-
-
-def test_missing_pyarrow_is_refused_before_ranks_start(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = [*SMALL, "--data", "data", "--mesh", "dp2", "--predictions", "p.parquet", "--batch-size", "4"]
-    assert "pip install 'vitpar[parquet]'" in refusal(words, monkeypatch, capsys)
+    refused(place, [(words, "pip install 'vitpar[parquet]'")])
+    assert not (place / "p.parquet").exists()

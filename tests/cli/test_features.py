@@ -17,6 +17,7 @@ from helpers.paths import ROOT
 from helpers.small_data import VAL, damage
 from vitpar.data import EvalTransform, Normalize, ShardSet
 from vitpar.data.images import decode
+from vitpar.errors import DataError
 from vitpar.training.feature_file import FeatureFile
 from vitpar.weights.importing import import_weights
 
@@ -41,7 +42,7 @@ def by_hand(place: Path, images: list[bytes]) -> list[list[float]]:
         return model.head.norm(tokens[:, 0]).tolist()
 
 
-def test_features_of_a_data_set_are_read_back(place: Path, vitpar: Command) -> None:
+def test_features_of_a_data_set_and_of_files_are_read_back(place: Path, vitpar: Command) -> None:
     words = ("--data", "data", "--checkpoint", "weights", "--out", "f.parquet", "--batch-size", "4")
     done = vitpar("features", *words)
     assert done.returncode == 1, done.stderr
@@ -59,8 +60,6 @@ def test_features_of_a_data_set_are_read_back(place: Path, vitpar: Command) -> N
     about = json.loads(table.schema.metadata[b"vitpar"])
     assert about["input_of"] == ["head.fc"] and about["weights"] == "weights"
 
-
-def test_image_files_have_no_labels(place: Path, vitpar: Command) -> None:
     done = vitpar("features", "images", "--checkpoint", "weights", "--out", "i.parquet", "--json")
     assert done.returncode == 0, done.stderr
     paths = sorted(str(path.relative_to(place)) for path in (place / "images").iterdir())
@@ -85,6 +84,9 @@ def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RuntimeError), FeatureFile(tmp_path / "other.parquet", 2, {}):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["f.parquet"]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'vitpar\[parquet\]'"):
+        FeatureFile(tmp_path / "f.parquet", 2, {})
 
 
 SMALL = ["--checkpoint", "weights", "--out", "x.parquet"]
@@ -101,14 +103,6 @@ MISTAKES = [
 def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
     refused(place, MISTAKES, "features")
     assert not (place / "x.parquet").exists()
-
-
-def test_missing_pyarrow_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitpar.errors import DataError
-
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install 'vitpar\[parquet\]'"):
-        FeatureFile(tmp_path / "f.parquet", 2, {})
 
 
 def test_own_model_needs_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

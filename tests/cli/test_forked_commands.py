@@ -37,7 +37,7 @@ def processes_in(folder: Path) -> list[str]:
 def test_command_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> None:
     words = ("profile", "hardware", "--ranks", "2", "--seconds", "100", "--device", "cpu")
     with pytest.raises(subprocess.TimeoutExpired):
-        run(tmp_path, words, timeout=3)
+        run(tmp_path, words, timeout=1.5)
     deadline = time.monotonic() + 20
     while processes_in(tmp_path):
         assert time.monotonic() < deadline, processes_in(tmp_path)

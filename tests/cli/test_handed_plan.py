@@ -24,6 +24,7 @@ def handed(monkeypatch: pytest.MonkeyPatch, folder: Path, chosen: Chosen | None)
     """
 
     def spawn(ranks: int, argv: list[str], *, handed: str | None, **_: Any) -> int:
+        assert argv[:3] == ["-P", "-m", "vitpar_cli.main"], "files of the working folder could replace modules"
         if handed is not None:
             (folder / HANDED).write_text(handed)
         return 0
@@ -41,13 +42,10 @@ def test_rank_uses_the_plan_of_its_launcher(monkeypatch: pytest.MonkeyPatch, tmp
     mesh.write_text(plan_text(parse("dp4")))  # the file changed after the launch
     recipe = read_recipe(None, {"data.path": "unused", "train.steps": 1, "parallel.mesh": str(mesh)})
     assert str(recipe_options.decide(recipe, recipe.config(10), "cpu")[1].plan) == "dp4"
-    handed(monkeypatch, tmp_path, CHOSEN)
-    assert recipe_options.decide(recipe, recipe.config(10), "cpu")[1] == CHOSEN
-
-
-def test_ranks_without_a_chosen_plan_get_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     handed(monkeypatch, tmp_path, None)
     assert world.handed_plan() is None
+    handed(monkeypatch, tmp_path, CHOSEN)
+    assert recipe_options.decide(recipe, recipe.config(10), "cpu")[1] == CHOSEN
 
 
 def test_ranks_read_the_handed_text_from_their_folder(tmp_path: Path) -> None:

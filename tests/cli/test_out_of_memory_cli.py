@@ -1,10 +1,13 @@
 """Out of device memory in a run of several ranks: one error line, whichever rank and phase fails."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.command_line import Command
+from helpers.ranks import exits, two_ranks
 
 # Python imports sitecustomize at start-up. In the failing rank it raises the error of CUDA's allocator.
 SITE = """
@@ -29,21 +32,34 @@ def place(place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(
-    ("mesh", "phase", "rank"),
-    [
-        pytest.param("dp1", "step", 0, marks=pytest.mark.slow),
-        ("pp2", "step", 1),
-        pytest.param("dp2", "build", 1, marks=pytest.mark.slow),
-    ],
-)
+WORDS = ("--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "2", "--set", "data.workers=0")
+
+
+def train(place: Path) -> None:
+    """Train a rank that SITE changes."""
+    from vitpar_cli.main import main
+
+    os.chdir(place)
+    exec(SITE, {})
+    sys.argv = ["vitpar", "train", "--data", "data", *WORDS, "--mesh", "pp2", "--run-dir", "forked"]
+    main()
+
+
+def test_rank_without_memory_says_so(place: Path) -> None:
+    failing = {"FAILING_RANK": "1", "FAILING_PHASE": "step"}
+    _, (code, errors) = exits(train, [world | failing for world in two_ranks()], place)
+    assert code == 2 and errors.count("\n") == 1, errors
+    assert errors.startswith("error: CUDA is out of memory on rank 1: a step is predicted to need ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "phase", "rank"), [("dp1", "step", 0), ("pp2", "step", 1), ("dp2", "build", 1)])
 def test_out_of_memory_on_any_rank_gives_one_error_line(
     mesh: str, phase: str, rank: int, place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", rank), ("FAILING_PHASE", phase)):
         monkeypatch.setenv(name, str(value))
-    words = ("--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "2", "--set", "data.workers=0")
-    done = vitpar("train", "--data", "data", *words, "--mesh", mesh)
+    done = vitpar("train", "--data", "data", *WORDS, "--mesh", mesh)
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if "memory" in line)
     assert line.startswith(f"error: CUDA is out of memory on rank {rank}: a step is predicted to need ")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import pytest
 import typer
 
 from vitpar.training.recipe import Recipe
@@ -27,12 +26,12 @@ def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tu
 COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_options_map_to_existing_settings(name: str) -> None:
-    command = COMMANDS[name]
-    for key in settings(command, dict.fromkeys(command.__annotations__)):
-        section, _, setting = key.partition(".")
-        assert setting in type(getattr(Recipe.model_validate({"data": {"path": "x"}}), section)).model_fields
+def test_options_map_to_existing_settings() -> None:
+    recipe = Recipe.model_validate({"data": {"path": "x"}})
+    for name, command in COMMANDS.items():
+        for key in settings(command, dict.fromkeys(command.__annotations__)):
+            section, _, setting = key.partition(".")
+            assert setting in type(getattr(recipe, section)).model_fields, name
 
 
 def test_option_values_have_recipe_types() -> None:

@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
+from helpers.command_line import printed
 from helpers.html_pages import Page
 from vitpar import __version__
 from vitpar.errors import PlannerError, UserError
@@ -21,7 +21,6 @@ from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import AccuracyRow, accuracy, spearman
-from vitpar.sizes import parse_size
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
@@ -40,27 +39,20 @@ H100 = ("--cluster", "8xH100", "--model", "vit_small_patch16_224", "--batch-size
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command on a console of 120 columns, returns its output and raises its errors."""
+    """Return a function that runs `vitpar search` on a console of 120 columns."""
     monkeypatch.setenv("COLUMNS", "120")
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command("search")(search)
-    app.command("validate")(validate)
-
-    def invoke(*arguments: str) -> str:
-        result = CliRunner().invoke(app, arguments)
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result.stdout
-
-    return invoke
+    return partial(printed, search)
 
 
-def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path) -> None:
+def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
     names = ("plan.json", "report.html", "trace.json")
     plan, report, trace = (tmp_path / name for name in names)
-    words = run("search", *H100, "--memory", "20GB", "--out", str(plan), "--report", str(report), "--trace", str(trace))
+    words = run(*H100, "--memory", "20GB", "--out", str(plan), "--report", str(report), "--trace", str(trace))
     best = read_plan(plan)
     assert words.startswith(str(best)) and "why not" in words and "times are estimates" in words
+    assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
+    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 images, MFU" in words
     assert best.world_size == 8
     text = report.read_text()
     assert Page(text).outside == []
@@ -68,48 +60,40 @@ def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path) -> 
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"} and all(event.get("dur", 0) >= 0 for event in events)
 
-
-def test_search_json_is_complete(run: Run) -> None:
-    found = json.loads(run("search", *H100, "--json", "--memory", "20GB"))
-    assert found["search_seconds"] > 0 and found["exact"] in (True, False)
+    found = json.loads(run(*H100, "--json", "--memory", "20GB", "--out", str(plan)))
+    assert found["search_seconds"] > 0 and found["exact"] in (True, False) and found["command"].endswith("'20 GB'")
+    assert (found["vitpar"], found["precision"], found["model"]) == (__version__, "bf16", "vit_small_patch16_224")
     best = found["plans"][0]
-    assert sum(best["step_breakdown_seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert sum(best["step_breakdown_seconds"].values()) == pytest.approx(best["step_seconds"]) and 0 < best["mfu"] < 1
     assert best["memory_bytes"] == max(part["total"] for part in best["memory_breakdown_bytes"]) <= 20e9
     assert found["images_per_second_bound"] >= best["images_per_second"] * (1 - 1e-9)
     speeds = [point["images_per_second"] for point in found["frontier"]]
     assert speeds == sorted(speeds, reverse=True)
     assert {row["strategy"] for row in found["why_not"]} >= {"tp8", "pp8"}
-
-
-def test_outputs_name_version_command_and_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
-    words = run("search", *H100, "--memory", "20GB")
-    assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
-    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 images, MFU" in words
-    found = json.loads(run("search", *H100, "--memory", "20GB", "--json"))
-    assert (found["vitpar"], found["precision"], found["model"]) == (__version__, "bf16", "vit_small_patch16_224")
-    assert found["command"].endswith("'20 GB'") and 0 < found["plans"][0]["mfu"] < 1
+    assert f"--mesh {plan} --batch-size 256" in found["train"]
 
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_plans_are_not_truncated_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     arguments = (*H100, "--memory", "1GB", "--without", "1f1b,gpipe")
-    words = run("search", *arguments)
-    found = json.loads(run("search", *arguments, "--json"))
+    words = run(*arguments)
+    found = json.loads(run(*arguments, "--json"))
     listed = found["plans"][: 1 + SHOWN] + found["frontier"][1:]
     assert len(listed) > 3
     for plan in listed:
         assert plan["strategy"] in words and "…" not in words
 
 
-def test_suggested_train_command_has_all_needed_options(run: Run, tmp_path: Path) -> None:
-    given = ("--roles", "pp", "--without", "gpipe", "--memory", "20GB")
-    plan = json.loads(run("search", *H100, *given, "--json"))
-    assert f"--schedule {plan['plans'][0]['plan']['schedule']}" in plan["train"] and "--batch-size 256" in plan["train"]
-    assert "--model vit_small_patch16_224" in plan["train"] and "--precision bf16" in plan["train"]
-    out = tmp_path / "plan.json"
-    assert f"--mesh {out} --batch-size 256" in json.loads(run("search", *H100, "--out", str(out), "--json"))["train"]
+def test_options_restrict_the_search_and_stand_in_the_suggested_command(run: Run) -> None:
+    given = ("--roles", "pp,tp", "--without", "gpipe,sp,2d", "--memory", "20GB", "--batch-size", "32,512")
+    found = json.loads(run(*H100, *given, "--json"))
+    for plan in found["plans"]:
+        assert not re.search(r"dp[2-9]|sp|2d", plan["strategy"]) and plan["plan"]["schedule"] != "gpipe"
+    assert found["plans"][0]["batch_size"] == 512 and "--batch-size 512" in found["train"]
+    assert "--model vit_small_patch16_224" in found["train"] and "--precision bf16" in found["train"]
+    found = json.loads(run(*H100, "--roles", "pp", "--json"))
+    assert f"--schedule {found['plans'][0]['plan']['schedule']}" in found["train"]
 
 
 def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,17 +135,6 @@ def test_load_by_other_programs_is_reported(
     )
 
 
-def test_best_batch_size_is_chosen(run: Run) -> None:
-    found = json.loads(run("search", *H100[:4], "--batch-size", "32,512", "--precision", "bf16", "--json"))
-    assert found["plans"][0]["batch_size"] == 512
-
-
-def test_excluded_features_are_not_used(run: Run) -> None:
-    found = json.loads(run("search", *H100, "--roles", "pp,tp", "--without", "sp,2d,gpipe", "--json"))
-    for plan in found["plans"]:
-        assert not re.search(r"dp[2-9]|sp|2d", plan["strategy"]) and plan["plan"]["schedule"] != "gpipe"
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -179,29 +152,21 @@ def test_excluded_features_are_not_used(run: Run) -> None:
 )
 def test_invalid_search_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
-        run("search", *H100, *arguments)
+        run(*H100, *arguments)
 
 
-def test_missing_profiles_are_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_without_effect_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
-        run("search")
-    with pytest.raises(PlannerError, match=r"cannot read the hardware profile hardware.json"):
-        run("validate")
-
-
-def test_options_without_effect_are_refused(run: Run) -> None:
-    with pytest.raises(PlannerError, match="--num-classes is given without --cluster"):
-        run("search", "--num-classes", "5")
-    for plans in ((), ("plan.json",)):
-        with pytest.raises(PlannerError, match="--microbatches is given, but these plans have their own"):
-            run("validate", *plans, "--microbatches", "2")
-    with pytest.raises(PlannerError, match=r"cannot write no/rows\.json"):
-        run("validate", "dp2", "--out", "no/rows.json")
-
-
-def test_memory_sizes_are_parsed_with_units() -> None:
-    assert parse_size("24GB") == 24e9 and parse_size("1.5 GiB") == 1.5 * 2**30 and parse_size("500mb") == 5e8
+    rows: list[tuple[Any, tuple[str, ...], str]] = [
+        (search, ("--num-classes", "5"), "--num-classes is given without --cluster"),
+        (validate, ("--microbatches", "2"), "--microbatches is given, but these plans have their own"),
+        (validate, ("plan.json", "--microbatches", "2"), "--microbatches is given, but these plans have their own"),
+        (validate, ("dp2", "--out", "no/rows.json"), r"cannot write no/rows\.json"),
+        (validate, (), "cannot read the hardware profile hardware.json"),
+    ]
+    for command, words, sentence in rows:
+        with pytest.raises(PlannerError, match=sentence):
+            printed(command, *words)
 
 
 def test_accuracy_uses_absolute_errors() -> None:

@@ -13,10 +13,10 @@ from helpers.command_line import Command, Refused, refusal
 from helpers.run_folder import losses_of, rows_of
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, TRAIN, VAL, damage
-from vitpar.data import ShardSet
+from vitpar.strategy.plan_json import read_plan
+from vitpar.training.recipe import read_recipe
 
 STEPS = 4
-CHECKPOINT = "run/weights"
 TRAIN_KEYS = [
     *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
     *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "time"),
@@ -36,11 +36,7 @@ def alone_run(place: Path) -> Path:
     return place / "run"
 
 
-def test_run_folder_has_all_files(alone_run: Path) -> None:
-    from vitpar import parse
-    from vitpar.strategy.plan_json import read_plan
-    from vitpar.training.recipe import read_recipe
-
+def test_run_folder_has_complete_files(alone_run: Path) -> None:
     assert {path.name for path in alone_run.iterdir()} == {
         *("recipe.toml", "plan.json", "env.json", "log.txt", "metrics.jsonl", "checkpoints", "weights")
     }
@@ -49,16 +45,13 @@ def test_run_folder_has_all_files(alone_run: Path) -> None:
     assert {path.stat().st_mode for path in alone_run.rglob("*") if path.is_file()} == {usual}
     asked = read_recipe(alone_run.parent / "recipe.toml")
     assert read_recipe(alone_run / "recipe.toml") == asked.with_precision("fp32")
-    assert str(read_plan(alone_run / "plan.json")) == str(parse("dp1"))
+    assert str(read_plan(alone_run / "plan.json")) == "dp1"
     env = json.loads((alone_run / "env.json").read_text())
     assert {"command", "git_commit", "python", "torch"} <= env.keys()
     assert env["command"][1:] == ["train", "--recipe", "recipe.toml", "--run-dir", "run"]
 
-
-def test_metrics_hold_every_key(alone_run: Path) -> None:
     rows, evaluations = rows_of(alone_run, "train"), rows_of(alone_run, "eval")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["step"] for row in evaluations] == [3, 4]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and [row["step"] for row in evaluations] == [3, 4]
     for row in rows:
         assert list(row) == TRAIN_KEYS
         assert row["samples"] == 8 * row["step"]
@@ -69,8 +62,6 @@ def test_metrics_hold_every_key(alone_run: Path) -> None:
         assert list(row) == EVAL_KEYS
         assert row["samples"] == VAL and 0 <= row["top1"] <= row["top5"] <= 1
 
-
-def test_log_lists_the_events(alone_run: Path) -> None:
     lines = (alone_run / "log.txt").read_text().splitlines()
     events = [line.split()[2] for line in lines]
     assert all(datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S") for line in lines)
@@ -117,19 +108,17 @@ def test_torchrun_gives_the_losses_of_one_process(
     assert losses_of(folder) == pytest.approx(losses_of(alone_run), rel=1e-5)
 
 
-def test_eval_repeats_the_last_evaluation(alone_run: Path, vitpar: Command) -> None:
-    done = vitpar("eval", "--checkpoint", "run", "--json")
-    assert done.returncode == 0, done.stderr
-    expected = rows_of(alone_run, "eval")[-1]
-    assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:-1]})
-
-
-def test_eval_ignores_settings_of_the_training_plan(place: Path, alone_run: Path, vitpar: Command) -> None:
+def test_eval_repeats_the_last_evaluation(place: Path, alone_run: Path, vitpar: Command) -> None:
+    """Settings of the training plan, here prefetch, do not matter."""
     copy = shutil.copytree(alone_run / "weights", place / "sharded")
     text = (copy / "recipe.toml").read_text().replace('mesh = "dp1"', 'mesh = "fsdp2"')
     (copy / "recipe.toml").write_text(text.replace("[communication]\n", "[communication]\nprefetch = 2\n"))
-    done = vitpar("eval", "--checkpoint", "sharded", "--json")
-    assert done.returncode == 0 and "prefetch = 2" in (copy / "recipe.toml").read_text(), done.stderr
+    expected = rows_of(alone_run, "eval")[-1]
+    for checkpoint in ("run", "sharded"):
+        done = vitpar("eval", "--checkpoint", checkpoint, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == pytest.approx({key: expected[key] for key in EVAL_KEYS[2:-1]})
+    assert "prefetch = 2" in (copy / "recipe.toml").read_text()
 
 
 @pytest.mark.slow
@@ -191,37 +180,26 @@ def test_skipped_bad_images_are_counted_equally_under_every_mesh(
 
 BAD_INPUT = [
     (["--mesh", "zp2"], "unknown role 'zp'"),
-    (["--mesh", "pp2xx"], "pp2xx"),
     (["--mesh", ""], "empty"),
-    (["--mesh", "dp2xdp2"], "dp"),
-    (["--mesh", "tp2+2d"], "2d"),
     (["--mesh", "tp3"], "tp3 does not divide the 2 heads of vit_custom: use tp2"),
     (["--mesh", "pp8"], "pp8 makes 8 stages but vit_custom has 4 blocks: use at most 4 stages"),
     (["--mesh", "pp2", "--microbatches", "3"], "3 micro-batches cannot split the 8 images"),
     (["--mesh", "pp2", "--microbatch-size", "3"], "micro-batches of 3 images do not divide the 8 images"),
     (["--mesh", "dp3"], "a batch of 8 images does not divide into the 3 data-parallel parts"),
-    (["--mesh", "pp2", "--schedule", "zigzag"], "unknown schedule 'zigzag'"),
     (["--mesh", "pp2", "--schedule", "1fb1"], "did you mean '1f1b'?"),
     (["--mesh", "pp2", "--split", "1,2"], "split 1,2 has 3 blocks but the model has 4"),
     (["--mesh", "pp2", "--split", "uneven"], "unknown split 'uneven'"),
     (["--data", "nowhere"], "no data set at 'nowhere': make one with `vitpar data pack"),
     (["--data", "empty"], "no data set at 'empty'"),
     (["--set", "train.sed=1"], "unknown recipe key 'train.sed' (did you mean 'train.seed'?)"),
-    (["--set", "train.seed"], "'train.seed' is not an assignment"),
     (["--recipe", "gone.toml"], "no recipe 'gone.toml'"),
     (["--model", "vit_smal_patch4_8"], "unknown model 'vit_smal_patch4_8' (did you mean 'vit_small_patch"),
     (["--model", "vit_tiny_patch3_8"], "patches of 3 pixels do not tile images of 8"),
     (["--precision", "fp4"], "recipe key 'train.precision' is 'fp4'"),
-    (
-        ["--precision", "bf16", "--set", "loss_scale.hysteresis=1"],
-        "loss_scale.hysteresis is 1, which does nothing with",
-    ),
     (["--run-dir", "used"], "the run folder 'used' exists and is not empty"),
     (["--run-dir", "recipe.toml"], "the run folder 'recipe.toml' exists"),
     (["--run-dir", "recipe.toml/run"], "the run folder 'recipe.toml/run' cannot be created"),
     (["--epochs", "2", "--steps", "5"], "both train.epochs and train.steps are given: keep one"),
-    (["--set", "optimizer.betas=[0.9, 1.5]"], "recipe key 'optimizer.betas.1' is 1.5"),
-    (["--set", "lr_schedule.min_lr=5.0"], "lr_schedule.min_lr 5.0 is above optimizer.lr 0.01: lower it"),
     (["--set", "data.std=[0.0, 1.0, 1.0]"], "must be positive in every channel"),
     (["--device", "cuda"], "this machine has no CUDA GPU: use --device cpu"),
     (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
@@ -255,15 +233,8 @@ def test_plan_must_match_the_world_size(
 
 
 OTHER_COMMANDS = [
-    (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
-    (
-        ["eval", "--checkpoint", CHECKPOINT, "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"],
-        "must be positive in every",
-    ),
-    (
-        ["eval", "--checkpoint", CHECKPOINT, "--set", "optimizer.lr=1"],
-        "optimizer.lr changes nothing in an evaluation",
-    ),
+    (["eval", "--checkpoint", "run", "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"], "must be positive in every"),
+    (["eval", "--checkpoint", "run", "--set", "optimizer.lr=1"], "optimizer.lr changes nothing in an evaluation"),
     (["check", "--mesh", "tp5"], "tp5"),
     (["check", "--mesh", "dp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a check"),
     (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
@@ -271,23 +242,8 @@ OTHER_COMMANDS = [
 ]
 
 
-def test_other_commands_refuse_invalid_input(place: Path, refused: Refused) -> None:
+def test_other_commands_refuse_invalid_input(place: Path, refused: Refused, alone_run: Path) -> None:
     refused(place, OTHER_COMMANDS)
-
-
-def test_files_in_the_working_folder_are_not_imported(place: Path, vitpar: Command) -> None:
-    """Spawned ranks would otherwise import a file such as random.py in place of the standard library."""
-    (place / "random.py").write_text("raise SystemExit('not this one')")
-    done = vitpar("check", "--mesh", "dp2", "--set", "model.depth=1", "--set", "train.batch_size=4", launcher=("-P",))
-    (place / "random.py").unlink()
-    assert done.returncode == 0, done.stderr
-    assert "batch 4" in done.stdout
-
-
-def test_refusal_exits_with_2_and_one_error_line(vitpar: Command) -> None:
-    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", "tp3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: tp3 does not divide") and done.stderr.count("\n") == 1
 
 
 # help
@@ -301,7 +257,3 @@ def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 0 and "Example" in capsys.readouterr().out, command
-
-
-def test_packed_data_is_unchanged_by_all_commands(place: Path, alone_run: Path) -> None:
-    assert len(ShardSet.open(place / "data", "val")) == VAL

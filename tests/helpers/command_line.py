@@ -74,13 +74,18 @@ def started(
     )
 
 
+def forked(place: Path, words: Iterable[str]) -> "subprocess.Popen[str]":
+    """Start ``vitpar <words>`` in the folder `place` in a fork of the server."""
+    if not _servers and sys.platform == "linux":
+        _servers.append(server())
+    return started(place, words, process=Process)
+
+
 def run(
     place: Path, words: Iterable[str], launcher: Iterable[str] = (), timeout: float = 200
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end and return its output; kill it and its children after `timeout` seconds."""
-    if not _servers and sys.platform == "linux":
-        _servers.append(server())
-    process = started(place, words, launcher, subprocess.Popen if launcher else Process)
+    process = started(place, words, launcher) if launcher else forked(place, words)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -129,6 +134,19 @@ def stop_servers() -> None:
         assert Process.requests is not None
         Process.requests.close()
         _servers.pop().communicate()
+
+
+def printed(command: Callable[..., Any], *words: str) -> str:
+    """Return what the function of a command prints in this process; raise its error."""
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    done = CliRunner().invoke(app, words)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.stdout
 
 
 def refusal(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -7,38 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 4
-init = "moco"
-drop_path = 0.1
-dropout = 0.1
+from helpers.trained import recipe_text
 
-[data]
-path = "data"
-
-[augment]
-policy = "3a"
-mixup = 0.8
-
-[optimizer]
-lr = 1e-3
-
-[train]
-steps = 40
-batch_size = 8
-log_every = 1
-eval_every = 10
-ema_decay = 0.9
-
-[checkpoint]
-every_steps = 6
-"""
+RECIPE = recipe_text(
+    **{"model.drop_path": 0.1, "model.dropout": 0.1, "augment.policy": "3a", "augment.mixup": 0.8},
+    **{"data.path": "data", "optimizer.lr": 1e-3, "train.steps": 40, "train.batch_size": 8, "train.log_every": 1},
+    **{"train.eval_every": 10, "train.ema_decay": 0.9, "checkpoint.every_steps": 6},
+)
 
 
 def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:

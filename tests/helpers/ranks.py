@@ -4,12 +4,16 @@ Ranks are forked from a server that has imported torch and vitpar but has no thr
 """
 
 import multiprocessing
+import signal
+import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from helpers.command_line import clean_environment
 from vitpar.launch import World, join, leave
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -85,6 +89,80 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def two_ranks() -> list[dict[str, str]]:
+    """Return the environments that torchrun would give to two ranks on this machine."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
+def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[Any]:
+    """Return what ``function(*args)`` returns in a fork of the server for each environment; all run at once.
+
+    Unlike ranks of a pool they are in no world yet. `clean_environment` is added to each environment.
+    """
+    forks = []
+    for env in environments:
+        mine, its = CONTEXT.Pipe(duplex=False)
+        fork = CONTEXT.Process(target=_run_once, args=(its, clean_environment() | env, function, args))
+        fork.start()
+        its.close()
+        forks.append((fork, mine))
+    values = []
+    try:
+        for rank, (_, end) in enumerate(forks):
+            fine, value = end.recv() if end.poll(100.0) else (False, "it did not answer")
+            if not fine:
+                raise RankError(f"fork {rank} of {len(forks)}:\n{value}")
+            values.append(value)
+    finally:
+        for fork, _ in forks:
+            fork.kill()
+            fork.join()
+    return values
+
+
+def exits(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[tuple[int, str]]:
+    """Run ``function(*args)`` as `in_forks` does, and return the exit code and the standard error of each fork."""
+    with TemporaryDirectory() as folder:
+        paths, forks = [], []
+        for number, env in enumerate(environments):
+            paths.append(Path(folder, str(number)))
+            environment = clean_environment() | env
+            forks.append(CONTEXT.Process(target=_run_apart, args=(paths[-1], environment, function, args)))
+            forks[-1].start()
+        for fork in forks:
+            fork.join(200.0)
+            fork.kill()
+        return [(fork.exitcode, path.read_text()) for fork, path in zip(forks, paths, strict=True)]
+
+
+def _run_apart(errors: Path, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    import os
+
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*args)
+
+
+def _run_once(end: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
+    import os
+
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    end.send(answer)
+    signal.pause()  # its parent ends it: others may still need its store
 
 
 def _serve(rank: int, size: int, port: int, end: Connection) -> None:

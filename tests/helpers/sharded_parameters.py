@@ -170,6 +170,6 @@ def built(layout: str) -> nn.Module:
 
 
 def give_gradients(root: nn.Module, step: int) -> None:
-    """Set random gradients, sharded as the parameters are."""
+    """Set random gradients, sharded as the parameters are; empty shards have empty ones, as after FSDP's backward."""
     for name, p in root.named_parameters():
         p.grad = like(drawn(str(step), name), p)

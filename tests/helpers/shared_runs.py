@@ -9,36 +9,18 @@ import pytest
 from helpers import killed_runs
 from helpers.command_line import run
 from helpers.small_data import pack_small
+from helpers.trained import recipe_text
 
-SMALL = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 2
-drop_path = 0.1
-init = "moco"
-
-[data]
-path = "data"
-workers = 1
-crop_pct = 0.7
-interpolation = "bilinear"
-mean = [0.3, 0.4, 0.5]
-std = [0.2, 0.3, 0.4]
-
-[optimizer]
-lr = 0.01
-
-[train]
-steps = 4
-batch_size = 8
-log_every = 1
-eval_every = 3
-ema_decay = 0.5
-"""
+SMALL = recipe_text(
+    **{"model.num_heads": 2, "model.drop_path": 0.1, "optimizer.lr": 0.01, "train.steps": 4, "train.batch_size": 8},
+    **{"train.log_every": 1, "train.eval_every": 3, "train.ema_decay": 0.5, "data.path": "data", "data.workers": 1},
+    **{
+        "data.crop_pct": 0.7,
+        "data.interpolation": "bilinear",
+        "data.mean": [0.3, 0.4, 0.5],
+        "data.std": [0.2, 0.3, 0.4],
+    },
+)
 RECIPES = {"small": SMALL, "uninterrupted": killed_runs.RECIPE}
 
 

@@ -31,10 +31,21 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+MODEL: dict[str, Any] = {
+    **{"model.name": "vit_custom", "model.image_size": 8, "model.patch_size": 4, "model.embed_dim": 24},
+    **{"model.depth": 4, "model.num_heads": 4},
+    "model.init": "moco",  # every parameter has a gradient from the first step on
+}
+"""Settings of the model of small runs."""
+
+
+def recipe_text(**settings: Any) -> str:
+    """Return a recipe file with MODEL and other settings, by their keys. More sections can follow."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in (MODEL | settings).items())
+
+
 def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
-    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 4}
-    sizes["init"] = "moco"  # every parameter has a gradient from the first step on
-    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    values: dict[str, Any] = {**MODEL}
     values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 24}
     values |= {"train.steps": 2 * STEPS, "train.ema_decay": 0.9, "checkpoint.every_steps": STEPS, "checkpoint.keep": 0}
     values |= {f"parallel.{key}": value for key, value in PLANS.get(mesh, {}).items()}

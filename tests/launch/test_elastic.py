@@ -6,7 +6,6 @@ The run resumes on the remaining ranks, with the losses of an uninterrupted run.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from helpers.command_line import started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
+from helpers.ranks import free_port
 from helpers.shared_runs import shared_run
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
@@ -28,8 +28,7 @@ class Hosts:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, words: list[str], ranks: int = 1, nodes: str = "1:2", restarts: int = 3) -> "subprocess.Popen[str]":

@@ -69,15 +69,9 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
         (without(TORCHRUN, "RANK"), "RANK is not set although"),
-        (
-            TORCHRUN | {"RANK": "-1"},
-            "RANK is '-1', which is not a whole number of at most 20 digits: unset it or correct it",
-        ),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number of at most 20 digits: unset it or"),
         (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
-        (
-            TORCHRUN | {"LOCAL_RANK": "4"},
-            "torchrun gave local rank 4 of 4 on this machine in a world of 8, which is impossible",
-        ),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "torchrun gave local rank 4 of 4 on this machine in a world of 8, which"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
@@ -89,10 +83,7 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
         (TORCHRUN | {"WORLD_SIZE": "65537"}, "torchrun gave a world of 65537 ranks: start at most 65536, or correct"),
-        (
-            OPENMPI | dict.fromkeys(BOTH, "9" * 20),
-            "openmpi gave a world of 9{20} ranks: start at most 65536, or correct",
-        ),
+        (OPENMPI | dict.fromkeys(BOTH, "9" * 20), "openmpi gave a world of 9{20} ranks: start at most 65536, or"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "65537"}, "slurm gave a world of 65537 ranks: start at most 65536, or corr"),
         (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{198}…', which is not a whole number of at most 20 d"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x99999999)"}, r"'4\(x99999999\)' is not a count .* 65536 machines"),
@@ -105,47 +96,33 @@ def test_contradictory_world_is_refused(env: dict[str, str], message: str) -> No
         find_world(env)
 
 
-@pytest.mark.parametrize(
-    ("listing", "hosts"),
-    [
-        ("n1", ["n1"]),
-        ("node[01-03,7],b2", ["node01", "node02", "node03", "node7", "b2"]),
-        ("a[08-11]-ib", ["a08-ib", "a09-ib", "a10-ib", "a11-ib"]),
-        ("r[1-2]n[3,4],x.y-z", ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"]),
-    ],
-)
-def test_slurm_node_lists_are_expanded(listing: str, hosts: list[str]) -> None:
-    assert expand_hosts(listing) == hosts
+def test_slurm_node_lists_are_expanded() -> None:
+    listings = {
+        "n1": ["n1"],
+        "node[01-03,7],b2": ["node01", "node02", "node03", "node7", "b2"],
+        "a[08-11]-ib": ["a08-ib", "a09-ib", "a10-ib", "a11-ib"],
+        "r[1-2]n[3,4],x.y-z": ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"],
+    }
+    assert {listing: expand_hosts(listing) for listing in listings} == listings
+    assert len(expand_hosts("n[0-255]-[0-255]")) == 65536
 
 
-@pytest.mark.parametrize("listing", ["", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b"])
-def test_malformed_slurm_node_lists_are_refused(listing: str) -> None:
-    with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0"):
-        expand_hosts(listing)
+MALFORMED = ("", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b")
+OVERSIZED = {
+    "lists more than 65536 hosts": (
+        *("n[0-99999999999]", "n[0-65536]", "n[0-255][0-255][0-1]", "n[" + ",".join(["0-9999"] * 7) + "]"),
+        *("n[0-9999]," * 7 + "m", "a," * 70000 + "b"),
+    ),
+    "is not of the form": (
+        *(f"n[{'0' * 100000}-{'0' * 100000}9]", f"{'n' * 100000}[0-65535]", "[0-65535]" + "[1]" * 30000),
+        *("n" * 50000 + "[", "[" * 50000, "," * 100000),
+    ),
+    "": MALFORMED,
+}
 
 
-@pytest.mark.parametrize(
-    ("listing", "what"),
-    [
-        ("n[0-99999999999]", "lists more than 65536 hosts"),
-        ("n[0-65536]", "lists more than 65536 hosts"),
-        ("n[0-255][0-255][0-1]", "lists more than 65536 hosts"),
-        ("n[" + ",".join(["0-9999"] * 7) + "]", "lists more than 65536 hosts"),
-        ("n[0-9999]," * 7 + "m", "lists more than 65536 hosts"),
-        ("a," * 70000 + "b", "lists more than 65536 hosts"),
-        (f"n[{'0' * 100000}-{'0' * 100000}9]", "is not of the form"),
-        (f"{'n' * 100000}[0-65535]", "is not of the form"),
-        ("[0-65535]" + "[1]" * 30000, "is not of the form"),
-        ("n" * 50000 + "[", "is not of the form"),
-        ("[" * 50000, "is not of the form"),
-        ("," * 100000, "is not of the form"),
-    ],
-)
-def test_oversized_slurm_node_lists_are_refused(listing: str, what: str) -> None:
+@pytest.mark.parametrize(("what", "listing"), [(what, listing) for what in OVERSIZED for listing in OVERSIZED[what]])
+def test_malformed_and_oversized_slurm_node_lists_are_refused(what: str, listing: str) -> None:
     with pytest.raises(LaunchError, match=f"{what}.*: set MASTER_ADDR to the host of rank 0") as refused:
         expand_hosts(listing)
     assert len(str(refused.value)) < 400
-
-
-def test_longest_allowed_slurm_node_list_is_expanded() -> None:
-    assert len(expand_hosts("n[0-255]-[0-255]")) == 65536

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.killed_runs import alive
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
 from vitpar.launch.report import PREFIX
@@ -84,12 +85,8 @@ with reporting():
                 raise RuntimeError("the true cause")
             finally:
                 leave()  # the peers lose their connection before the error is known
-                time.sleep(0.3)
+                time.sleep(0.1)
         reduced()
-    elif way == "meeting":
-        if last:
-            raise RuntimeError("not coming")
-        join(world, "cpu", timeout=60)
     elif way == "stuck" or not last:
         stuck()
     else:
@@ -126,14 +123,6 @@ def stuck_pids(folder: Path, ranks: int) -> list[int]:
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until(condition) -> None:
     """Wait up to 30 seconds for `condition`, then fail."""
     for _ in range(3000):
@@ -146,19 +135,14 @@ def wait_until(condition) -> None:
 # Spawned worlds
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_spawned_ranks_reduce_and_share_the_cores(size: int, program: list[str], tmp_path: Path, capfd) -> None:
-    assert spawn(size, [*program, "sum", str(tmp_path)], device="cpu") == 0
-    threads = max(1, len(os.sched_getaffinity(0)) // size)
-    total = size * (size + 1) / 2
-    for rank in range(size):
-        assert (tmp_path / f"sum{rank}").read_text() == f"vitpar {rank}/{size} {total} {threads}"
+def test_spawned_ranks_reduce_and_share_the_cores(program: list[str], tmp_path: Path, capfd) -> None:
+    assert spawn(2, [*program, "sum", str(tmp_path)], device="cpu") == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        assert (tmp_path / f"sum{rank}").read_text() == f"vitpar {rank}/2 3.0 {threads}"
     assert capfd.readouterr().out == "device cpu\n", "rank 0 writes to the terminal, the others do not"
-
-
-def test_users_thread_count_is_kept(program: list[str], tmp_path: Path) -> None:
-    assert spawn(1, [*program, "sum", str(tmp_path)], device="cpu", env={"OMP_NUM_THREADS": "7"}) == 0
-    assert (tmp_path / "sum0").read_text() == "vitpar 0/1 1.0 7"
+    given = "import os; os._exit(os.environ['OMP_NUM_THREADS'] != '7')"
+    assert spawn(1, ["-c", given], device="cpu", env={"OMP_NUM_THREADS": "7"}) == 0, "the user's number is kept"
 
 
 def test_killed_rank_is_reported_and_its_peers_are_not(program: list[str], capfd) -> None:
@@ -172,17 +156,6 @@ def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd)
     assert error.startswith("rank 1 failed: RuntimeError: the true cause\nTraceback (most recent call last):\n")
     assert error.count("the true cause") == 2, "once in the headline, once in the line of source"
     assert "Connection closed" not in error
-
-
-def test_failed_rank_runs_no_exit_handlers(program: list[str], capfd) -> None:
-    """Libraries have some that abort the rank, as if by SIGABRT, and print before the error."""
-    assert spawn(2, [*program, "failed"], device="cpu") == 1
-    assert re.match(r"rank [01] failed: RuntimeError: the only cause\nTraceback", capfd.readouterr().err)
-
-
-def test_failure_before_the_rendezvous_is_reported(program: list[str], capfd) -> None:
-    assert spawn(2, [*program, "meeting"], device="cpu") == 1
-    assert capfd.readouterr().err.startswith("rank 1 failed: RuntimeError: not coming\n")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +179,7 @@ def test_failure_ends_all_ranks_and_is_shown_once(
     assert spawn(2, [*program, way, str(tmp_path)], device="cpu") == code
     assert re.fullmatch(message, capfd.readouterr().err, re.DOTALL)
     pids = stuck_pids(tmp_path, 1)
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not alive(pids))
 
 
 def test_rank_0_reports_errors_like_other_ranks(program: list[str], capfd) -> None:
@@ -217,20 +190,15 @@ def test_rank_0_reports_errors_like_other_ranks(program: list[str], capfd) -> No
     assert error.startswith("Traceback") and error.endswith("\nerror: batch 7 does not divide by 2: use batch 8\n")
 
 
-def test_crash_of_a_library_at_exit_is_not_a_failure(tmp_path: Path) -> None:
+def test_crash_of_a_library_at_exit_is_not_a_failure(program: list[str], capfd) -> None:
     """torch's threads sometimes abort while the process exits; the exit code must still be that of the program."""
-    for rank, code in ((0, 75), (1, 0)):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, "finished"], env=env, capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
-
-
-def test_common_exit_code_is_passed_on_silently(capfd) -> None:
+    assert spawn(2, [*program, "finished"], device="cpu") == 75
+    assert capfd.readouterr() == ("done\n", "rank 0 ended with exit code 75\n")
+    assert spawn(2, [*program, "failed"], device="cpu") == 1
+    assert re.match(r"rank [01] failed: RuntimeError: the only cause\nTraceback", capfd.readouterr().err)
     assert spawn(2, ["-c", "raise SystemExit(5)"], device="cpu") == 5
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "", "an exit code that all ranks have is passed on silently"
+    assert report_failure(ValueError("mine")) is False, "without a parent"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +213,7 @@ def test_stopping_the_parent_stops_all_ranks(
     process.send_signal(number)
     assert process.communicate()[1] == line
     assert process.returncode == code
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not alive(pids))
 
 
 def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> None:
@@ -255,8 +223,7 @@ def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> 
     assert Path(reports).exists()
     process.kill()
     process.wait()  # communicate() would block on a pipe that an orphan holds open
-    wait_until(lambda: not any(alive(pid) for pid in pids))
-    wait_until(lambda: not Path(reports).exists())
+    wait_until(lambda: not alive(pids) and not Path(reports).exists())
 
 
 def test_leftovers_of_a_killed_launcher_are_removed_at_the_next_start(
@@ -299,10 +266,6 @@ def test_leftovers_of_a_killed_launcher_are_removed_at_the_next_start(
         for process in launchers:
             process.kill()
             process.communicate()
-
-
-def test_failure_is_not_reported_without_a_parent() -> None:
-    assert report_failure(ValueError("mine")) is False
 
 
 def test_impossible_numbers_of_ranks_are_refused() -> None:
@@ -359,34 +322,39 @@ def test_rank_that_cannot_join_is_an_error() -> None:
         join(nobody_there, "cpu", timeout=0.5)
 
 
-SHARED = {
-    "join": (
+SHARED = (
+    (
         "from vitpar.launch import World, join, leave",
         "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # no other rank joins
         "except Exception: pass",
     ),
-    "the command line": (
+    (
         "from vitpar.launch import leave",
         "from vitpar_cli.main import main",
         "sys.argv = ['vitpar', 'plan', 'dp2', '--model', 'vit_tiny_patch16_224', '--json']",
         "try: main()",
         "except SystemExit as end: assert not end.code, end.code",
     ),
-}
+)
 
 
-@pytest.mark.parametrize("by", SHARED)
-def test_cores_are_shared_before_torch_is_imported(by: str) -> None:
+def test_cores_are_shared_before_torch_is_imported() -> None:
     """If the number of threads is set later, MKL no longer detects nested parallel calls."""
-    before = ("import os, sys", *SHARED[by], "there = os.environ['OMP_NUM_THREADS']")
-    after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     env = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, "-c", "\n".join((*before, *after))], env=env, capture_output=True, text=True)
+    after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
+    programs = ["\n".join(("import os, sys", *by, "there = os.environ['OMP_NUM_THREADS']", *after)) for by in SHARED]
     share = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert done.stdout.split()[-3:] == [share, share, "False"], done.stderr
+    pipe = subprocess.PIPE
+    for started in [
+        subprocess.Popen([sys.executable, "-c", program], env=env, stdout=pipe, stderr=pipe, text=True)
+        for program in programs
+    ]:
+        printed, errors = started.communicate()
+        assert printed.split()[-3:] == [share, share, "False"], errors
 
 
+@pytest.mark.slow  # ranks of the pools join as under torchrun
 def test_torchrun_world_is_joined(program: list[str], tmp_path: Path) -> None:
     argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *program, "sum", str(tmp_path)]
     subprocess.run([sys.executable, *argv], check=True, capture_output=True)

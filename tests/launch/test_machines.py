@@ -6,7 +6,6 @@ The last test connects two network namespaces with nothing but a virtual cable.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from helpers import killed_runs
-from helpers.command_line import run
+from helpers.command_line import clean_environment, run
 from helpers.killed_runs import alive, lines, rows, wait_for
 from helpers.paths import ROOT
+from helpers.ranks import free_port, in_forks
 
 PROGRAM = """
 import os, sys
@@ -39,11 +39,6 @@ HOSTS = ("a", "a", "b", "b")
 RECIPE = killed_runs.RECIPE
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def slurm(rank: int, port: str) -> dict[str, str]:
     """Return the environment that srun gives to one of two tasks on each of two hosts."""
     return {
@@ -62,25 +57,15 @@ def openmpi(rank: int, port: str) -> dict[str, str]:
     }
 
 
-def clean() -> dict[str, str]:
-    """Return this process's environment without launcher variables."""
-    theirs = ("SLURM_", "OMPI_", "PMIX_", "MASTER_", "RANK", "WORLD_", "LOCAL_", "GLOO_", "VITPAR_", "TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
-    return kept | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'cli'}", "OMP_NUM_THREADS": "1"}
+def met(folder: Path) -> None:
+    sys.argv[1:] = [str(folder)]
+    exec(PROGRAM, {})
 
 
-@pytest.mark.parametrize("launcher", [slurm, pytest.param(openmpi, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [slurm, openmpi])
 def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    port, ranks = free_port(), []
-    for rank, host in enumerate(HOSTS):
-        env = clean() | launcher(rank, port) | {"HOST": host, "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(subprocess.Popen([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], env=env))
-    try:
-        assert [process.wait(timeout=120) for process in ranks] == [0] * 4
-    finally:
-        for process in ranks:
-            process.kill()
+    port, common = free_port(), {"GLOO_SOCKET_IFNAME": "lo"}
+    in_forks(met, [launcher(rank, port) | common | {"HOST": host} for rank, host in enumerate(HOSTS)], tmp_path)
     everyone = [(rank, host, rank % 2, 2) for rank, host in enumerate(HOSTS)]
     for rank in range(4):
         assert (tmp_path / f"rank{rank}").read_text() == f"{launcher.__name__} False lo {everyone}"
@@ -91,7 +76,7 @@ def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
 def test_mpirun_world_is_joined(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, tmp_path / "program.py"]
-    subprocess.run([*map(str, argv), str(tmp_path)], env=clean() | {"HOST": "a"}, check=True, timeout=120)
+    subprocess.run([*map(str, argv), str(tmp_path)], env=clean_environment() | {"HOST": "a"}, check=True, timeout=120)
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text() == f"openmpi True lo {[(r, 'a', r, 2) for r in range(2)]}"
 
@@ -131,7 +116,11 @@ def test_torchrun_shows_the_cause_and_not_the_disconnected_peer(place: Path) -> 
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "crashed"]
     begin = time.monotonic()
     process = subprocess.run(
-        [sys.executable, *TORCHRUN, "crash.py", *words], cwd=place, env=clean(), text=True, capture_output=True
+        [sys.executable, *TORCHRUN, "crash.py", *words],
+        cwd=place,
+        env=clean_environment(),
+        text=True,
+        capture_output=True,
     )
     assert process.returncode == 1 and time.monotonic() - begin < 200
     root = process.stderr.partition("Root Cause (first observed failure):")[2]
@@ -166,7 +155,7 @@ def cluster(place: Path) -> Iterator[dict[str, str]]:
         (tools / name).chmod(0o755)
     for name in ("calls", "tasks"):
         (place / name).unlink(missing_ok=True)
-    yield clean() | {
+    yield clean_environment() | {
         **{"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHON": sys.executable},
         **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2"},
         "MASTER_PORT": free_port(),
@@ -176,18 +165,17 @@ def cluster(place: Path) -> Iterator[dict[str, str]]:
 SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 
 
-@pytest.mark.parametrize(("code", "again"), [("0", False), ("75", True), ("1", False), ("2", False)])
-def test_slurm_script_requeues_only_a_preempted_run(
-    code: str, again: bool, place: Path, cluster: dict[str, str]
-) -> None:
+def test_slurm_script_requeues_only_a_preempted_run(place: Path, cluster: dict[str, str]) -> None:
     """Exit code 75 means that the run has saved a checkpoint and can resume; errors must not be repeated."""
-    words = ["--mesh", "pp2: embed=dp2, *=fsdp2"]
-    done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": code}, timeout=60)
-    assert done.returncode == int(code)
-    first, *rest = (place / "calls").read_text().splitlines()
-    assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
-    assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
-    assert rest == ["scontrol requeue 7"] * again
+    words, calls = ["--mesh", "pp2: embed=dp2, *=fsdp2"], place / "calls"
+    for code in (0, 75, 1, 2):
+        calls.unlink(missing_ok=True)
+        done = subprocess.run([*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": str(code)}, timeout=60)
+        assert done.returncode == code
+        first, *rest = calls.read_text().splitlines()
+        assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
+        assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
+        assert rest == ["scontrol requeue 7"] * (code == 75)
 
 
 @pytest.mark.slow
@@ -253,7 +241,7 @@ def test_two_hosts_train_over_a_direct_cable_and_a_shared_folder(place: Path, ca
             *("-m", "vitpar_cli.main", "train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", "cable"),
             *("--steps", "6", "--set", "data.workers=0"),
         ]
-        env = clean() | {"GLOO_SOCKET_IFNAME": name}
+        env = clean_environment() | {"GLOO_SOCKET_IFNAME": name}
         agents.append(subprocess.Popen(argv, cwd=place, env=env, stderr=subprocess.PIPE, text=True))
     try:
         errors = [agent.communicate(timeout=200)[1] for agent in agents]

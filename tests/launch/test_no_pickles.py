@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
+from helpers.trained import recipe_of, train
 from vitpar import parse
 from vitpar.errors import FaultError
 from vitpar.launch import world_group
 from vitpar.launch.world_group import all_gather_json, broadcast_json
-from vitpar.training.recipe import read_recipe
 
 VALUES = [None, True, 2**60, 1e-300, float("inf"), "é\ud800\n", [], {"a": [1, {"b": None}]}]
 
@@ -30,27 +30,20 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
     Return the names of the run's files.
     The run includes evaluation, debug checks and checkpoints.
     """
-    from vitpar.training.events import Reporter
-    from vitpar.training.trainer import Trainer
-
-    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
-    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 8}
-    values |= {"train.steps": 2, "train.eval_every": 2, "train.ema_decay": 0.9, "checkpoint.every_steps": 1}
-    values |= {"faults.debug_checks": True, "faults.non_finite": "skip", "data.bad_sample": "skip"}
-    recipe = read_recipe(None, values)
+    settings = {"train.eval_every": 1, "checkpoint.every_steps": 1, "train.steps": 2}
+    settings |= {"faults.debug_checks": True, "faults.non_finite": "skip", "data.bad_sample": "skip"}
+    recipe = recipe_of(data, mesh, **settings)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_object_to_tensor", "_tensor_to_object"):
             assert hasattr(dist.distributed_c10d, name)
             patch.setattr(dist.distributed_c10d, name, refused)
         for resume in (None, folder / "checkpoints" / "step_1"):
             where = folder if resume is None else folder.with_name("on")
-            plan = recipe.plan(recipe.config(7))
-            Trainer(recipe, plan, device, reporter=Reporter(), run_dir=where, resume=resume).run()
+            train(device, recipe, where, resume=resume)
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("mesh", ["pp2xdp2", "fsdp2", "tp2"])
+@pytest.mark.parametrize("mesh", ["pp2xdp2", "tp2xfsdp2"])
 def test_training_and_saving_send_no_pickles(mesh: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     told = ranks(parse(mesh).world_size).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")
     assert {"checkpoints", "weights"} <= set(told[0])
@@ -84,18 +77,16 @@ def spoilt(device: torch.device, message: bytes) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        (b"\x80\x04]q", "rank 0 sent invalid JSON"),
-        (b'"cut', "rank 0 sent invalid JSON"),
-        (b"[" * 999, "rank 0 sent invalid JSON"),
-        (b"", "rank 0 sent a message of 0 bytes"),
-        (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, but 1 to 1,000 are accepted"),
-    ],
-)
-def test_broken_message_is_one_error_line_on_every_rank(
-    message: bytes, sentence: str, ranks: Callable[[int], RankPool]
-) -> None:
-    for told in ranks(2).run(spoilt, message):
-        assert len(told) == 2 and all(line.startswith(sentence) and "\n" not in line for line in told), told
+BROKEN = [
+    (b"\x80\x04]q", "rank 0 sent invalid JSON"),
+    (b'"cut', "rank 0 sent invalid JSON"),
+    (b"[" * 999, "rank 0 sent invalid JSON"),
+    (b"", "rank 0 sent a message of 0 bytes"),
+    (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, but 1 to 1,000 are accepted"),
+]
+
+
+def test_broken_messages_are_one_error_line_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+    for message, sentence in BROKEN:
+        for told in ranks(2).run(spoilt, message):
+            assert len(told) == 2 and all(line.startswith(sentence) and "\n" not in line for line in told), told

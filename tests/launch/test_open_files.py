@@ -1,16 +1,19 @@
 """Limit of open files: raised if allowed, otherwise one error line before anything can hang."""
 
+import io
 import resource
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from typing import Any
 
 import pytest
 
-from helpers.command_line import clean_environment
+from helpers.ranks import in_forks
 from vitpar.errors import LaunchError
-from vitpar.launch import resources
+from vitpar.launch import World, join, resources, spawn
 from vitpar.launch.resources import ENOUGH, LEAST, LEAST_A_RANK, allow_open_files
+from vitpar.launch.store import meeting_place
 
 NEEDED = {ranks: LEAST + LEAST_A_RANK * ranks for ranks in (2, 5000)}
 
@@ -43,27 +46,34 @@ def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         allow_open_files(2)
 
 
-LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); "
-SPAWN = "from vitpar.launch import spawn; spawn(2, ['-c', '1'], device='cpu')"
-JOIN = "from vitpar.launch import World, join; join(World(0, 2, 0, 2, 'openmpi', '127.0.0.1', 29999), 'cpu')"
-MEET = "from vitpar.launch import World; from vitpar.launch.store import meeting_place; " + (
-    "meeting_place(World(0, 2, 0, 2, 'openmpi', '127.0.0.1', 29999))"
-)
-
-
-@pytest.mark.parametrize("how", [SPAWN, JOIN, MEET])
-def test_every_way_into_a_world_checks_the_limit(how: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", LIMITED + how]
-    done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "LaunchError: 2 ranks need 54 open files" in done.stderr
-
-
+WORLD = World(0, 2, 0, 2, "openmpi", "127.0.0.1", 29999)
+WAYS: dict[str, Callable[[], Any]] = {
+    "spawn": lambda: spawn(2, ["-c", "1"], device="cpu"),
+    "join": lambda: join(WORLD, "cpu"),
+    "meet": lambda: meeting_place(WORLD),
+}
 CHECK = ("check", "--mesh", "dp2", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu")
 
 
-def test_command_reports_the_limit_in_one_line(tmp_path: Path) -> None:
-    program = LIMITED + "from vitpar_cli.main import main; main()"
-    words = [sys.executable, "-c", program, *CHECK]
-    done = subprocess.run(words, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: 2 ranks need 54 open files") and done.stderr.count("\n") == 1
+def limited() -> dict[str, str]:
+    """Return the error of every way into a world, and what a command prints, in a process of at most 20 open files."""
+    from vitpar_cli.main import main
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+    said = {}
+    for name, enter in WAYS.items():
+        with pytest.raises(LaunchError) as refused:
+            enter()
+        said[name] = str(refused.value)
+    sys.argv = ["vitpar", *CHECK]
+    with redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
+        main()
+    return {**said, "command": errors.getvalue(), "exit code": str(ended.value.code)}
+
+
+def test_every_way_into_a_world_checks_the_limit() -> None:
+    (said,) = in_forks(limited, [{}])
+    sentence = "2 ranks need 54 open files in a process, but the limit is 20: raise it"
+    assert all(said[name].startswith(sentence) for name in WAYS), said
+    assert said["exit code"] == "2"
+    assert said["command"].startswith(f"error: {sentence}") and said["command"].count("\n") == 1

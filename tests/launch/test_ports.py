@@ -4,43 +4,22 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from helpers.command_line import clean_environment
+from helpers.ranks import free_port, in_forks
 from vitpar.errors import LaunchError
-from vitpar.launch import World
+from vitpar.launch import World, find_world, join
 from vitpar.launch import store as meeting
 from vitpar.launch.world import LOOPBACK
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are read from /proc")
-
-RANK = """
-import sys
-from vitpar.launch import find_world, join
-from vitpar.launch.store import meeting_place
-
-world = find_world()
-if sys.argv[1] == "meeting_place":
-    store = meeting_place(world)
-    store.set(str(world.rank), "here")
-    store.wait([str(1 - world.rank)])
-else:
-    join(world, "cpu", timeout=60.0)
-    import torch, torch.distributed as dist
-    dist.new_group([0, 1])
-    dist.all_reduce(torch.ones(1))
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def free_port() -> str:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        return str(server.getsockname()[1])
 
 
 def openmpi(rank: int) -> dict[str, str]:
@@ -58,18 +37,13 @@ def slurm(rank: int) -> dict[str, str]:
     }
 
 
-def listening(pid: int) -> list[str]:
+def listening(pid: int | str = "self") -> list[str]:
     """Return the addresses, as in /proc/net, on which a process listens."""
-    sockets = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(descriptor)
-        if target.startswith("socket:["):
-            sockets.add(target[8:-1])
+    sockets = {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").glob("*") if descriptor.is_symlink()}
     found = []
-    for table in ("tcp", "tcp6"):
-        path = Path(f"/proc/{pid}/net/{table}")
+    for path in (Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")):
         for words in (line.split() for line in path.read_text().splitlines()[1:]) if path.exists() else ():
-            if words[3] == "0A" and words[9] in sockets:
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 found.append(words[1].partition(":")[0])
     return found
 
@@ -78,51 +52,49 @@ LOCAL = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00
 """127.0.0.1, ::1 and ::ffff:127.0.0.1."""
 
 
-@pytest.fixture
-def started() -> Iterator[list["subprocess.Popen[str]"]]:
-    """Yield a list to which a test adds processes; they are killed afterwards."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate()
+def joined(how: str) -> list[str]:
+    """Meet the other rank, and return the addresses on which this one listens."""
+    world = find_world()
+    assert world is not None
+    if how == "meeting_place":
+        store = meeting.meeting_place(world)
+        assert store is not None
+        store.set(str(world.rank), "here")
+        store.wait([str(1 - world.rank)])
+    else:
+        join(world, "cpu", timeout=60.0)
+        dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1))
+    return listening()
 
 
-@pytest.mark.parametrize(("launcher", "how"), [(openmpi, "join"), (slurm, "join"), (openmpi, "meeting_place")])
-def test_ranks_on_one_machine_listen_on_loopback_only(
-    launcher, how: str, started: list["subprocess.Popen[str]"]
-) -> None:
+@pytest.mark.parametrize(("launcher", "how"), [(slurm, "join"), (openmpi, "meeting_place")])
+def test_ranks_on_one_machine_listen_on_loopback_only(launcher: Callable[[int], dict[str, str]], how: str) -> None:
     """torch's store and gloo do not authenticate peers, so an open port would accept anyone."""
     address = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": free_port()}
-    for rank in range(2):
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, how],
-                env=clean_environment() | launcher(rank) | address,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for process in started:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    found = [listening(process.pid) for process in started]
+    found = in_forks(joined, [launcher(rank) | address for rank in range(2)], how)
     assert found[0] and LOCAL.issuperset(found[0] + found[1]), found
 
 
-def test_local_launcher_listens_on_loopback_only(started: list["subprocess.Popen[str]"]) -> None:
-    code = (
-        "import sys; from vitpar.launch import spawn\n"
-        f"rank = {RANK!r}.replace('sys.stdin.read()', 'import time; time.sleep(100)')\n"
-        "spawn(2, ['-c', rank, 'join'], device='cpu')"
-    )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", code], env=clean_environment(), stdout=subprocess.PIPE, text=True
-    )
-    started.append(launcher)
-    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"  # printed by rank 0
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    found = [listening(pid) for pid in (launcher.pid, *map(int, children))]
+RANK = """
+import time
+from vitpar.launch import find_world, join
+join(find_world(), "cpu", timeout=60.0)
+import torch, torch.distributed as dist
+dist.all_reduce(torch.ones(1))
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_local_launcher_listens_on_loopback_only() -> None:
+    code = f"from vitpar.launch import spawn; spawn(2, ['-c', {RANK!r}], device='cpu')"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, env=clean_environment(), stdout=pipe, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"  # printed by rank 0
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        found = [listening(pid) for pid in (launcher.pid, *map(int, children))]
+        launcher.kill()
     assert len(found) == 3 and all(found) and all(LOCAL.issuperset(addresses) for addresses in found), found
 
 

@@ -1,8 +1,6 @@
 """CPU tensors and JSON use a separate gloo group if the default group accepts only CUDA tensors."""
 
-import json
-import socket
-import subprocess
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -12,45 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.command_line import clean_environment
+from helpers.ranks import in_forks, two_ranks
+from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
-from vitpar.launch import World, join, leave
-from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
-
-CUDA_ONLY = """
-import sys
-import torch.distributed as dist
-
-init = dist.init_process_group
-# Stands for NCCL: a default group that refuses CPU tensors. Groups that are made later inherit its backend.
-dist.init_process_group = lambda backend, **settings: init("cuda:gloo", **settings)
-"""
-COMMAND = f"{CUDA_ONLY}\nfrom vitpar_cli.main import main\nsys.exit(main())\n"
-RANK = f"""{CUDA_ONLY}
-from pathlib import Path
-import torch
 from vitpar.checkpoint import Writer, load_tensors
-from vitpar.launch import find_world, join, leave
-from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json
-
-world = find_world()
-join(world, "cpu", timeout=60.0)
-barrier()
-assert all_gather_json({{"rank": world.rank}}) == [{{"rank": 0}}, {{"rank": 1}}]
-assert broadcast_json(("from", world.rank)) == ["from", 0]
-place, tensors = Path(sys.argv[1], "step"), {{"all": torch.arange(4.0), f"of{{world.rank}}": torch.ones(3)}}
-writer = Writer()
-writer.begin(place, tensors, {{}})
-writer.finish()
-read = {{name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
-load_tensors(place, read)
-assert all(torch.equal(read[name], tensors[name]) for name in tensors)
-try:
-    dist.all_reduce(torch.ones(1))
-except RuntimeError as error:
-    print(error)
-leave()
-"""
+from vitpar.launch import World, find_world, join, leave
+from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
 
 
 @pytest.fixture
@@ -81,6 +46,10 @@ def test_several_gpus_get_nccl_and_one_gloo_group(two_gpus: list[dict[str, Any]]
     assert dist.get_backend(group) == "gloo" and len(dist.distributed_c10d._world.pg_map) == 2
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     leave()
+    join(World(0, 2, 0, 2, "torchrun", "127.0.0.1", 29500), "cuda")
+    barrier()  # in a new group: the cached one belongs to the world that has ended
+    assert (all_gather_json(3), broadcast_json("a")) == ([3], "a")
+    leave()
 
 
 def test_one_gpu_starts_no_nccl(two_gpus: list[dict[str, Any]]) -> None:
@@ -91,41 +60,48 @@ def test_one_gpu_starts_no_nccl(two_gpus: list[dict[str, Any]]) -> None:
     leave()
 
 
-def test_new_world_gets_a_new_group(two_gpus: list[dict[str, Any]]) -> None:
-    """The cached group of a world that has ended must not be used again."""
-    for _ in range(2):
-        join(World(0, 2, 0, 2, "torchrun", "127.0.0.1", 29500), "cuda")
-        barrier()
-        assert (all_gather_json(3), broadcast_json("a")) == ([3], "a")
-        leave()
+def cuda_only() -> None:
+    """Let `join` make a default group that refuses CPU tensors, as NCCL's. Later groups inherit its backend."""
+    init = dist.init_process_group
+    dist.init_process_group = lambda backend, **settings: init("cuda:gloo", **settings)  # type: ignore[assignment]
+
+
+def exchanged(folder: Path) -> str:
+    """Exchange JSON and a checkpoint; return the error of a collective on a CPU tensor in the default group."""
+    cuda_only()
+    world = find_world()
+    assert world is not None
+    join(world, "cpu", timeout=60.0)
+    barrier()
+    assert all_gather_json({"rank": world.rank}) == [{"rank": 0}, {"rank": 1}]
+    assert broadcast_json(("from", world.rank)) == ["from", 0]
+    tensors, writer = {"all": torch.arange(4.0), f"of{world.rank}": torch.ones(3)}, Writer()
+    writer.begin(folder / "step", tensors, {})
+    writer.finish()
+    read = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_tensors(folder / "step", read)
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    with pytest.raises(RuntimeError) as refused:
+        dist.all_reduce(torch.ones(1))
+    return str(refused.value)
 
 
 def test_json_and_checkpoints_work_with_a_cuda_only_default_group(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path)],
-            env={**clean_environment(), **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        printed, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors
-        assert "No backend type associated with device type cpu" in printed
+    for error in in_forks(exchanged, two_ranks(), tmp_path):
+        assert "No backend type associated with device type cpu" in error
 
 
-def run(place: Path, *words: str) -> None:
-    """Run COMMAND in a new process."""
-    command, env = [sys.executable, "-c", COMMAND, *words], clean_environment()
-    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def commands(place: Path, *lines: tuple[str, ...]) -> None:
+    """Run commands with a default group that refuses CPU tensors."""
+    from vitpar_cli.main import main
+
+    cuda_only()
+    os.chdir(place)
+    for words in lines:
+        sys.argv = ["vitpar", *words]
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0, words
 
 
 @pytest.mark.parametrize("mesh", ["dp1+offload", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp1", "fsdp1"))])
@@ -137,10 +113,9 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     settings += ["--set=train.ema_decay=0.9", "--set=checkpoint.every_steps=2", "--set=faults.non_finite=skip"]
     common = ("--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cpu")
     words = ("train", *common, "--mesh", mesh, "--steps", "4", "--run-dir", "run")
-    for arguments in (words, ("train", "--resume", "run/checkpoints/step_2", "--run-dir", "on", "--device", "cpu")):
-        run(tmp_path, *arguments)
-    rows = map(json.loads, (tmp_path / "on" / "metrics.jsonl").read_text().splitlines())
-    assert [row["step"] for row in rows if row["kind"] == "train"] == [3, 4]
+    resume = ("train", "--resume", "run/checkpoints/step_2", "--run-dir", "on", "--device", "cpu")
+    in_forks(commands, [{}], tmp_path, words, resume)
+    assert [row["step"] for row in rows_of(tmp_path / "on")] == [3, 4]
 
 
 @pytest.mark.slow
@@ -148,4 +123,4 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
 def test_check_and_bench_on_one_rank_send_no_tensor(command: str, tmp_path: Path) -> None:
     small = ["--steps", "2", "--repeats", "2", "--warmup", "1"] if command == "bench" else []
     words = [command, "--mesh", "dp1", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu", *small]
-    run(tmp_path, *words, "--json")
+    in_forks(commands, [{}], tmp_path, (*words, "--json"))

@@ -21,19 +21,16 @@ def chart(*lines: Line, **more: object) -> str:
     return draw(LineChart("Loss", lines, "{:.2f}".format, compact, **more))  # type: ignore[arg-type]
 
 
-def test_ticks_are_round_and_few() -> None:
+def test_ticks_are_round_and_few_and_numbers_short() -> None:
     assert round_ticks(0, 450) == [0, 100, 200, 300, 400]
     assert round_ticks(1.31, 2.38) == pytest.approx([1.4, 1.6, 1.8, 2.0, 2.2])
     for low, high in ((0, 1), (3, 3.001), (-7, 12), (0, 1e30), (1e-9, 2e-9)):
         assert 2 <= len(round_ticks(low, high)) <= 6
-
-
-def test_numbers_are_short() -> None:
     values = {0.0: "0", 0.25: "0.25", 1500: "1,500", 20_000: "20 k", 65_536: "65.54 k", 1.5e6: "1.5 M", 2e9: "2 G"}
     assert {value: compact(value) for value in values} == values
 
 
-def test_a_large_range_has_a_logarithmic_axis() -> None:
+def test_axes_are_logarithmic_for_a_large_range_and_hold_every_value() -> None:
     values = np.geomspace(0.1, 1000, 50)
     axis = VerticalAxis(values, compact, zero=False, log=True)
     places = axis.at(np.array([0.1, 10.0, 1000.0]))
@@ -41,18 +38,12 @@ def test_a_large_range_has_a_logarithmic_axis() -> None:
     for given in (values - 1, np.linspace(1, 2, 50)):
         assert "logarithmic" not in VerticalAxis(given, compact, zero=False, log=True).drawn
     assert "logarithmic" not in VerticalAxis(values, compact, zero=False, log=False).drawn
-
-
-@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0], [-3.0, -3.0], [1e30, -1e30], [1e-30]])
-def test_every_value_is_inside_the_drawing(values: list[float]) -> None:
-    for zero in (False, True):
-        at = VerticalAxis(np.array(values), compact, zero=zero, log=True).at(np.array(values))
-        assert np.isfinite(at).all() and (at >= 0).all() and (at <= HEIGHT).all()
-
-
-def test_shares_end_at_100_percent() -> None:
-    axis = VerticalAxis(np.array([0.5, 1.0]), compact, zero=True, log=False, share=True)
-    assert axis.at(np.array([1.0]))[0] == pytest.approx(TOP)
+    for odd in ([0.0], [0.0, 0.0], [5.0], [-3.0, -3.0], [1e30, -1e30], [1e-30]):
+        for zero in (False, True):
+            at = VerticalAxis(np.array(odd), compact, zero=zero, log=True).at(np.array(odd))
+            assert np.isfinite(at).all() and (at >= 0).all() and (at <= HEIGHT).all(), odd
+    shares = VerticalAxis(np.array([0.5, 1.0]), compact, zero=True, log=False, share=True)
+    assert shares.at(np.array([1.0]))[0] == pytest.approx(TOP), "shares end at 100 %"
 
 
 def test_lines_that_coincide_are_drawn_in_turns() -> None:
@@ -64,17 +55,13 @@ def test_lines_that_coincide_are_drawn_in_turns() -> None:
     ]
     assert "The lines of the runs coincide: they differ by at most 0.001." in html
     assert "The lines of the runs are equal." in chart(line(0, y), line(1, y))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [line(1, [3.0, 2.5, 1.0]), line(1, [3.0, 2.0]), line(1, [3.0, np.nan, 1.0]), line(1, [3.0, 2.0, 1.0], first=9)],
-    ids=["apart", "shorter", "gap", "other steps"],
-)
-def test_lines_that_do_not_coincide_are_not_dashed(other: Line) -> None:
-    html = chart(line(0, [3.0, 2.0, 1.0]), other)
-    assert "stroke-dasharray" not in html and "coincide" not in html
-    assert "coincide" not in chart(line(0, [3.0, 2.0, 1.0]))
+    others = {"apart": line(1, [3.0, 2.5, 1.0]), "shorter": line(1, y[:2]), "gap": line(1, [3.0, np.nan, 1.0])}
+    for name, other in {**others, "other steps": line(1, y, first=9)}.items():
+        html = chart(line(0, y), other)
+        assert "stroke-dasharray" not in html and "coincide" not in html, name
+    assert "coincide" not in chart(line(0, y))
+    late = chart(line(0, y, first=1001), smooth=False)
+    assert f'<path d="M{LEFT} ' in late, "a run that starts late fills the chart"
 
 
 def test_validation_has_dots_and_training_is_smoothed() -> None:
@@ -108,11 +95,6 @@ def test_marks_that_cannot_be_told_apart_are_left_out() -> None:
     assert samples.count("checkpoint after") == 0, "where they were is not known"
 
 
-def test_a_run_that_starts_late_fills_the_chart() -> None:
-    html = chart(line(0, [3.0, 2.0, 1.0], first=1001), smooth=False)
-    assert f'<path d="M{LEFT} ' in html
-
-
 def test_the_description_names_the_key_points() -> None:
     html = chart(line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4))
     assert "run 1: from 3.00 at step 1 to 2.00 at step 4; lowest 1.00 at step 3, highest 3.00 at step 1." in html
@@ -120,15 +102,11 @@ def test_the_description_names_the_key_points() -> None:
     assert "<td>1.00 <small>at 3</small></td>" in html
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_of_runs_are_distinguishable_for_colour_blind_readers(theme: int, kind: str) -> None:
-    apart, *pair = closest([pair[theme] for pair in COLOURS], kind)
-    assert apart > 15, f"{pair} look alike ({apart:.0f})"
-
-
-def test_colours_of_runs_mean_nothing_else() -> None:
-    assert not {colour for pair in COLOURS for colour in pair} & set(svg.COLOURS.values())
+def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:
+    for kind in KINDS:
+        for theme in (0, 1):  # light and dark
+            apart, *pair = closest([pair[theme] for pair in COLOURS], kind)
+            assert apart > 15, f"{kind}: {pair} look alike ({apart:.0f})"
 
 
 def contrast(one: str, two: str) -> float:
@@ -143,7 +121,8 @@ def contrast(one: str, two: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_lines_contrast_with_the_page() -> None:
+def test_lines_contrast_with_the_page_and_mean_nothing_else() -> None:
     """Graphics need a contrast of 3 (guideline 1.4.11)."""
     for light, dark in COLOURS:
         assert contrast(light, "#ffffff") > 3 and contrast(dark, "#121416") > 3
+    assert not {colour for pair in COLOURS for colour in pair} & set(svg.COLOURS.values())

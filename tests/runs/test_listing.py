@@ -25,40 +25,24 @@ def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
     assert found.note == "it ended without a message: was it killed?"
 
 
-def test_without_an_evaluation_the_loss_is_that_of_training(tmp_path: Path) -> None:
-    write_run(tmp_path / "mine", [train_row(1, loss=2.0), train_row(2, loss=None)])
-    (found,) = runs_in(tmp_path)
-    assert (found.loss, found.top1) == (2.0, None)
-
-
-def test_the_newest_run_is_first_and_other_folders_are_left_out(tmp_path: Path) -> None:
-    for name, age in (("old", 3), ("new", 1), ("middle", 2)):
-        run = write_run(tmp_path / name, [])
+def test_only_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
+    for name, age in (("old", 3), ("new", 1), ("bad", 4), ("middle", 2)):
+        run = write_run(tmp_path / name, [train_row(1, loss=2.0), train_row(2, loss=None)])
+        if name == "bad":  # its log cannot be read
+            with (run / "log.txt").open("a") as file:
+                file.truncate(MAX_TEXT_BYTES + 1)
         os.utime(run / "log.txt", (time.time() - age * 3600,) * 2)
     (tmp_path / "profiles").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "log.txt").write_text("")
-    found = runs_in(tmp_path)
-    assert [run.name for run in found] == ["empty", "new", "middle", "old"]
-    assert (found[0].plan, found[0].steps, found[0].loss) == ("?", 0, None)
-    assert 3500 < found[1].age_seconds < 3700
-
-
-def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
+    empty, new, *others = runs_in(tmp_path)
+    assert [run.name for run in (empty, new, *others)] == ["empty", "new", "middle", "old", "bad"]
+    assert (empty.plan, empty.steps, empty.loss) == ("?", 0, None)
+    assert 3500 < new.age_seconds < 3700 and new.state == "complete"
+    assert (new.loss, new.top1) == (2.0, None), "without an evaluation the loss is that of training"
+    assert others[-1].state == "failed"
+    assert others[-1].note.startswith("cannot read") and "more than" in others[-1].note
+    assert [run.name for run in runs_in(tmp_path / "old")] == ["old"]
     with pytest.raises(DataError, match=r"there is no folder '.*gone': name one"):
         runs_in(tmp_path / "gone")
-
-
-def test_a_run_itself_can_be_named(tmp_path: Path) -> None:
-    assert [run.name for run in runs_in(write_run(tmp_path / "mine", []))] == ["mine"]
-
-
-def test_a_log_that_cannot_be_read_does_not_hide_other_runs(tmp_path: Path) -> None:
-    for name in ("good", "bad"):
-        write_run(tmp_path / name, [train_row(1)])
-    with (tmp_path / "bad" / "log.txt").open("a") as file:
-        file.truncate(MAX_TEXT_BYTES + 1)
-    found = {run.name: run for run in runs_in(tmp_path)}
-    assert found["good"].state == "complete" and found["bad"].state == "failed"
-    assert found["bad"].note.startswith("cannot read") and "more than" in found["bad"].note

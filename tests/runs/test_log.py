@@ -1,19 +1,10 @@
-"""Events of a log, among them those of a real run that is stopped and resumed under another plan."""
+"""Events of a log; tests/training/saving/test_frozen_runs.py reads that of a real run."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-import torch
-
-from helpers.ranks import RankPool
 from helpers.run_folders import start_line
-from helpers.small_data import pack_small
-from helpers.trained import STEPS, recipe_of, train, trainer_of
-from vitpar.runs.folder import RunRecord
 from vitpar.runs.log import MOST_WARNINGS, read_log
 from vitpar.text import log_line
-from vitpar.training.recipe import Recipe
 
 
 def log_of(path: Path, *lines: str) -> Path:
@@ -47,30 +38,3 @@ def test_odd_lines_are_ignored(tmp_path: Path) -> None:
     assert read_log(path).starts == []
     many = [f"warning: {number}" for number in range(100)]
     assert len(read_log(log_of(path, *many)).warnings) == MOST_WARNINGS
-
-
-def resume(device: torch.device, recipe: Recipe, run: Path) -> None:
-    """Continue the run in its folder; runs on every rank."""
-    trainer_of(recipe, run, resume=run, allow_change=("train.steps",)).run()
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
-    """Return a run of dp1 that was trained for half of its steps, then under tp2 to the end."""
-    folder = tmp_path_factory.mktemp("resumed")
-    data, run = pack_small(folder), folder / "run"
-    ranks(1).run(train, recipe_of(data, "dp1", **{"train.steps": STEPS}), run)
-    ranks(2).run(resume, recipe_of(data, "tp2"), run)
-    return run
-
-
-def test_the_log_of_a_real_run_is_understood(resumed: Path) -> None:
-    """The patterns are those of the lines that a run writes."""
-    run = RunRecord(resumed)
-    assert [(start.plan, start.after, start.steps) for start in run.log.starts] == [
-        ("dp1", 0, STEPS),
-        ("tp2", STEPS, 2 * STEPS),
-    ]
-    assert run.log.saves == [STEPS, 2 * STEPS] and run.state == "complete" and run.plan_words == "tp2"
-    assert (run.log.starts[0].train_images, run.log.starts[0].val_images, run.log.starts[0].batch_size) == (35, 17, 24)
-    assert run.metrics.steps == 2 * STEPS and run.last("top1") is not None

@@ -32,26 +32,17 @@ def encoded(width: int = 4, height: int = 4) -> bytes:
     return file.getvalue()
 
 
-def test_confusion_counts_classes_and_predictions(found: PredictedImages) -> None:
+def test_predictions_are_counted_and_sorted(found: PredictedImages) -> None:
     assert found.confusion([0, 1, 2]).tolist() == [[1, 2, 0], [0, 1, 1], [0, 0, 1]]
     assert found.confusion([2, 0]).tolist() == [[1, 0], [0, 1]]
     assert found.accuracy == 0.5 and found.most_confused(3) == [0, 1, 2]
     assert found.most_confused(2) == [0, 1], "those with the most errors: 2 and 3 against 1"
-
-
-def test_classes_are_sorted_by_accuracy(found: PredictedImages) -> None:
     assert found.classes() == [
         ClassResult(0, images=3, right=1, predicted=1, confused_with=1, confusions=2),
         ClassResult(1, images=2, right=1, predicted=3, confused_with=2, confusions=1),
         ClassResult(2, images=1, right=1, predicted=2, confused_with=None, confusions=0),
     ]
-
-
-def test_mistakes_begin_with_the_most_confident(found: PredictedImages) -> None:
-    assert found.mistakes(2) == [4, 2] and found.mistakes(9) == [4, 2, 1]
-
-
-def test_the_drawn_images_are_always_the_same(found: PredictedImages) -> None:
+    assert found.mistakes(2) == [4, 2] and found.mistakes(9) == [4, 2, 1], "the most confident first"
     drawn = found.drawn(4)
     assert drawn == sorted(set(drawn)) == found.drawn(4) and len(drawn) == 4
     assert found.drawn(100) == list(range(6))
@@ -74,10 +65,12 @@ def test_the_sheet_shows_images_with_prediction_and_label(found: PredictedImages
     assert page.outside == []
 
 
-def test_names_of_classes_are_escaped() -> None:
+def test_names_of_classes_are_escaped_and_no_mistake_is_said() -> None:
     hostile = "<script>alert(1)</script>"
     page = Page(sheet(found_with([0, 1], [1, 1], [0.5, 0.5], (hostile, "b")), lambda _: encoded(), 2, hostile))
     assert not page.all("script") and page.text.count(hostile) >= 5
+    words = Page(sheet(found_with([0, 1], [0, 1], [1.0, 1.0], ("a", "b")), lambda _: encoded(), 1, "")).text
+    assert "No prediction is wrong." in words and "Most confident mistakes" not in words
 
 
 def test_of_many_classes_the_most_confused_are_shown() -> None:
@@ -92,11 +85,6 @@ def test_of_many_classes_the_most_confused_are_shown() -> None:
     matrix = html.partition('class="confusion"')[2].partition("</table>")[0]
     assert "class 7<" in matrix and "class 250<" in matrix and "class 299<" in matrix
     assert matrix.count("<tr>") == 1 + MOST_CLASSES and "280 classes more" in page.text
-
-
-def test_all_right_has_no_mistakes() -> None:
-    words = Page(sheet(found_with([0, 1], [0, 1], [1.0, 1.0], ("a", "b")), lambda _: encoded(), 1, "")).text
-    assert "No prediction is wrong." in words and "Most confident mistakes" not in words
 
 
 def test_thumbnails_are_small() -> None:

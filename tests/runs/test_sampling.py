@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from vitpar.runs.sampling import envelope, smoothed
 
@@ -26,27 +25,20 @@ def test_every_spike_stays() -> None:
     assert found.starts.sum() == 1
 
 
-def test_short_series_are_kept_complete() -> None:
-    x, y = np.arange(60.0), np.sin(np.arange(60.0))
-    found = envelope(x, y, 0, 59, 400)
-    np.testing.assert_array_equal(found.y, y)
-    assert found.starts.tolist() == [1.0] + [0.0] * 59
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_missing_values_interrupt_a_line(bad: float) -> None:
-    y = np.arange(6.0)
-    y[3] = bad
-    found = envelope(np.arange(6.0), y, 0, 5, 400)
-    assert found.y.tolist() == [0, 1, 2, 4, 5] and found.starts.tolist() == [1, 0, 0, 1, 0]
-
-
-def test_gaps_interrupt_a_line_and_regular_distances_do_not() -> None:
+def test_missing_values_and_gaps_interrupt_a_line() -> None:
+    for bad in (np.nan, np.inf, -np.inf):
+        y = np.arange(6.0)
+        y[3] = bad
+        found = envelope(np.arange(6.0), y, 0, 5, 400)
+        assert found.y.tolist() == [0, 1, 2, 4, 5] and found.starts.tolist() == [1, 0, 0, 1, 0]
     x = np.array([1, 2, 3, 4, 60, 61, 62.0])
     assert envelope(x, x, 0, 62, 400).starts.tolist() == [1, 0, 0, 0, 1, 0, 0]
     assert envelope(50 * x[:4], x[:4], 0, 200, 400).starts.sum() == 1
     long = np.concatenate([np.arange(40_000.0), np.arange(60_000.0, 100_000.0)])
     assert envelope(long, long, 0, 1e5, 400).starts.sum() == 2
+    x = np.arange(100_000.0)
+    found = envelope(x, np.where(x % 2 == 0, x, np.nan), 0, x[-1], 400)
+    assert len(found.x) <= 800 and found.starts.sum() <= 2, "many missing values do not make many pieces"
 
 
 def test_smoothed_lines_have_one_point_in_each_column() -> None:
@@ -56,21 +48,14 @@ def test_smoothed_lines_have_one_point_in_each_column() -> None:
     np.testing.assert_array_equal(found.y, np.sin(found.x / 1000))
 
 
-def test_many_missing_values_do_not_make_many_pieces() -> None:
-    x = np.arange(100_000.0)
-    y = np.where(x % 2 == 0, x, np.nan)
-    found = envelope(x, y, 0, x[-1], 400)
-    assert len(found.x) <= 800 and found.starts.sum() <= 2
-
-
-@pytest.mark.parametrize(("x", "y"), [([], []), ([1.0], [np.nan]), ([np.nan], [1.0])])
-def test_nothing_to_draw_has_no_points(x: list[float], y: list[float]) -> None:
-    assert len(envelope(np.array(x), np.array(y), 0, 1, 400).x) == 0
-
-
-def test_one_point_is_a_piece() -> None:
-    found = envelope(np.array([1.0]), np.array([2.3]), 1, 1, 400)
-    assert found.y.tolist() == [2.3] and found.starts.tolist() == [1.0]
+def test_short_series_are_kept_complete() -> None:
+    for n, y in ((1, np.array([2.3])), (60, np.sin(np.arange(60.0)))):
+        found = envelope(np.arange(float(n)), y, 0, n - 1, 400)
+        np.testing.assert_array_equal(found.y, y)
+        assert found.starts.tolist() == [1.0] + [0.0] * (n - 1)
+    empty: list[tuple[list[float], list[float]]] = [([], []), ([1.0], [np.nan]), ([np.nan], [1.0])]
+    for x, none in empty:
+        assert len(envelope(np.array(x), np.array(none), 0, 1, 400).x) == 0
 
 
 def test_smoothing_is_the_mean_of_a_centred_window() -> None:

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from helpers.run_folder import rows_of
+from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import pack_small
-from helpers.trained import CPU, recipe_of, train
+from helpers.trained import CPU, recipe_of, train, trainer_of
 from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, ShardSet, TrainLoader, TrainTransform
+from vitpar.errors import RecipeError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.training.recipe import Recipe
@@ -86,3 +87,17 @@ def test_run_matches_a_plain_loop(tmp_path: Path, alone: None) -> None:
     assert saved.keys() == averages.keys()
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, averages[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_data_set_without_val_trains_alike_and_is_not_evaluated(tmp_path: Path, alone: None) -> None:
+    losses = []
+    for val in (True, False):
+        data, run = pack_small(tmp_path / str(val), val=val), tmp_path / f"run-{val}"
+        summary = trainer_of(recipe_of(data, "dp1"), run).run()
+        losses.append(losses_of(run))
+        assert len(rows_of(run, "eval")) == (6 if val else 0) and ("top1" in summary) == val
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert "not evaluated" in (run / "log.txt").read_text()
+    with pytest.raises(RecipeError, match=r"checkpoint.keep_best needs evaluations, but .* has no val split"):
+        trainer_of(recipe_of(data, "dp1", **{"checkpoint.keep_best": True}), tmp_path / "best")
+    assert not (tmp_path / "best").exists()

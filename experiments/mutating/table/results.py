@@ -3,7 +3,6 @@
 from mutating.mutation import Mutation
 
 EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
-PREDICTIONS = "tests/training/test_predictions.py::test_one_row_for_each_image_under_every_plan"
 CALIBRATION = "tests/training/test_predictions.py::test_calibration_error_is_that_of_the_formula"
 AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
@@ -32,7 +31,7 @@ MUTATIONS = (
         file="src/vitpar/training/evaluate.py",
         old="kept = (labels != IGNORED).nonzero().flatten()",
         new="kept = torch.arange(len(labels))",
-        caught_by=f"pytest {PREDICTIONS}[dp1-{{}}]",
+        caught_by=f"pytest {EVALUATION}[val-dp1-{{}}]",
     ),
     Mutation(
         name="calibration-unweighted",

@@ -6,7 +6,6 @@ from torch import nn
 
 from helpers.oracles import timm
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
-from vitpar.errors import RecipeError
 from vitpar.training.build import build
 from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import read_recipe
@@ -54,8 +53,3 @@ def test_ema_warmup_setting_reaches_the_training_step(warmup: bool, decay: float
     for name, p in parts.model.named_parameters():
         expected = decay * before[name] + (1 - decay) * p.detach()
         torch.testing.assert_close(parts.ema.average[name], expected, atol=1e-6, rtol=1e-5)
-
-
-def test_ema_warmup_without_ema_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"ema_warmup is true, which does nothing without train\.ema_decay"):
-        read_recipe(None, {**VALUES, "train.ema_warmup": True})

@@ -1,8 +1,8 @@
 """fp16 training: skipped steps after an overflow, agreement with fp32, and the dtype in which gradients are reduced."""
 
-import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import trained
 from helpers.parity import check
 from helpers.ranks import RankPool
+from helpers.run_folder import rows_of
 from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import RecipeError
 from vitpar.sharded import local
-from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe import Recipe
 
-CPU = torch.device("cpu")
 FP16_LOSS = 2e-3
 """Relative tolerance of losses after a few fp16 steps. fp16 has 11 significant bits (5e-4); seen: 4e-4 to 1.1e-3."""
 
@@ -26,12 +27,8 @@ FP16_LOSS = 2e-3
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
-    sizes = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
-    sizes["init"] = "timm"  # every parameter has a gradient from the first step on
-    values: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
-    values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh}
-    values |= {"train.batch_size": 8, "train.steps": 6, "train.eval_every": 6, "train.precision": "fp16"}
-    return read_recipe(None, {**values, **{key.replace("__", "."): value for key, value in settings.items()}})
+    values = {"train.batch_size": 8, "train.eval_every": 6, "train.precision": "fp16", "model.init": "timm"}
+    return trained.recipe_of(data, mesh, **{**values, "checkpoint.every_steps": None, **settings})
 
 
 class Watch:
@@ -41,11 +38,7 @@ class Watch:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, spoil: float | None, rank: int, steps: tuple[int, ...]) -> None:
-        from vitpar.training.events import Reporter
-        from vitpar.training.trainer import Trainer
-
-        plan = recipe.plan(recipe.config(7))
-        self.trainer = Trainer(recipe, plan, CPU, reporter=Reporter(), run_dir=folder)
+        self.trainer = trained.trainer_of(recipe, folder)
         self.seen: list[dict[str, Any]] = []
         self._spoil, self._rank, self._steps = spoil, rank, steps
         self._real = self.trainer.step
@@ -101,14 +94,9 @@ def watched(
     return watch.seen, None
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "train"]
-
-
 @pytest.mark.parametrize(
     ("mesh", "rank", "value"),
-    [("dp2", 1, math.inf), ("tp2xfsdp2", 3, math.nan), ("pp2xdp2", 2, -math.inf), ("pp2xdp2", 1, math.nan)],
+    [("dp2", 1, math.inf), ("tp2xfsdp2", 3, math.nan), ("pp2xdp2", 2, -math.inf)],
 )
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
     mesh: str, rank: int, value: float, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
@@ -120,10 +108,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
     recipe = recipe_of(
         data,
         mesh,
-        train__ema_decay=0.9,
-        loss_scale__initial_scale=1024.0,
-        loss_scale__growth_interval=2,
-        lr_schedule__warmup_steps=4,
+        **{"loss_scale.initial_scale": 1024.0, "loss_scale.growth_interval": 2, "lr_schedule.warmup_steps": 4},
     )
     pool = ranks(parse(mesh).world_size)
     for seen, error in pool.run(watched, recipe, tmp_path / "run", value, rank, (2, 3)):
@@ -147,8 +132,9 @@ def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Cal
     # SGD and clipping near the observed norms: with Adam, a wrong loss scale would cancel out of the updates.
     runs = {}
     for name, precision, lr in (("single", "fp32", 0.2), ("half", "fp16", 0.2), ("other", "fp32", 0.19)):
-        settings = {"optimizer__name": "sgd", "optimizer__lr": lr, "train__clip_grad_norm": 1.9}
-        recipe = recipe_of(data, "tp2", **settings, train__steps=12, train__eval_every=12, train__precision=precision)
+        settings = {"optimizer.name": "sgd", "optimizer.lr": lr, "train.clip_grad_norm": 1.9}
+        settings |= {"train.steps": 12, "train.eval_every": 12, "train.precision": precision}
+        recipe = recipe_of(data, "tp2", **settings)
         assert all(error is None for _, error in ranks(2).run(watched, recipe, tmp_path / name))
         runs[name] = rows_of(tmp_path / name)
     losses = {name: [row["loss"] for row in rows] for name, rows in runs.items()}
@@ -160,29 +146,11 @@ def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Cal
     assert [row["loss_scale"] for row in runs["half"]] == [65536.0] * 12
 
 
-def test_too_large_initial_scale_falls_until_steps_succeed(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    settings = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "backoff_factor": 2.0**-12, "hysteresis": 1}
-    recipe = recipe_of(data, "fsdp2", **{f"loss_scale__{name}": value for name, value in settings.items()})
-    for seen, error in ranks(2).run(watched, recipe, tmp_path / "run"):
-        assert error is None
-        assert [step["scale"] for step in seen] == [2.0**40, 2.0**28, 2.0**16, 2.0**16, 2.0**16, 2.0**16]
-        assert [step["same"] for step in seen] == [not step["changed"] for step in seen] == [True, True, *[False] * 4]
-    rows = rows_of(tmp_path / "run")
-    assert [row["skipped"] for row in rows] == [True, True, False, False, False, False]
-
-
 @pytest.mark.parametrize(
     ("settings", "spoil", "last", "sentence"),
     [
         ({"initial_scale": 2.0, "hysteresis": 1}, math.nan, 3, "loss_scale.min_scale 1, so"),
-        (
-            {"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2},
-            None,
-            2,
-            "loss_scale.initial_scale 1.152921505e+18, so",
-        ),
+        ({"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2}, None, 2, "loss_scale.initial_scale 1.15292150"),
     ],
     ids=["smallest", "constant"],
 )
@@ -196,8 +164,8 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
     ranks: Callable[[int], RankPool],
 ) -> None:
     """A scale that cannot fall further ends the run with one error line on every rank, not with endless skipping."""
-    given = {f"loss_scale__{name}": value for name, value in settings.items()}
-    recipe = recipe_of(data, "dp2", **given, train__log_every=100)
+    given = {f"loss_scale.{name}": value for name, value in settings.items()}
+    recipe = recipe_of(data, "dp2", **given, **{"train.log_every": 100})
     steps = (2, 3, 4, 5, 6)
     for seen, error in ranks(2).run(watched, recipe, tmp_path / "run", spoil, 1, steps):
         assert error is not None and "\n" not in error
@@ -210,66 +178,46 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
 # comparison with one process
 
 
-def checked(device: torch.device, mesh: str, microbatches: int | None, **settings: Any) -> CheckResult:
-    """Return the result of `check` for a plan; runs on every rank."""
-    from dataclasses import replace
+def checked(device: torch.device, mesh: str, settings: dict[str, Any]) -> tuple[CheckResult, set[str]]:
+    """Return the result of `check` for a plan, and the dtypes of FSDP's gradient reductions; runs on every rank."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     config = model_config("vit_nano_patch4_16", num_classes=10)
-    plan = validate(replace(parse(mesh), microbatches=microbatches), config, 16)
-    return check(config, plan, 16, device, **{"precision": "fp16", **settings})
+    plan = validate(replace(parse(mesh), microbatches=2), config, 16)
+    seen: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
+            real = getattr(collectives.dist, kind, None)
+
+            def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+                tensor = kwargs.get("input", kwargs.get("tensor", args[-1] if args else None))
+                if isinstance(tensor, Tensor) and tensor.numel() > 100:
+                    seen.add(str(tensor.dtype).removeprefix("torch."))
+                return real(*args, **kwargs)
+
+            if real is not None:
+                patch.setattr(collectives.dist, kind, spy)
+        return check(config, plan, 16, device, **{"precision": "fp16", **settings}), seen
 
 
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
+    ("mesh", "settings", "reduced"),
     [
-        ("dp2", {}),
-        pytest.param("pp2", {}, marks=pytest.mark.slow),
-        pytest.param("tp2xfsdp2", {}, marks=pytest.mark.slow),
-        ("fsdp2", {"reduce_dtype": "fp16"}),
-        ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}),
+        ("dp2", {}, "float32"),
+        pytest.param("pp2", {}, None, marks=pytest.mark.slow),
+        pytest.param("tp2xfsdp2", {}, None, marks=pytest.mark.slow),
+        ("fsdp2", {"reduce_dtype": "fp16"}, "float16"),
+        ("fsdp2", {"precision": "bf16", "reduce_dtype": "bf16"}, "bfloat16"),
+        ("dp2", {"precision": "bf16", "reduce_dtype": "fp32"}, "float32"),
     ],
     ids=str,
 )
-def test_low_precision_plan_matches_one_process(
-    mesh: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
+def test_low_precision_plan_matches_one_process_and_reduces_in_its_dtype(
+    mesh: str, settings: dict[str, Any], reduced: str | None, ranks: Callable[[int], RankPool]
 ) -> None:
-    results = ranks(parse(mesh).world_size).run(checked, mesh, 2, **settings)
-    assert all(result.passed for result in results), results[0].worst
+    results = ranks(parse(mesh).world_size).run(checked, mesh, settings)
+    assert all(result.passed for result, _ in results), results[0][0].worst
+    assert reduced is None or all(seen == {reduced} for _, seen in results)
     if not settings:
-        gradients = results[0].quantities["gradient"]
+        gradients = results[0][0].quantities["gradient"]
         assert max(c.error for c in gradients if c.metric != "scale") > 1e-5, "this was not computed in float16"
-
-
-def reduced_in(device: torch.device, mesh: str, name: str, reduce_dtype: str | None) -> set[str]:
-    """Return the dtypes of the gradient reductions of FSDP in one step; runs on every rank."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    seen: set[str] = set()
-    patch = pytest.MonkeyPatch()
-    for kind in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
-        real = getattr(collectives.dist, kind, None)
-        if real is None:
-            continue
-
-        def spy(*args: Any, real: Any = real, **kwargs: Any) -> Any:
-            tensor = kwargs.get("input", kwargs.get("tensor", args[-1] if args else None))
-            if isinstance(tensor, Tensor) and tensor.numel() > 100:
-                seen.add(str(tensor.dtype))
-            return real(*args, **kwargs)
-
-        patch.setattr(collectives.dist, kind, spy)
-    try:
-        checked(device, mesh, None, precision=name, reduce_dtype=reduce_dtype)
-    finally:
-        patch.undo()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "reduce_dtype", "expected"),
-    [("fp16", None, "float32"), ("fp16", "fp16", "float16"), ("bf16", "bf16", "bfloat16"), ("bf16", "fp32", "float32")],
-)
-def test_gradients_are_reduced_in_the_requested_dtype(
-    name: str, reduce_dtype: str | None, expected: str, ranks: Callable[[int], RankPool]
-) -> None:
-    assert ranks(2).run(reduced_in, "dp2", name, reduce_dtype) == [{f"torch.{expected}"}] * 2

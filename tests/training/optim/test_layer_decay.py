@@ -1,23 +1,17 @@
-"""Layer-wise decay of the learning rate: groups and training equal timm's groups with torch's optimizers."""
+"""Layer-wise decay of the learning rate: groups equal timm's."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.oracles import timm
-from helpers.parity import check
-from helpers.ranks import RankPool
-from helpers.sharded_parameters import whole
 from helpers.swin_plans import TINY
-from vitpar import Execution, load_weights, model_config, parallelize, parse, validate
-from vitpar.check import CheckResult
+from vitpar import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.models.swin import foreign as swin
 from vitpar.models.swin.config import SwinConfig
@@ -28,8 +22,6 @@ from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 
 DECAY, WEIGHT_DECAY = 0.6, 0.3
-BATCH = 8
-RATES = (0.02, 0.05, 0.03)
 MODERN = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
 SWIN = {**TINY, "drop_path": 0.0}
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -96,85 +88,3 @@ def test_groups_equal_timms(kind: str, tmp_path: Path) -> None:
         mine["head.attn_pool.latent"] = (1.0, WEIGHT_DECAY)
     assert mine == expected
     assert len(groups) == len(timms_groups(theirs)) == len(set(expected.values()))
-
-
-def trained(device: torch.device, mesh: str, folder: Path, settings: dict[str, Any], images: Tensor) -> dict[str, Any]:
-    """Return the complete parameters that this rank holds, after one step per rate in RATES; runs on every rank."""
-    config = open_weights(folder).config
-    plan = validate(parse(mesh), config, BATCH)
-    model = parallelize(config, plan, Execution(BATCH, precision="fp64"), device)
-    load_weights(model, folder)
-    section = OptimizerSection(layer_decay=DECAY, weight_decay=WEIGHT_DECAY, **settings)
-    optimizer = ShardedOptimizer(model.named_parameters(), section, layers_above=config.layers_above)
-    for rate in RATES:
-        mine = images[model.image_rows(BATCH)] if model.takes_images else None
-        model.forward_backward(mine, torch.arange(BATCH) % config.num_classes)
-        optimizer.step(rate)
-    return {name: whole(p).numpy() for name, p in model.named_parameters()}
-
-
-def oracle(theirs: nn.Module, settings: dict[str, Any], images: Tensor, classes: int) -> dict[str, Tensor]:
-    """Train timm's model with timm's groups and torch's optimizer; return its parameters by timm's names."""
-    theirs = theirs.double()
-    groups = timms_groups(theirs)
-    kind = torch.optim.AdamW if settings["name"] == "adamw" else torch.optim.SGD
-    optimizer = kind(groups, lr=1.0, foreach=False, **{k: v for k, v in settings.items() if k != "name"})
-    for rate in RATES:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["lr_scale"]
-        F.cross_entropy(theirs(images), torch.arange(BATCH) % classes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in theirs.named_parameters()}
-
-
-@pytest.mark.parametrize("settings", [{"name": "sgd", "momentum": 0.9}, {"name": "adamw", "eps": 1e-3}], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        ("registers", "dp2"),
-        ("mean pooling", "tp2"),
-        ("class token", "pp2xfsdp2"),
-        ("registers", "dp2+zero1"),
-        ("swin", "tp2"),
-        ("swin", "pp2: stage1=dp2, stage2=tp2+sp, *=fsdp2"),
-    ],
-)
-def test_training_equals_timms_groups_with_torchs_optimizer(
-    kind: str, mesh: str, settings: dict[str, Any], tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    theirs = MODELS[kind]()
-    start = {name: p.detach().clone() for name, p in theirs.named_parameters()}
-    folder = imported(theirs, tmp_path / "begin", start)
-    weights = open_weights(folder)
-    config = weights.config
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(BATCH, 3, config.image_size, config.image_size, generator=generator, dtype=torch.float64)
-    after = open_weights(imported(theirs, tmp_path / "end", oracle(theirs, settings, images, config.num_classes)))
-    seen = set()
-    for found in ranks(parse(mesh).world_size).run(trained, mesh, folder, settings, images):
-        seen |= found.keys()
-        for name, value in found.items():
-            before, expected = weights.read(name), after.read(name)
-            moved, wanted = torch.from_numpy(value) - before, expected - before
-            error = (moved - wanted).abs().max().item()
-            # The import rounds both sides to float32.
-            assert error <= 1e-4 * wanted.abs().max().item() + 1e-6 * before.abs().max().item(), name
-            # Attention does not depend on the bias of keys' norms: softmax ignores what all scores share.
-            assert wanted.abs().max() > 0 or name.endswith("k_norm.bias"), name
-    assert seen == {f"{layer}.{key}" for layer, d in config.layers.items() for key in d.parameters}
-
-
-def checked(device: torch.device, mesh: str, optimizer: str) -> CheckResult:
-    """Check a plan with layer decay, schedules aside; runs on every rank."""
-    config = model_config("vit_nano_patch4_16", depth=2)
-    plan = validate(parse(mesh), config, BATCH)
-    settings = {"optimizer__name": optimizer, "optimizer__layer_decay": 0.5, "train__precision": "fp64"}
-    return check(config, plan, BATCH, device, **settings)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "lars", "muon", "sgd"])
-def test_check_compares_layer_decay(optimizer: str, ranks: Callable[[int], RankPool]) -> None:
-    """The recipe's steps of ``vitpar check`` have the formulas of layer decay in one process, too."""
-    (result, *_) = ranks(4).run(checked, "pp2xfsdp2", optimizer)
-    assert result.passed, result.worst

@@ -1,5 +1,7 @@
 """Table of settings without effect: its keys exist in recipes, and default values are never refused."""
 
+from pathlib import Path
+
 import pytest
 
 from vitpar.errors import RecipeError
@@ -21,17 +23,54 @@ def test_tables_name_only_existing_settings() -> None:
         assert len(set(used)) == len(used), doing
 
 
-@pytest.mark.parametrize("key", [key for effect in EFFECTS for key in effect.keys if not key.startswith("optimizer.")])
-def test_default_value_without_effect_is_accepted(key: str) -> None:
-    section, _, name = key.partition(".")
-    default = type(getattr(read_recipe(None, BASE), section)).model_fields[name].default
-    assert read_recipe(None, {**BASE, key: default}) == read_recipe(None, BASE)
+def test_default_value_without_effect_is_accepted() -> None:
+    for key in (key for effect in EFFECTS for key in effect.keys if not key.startswith("optimizer.")):
+        section, _, name = key.partition(".")
+        default = type(getattr(read_recipe(None, BASE), section)).model_fields[name].default
+        assert read_recipe(None, {**BASE, key: default}) == read_recipe(None, BASE), key
 
 
 BASE = {"data.path": "x", "train.steps": 1}
 
 
-def test_first_setting_without_effect_is_named() -> None:
-    with pytest.raises(RecipeError, match=r"^faults\.max_skipped is 3, but faults\.non_finite 'stop' skips nothing"):
-        read_recipe(None, BASE, ["faults.max_skipped=3"])
-    assert read_recipe(None, BASE, ["faults.max_skipped=3", "faults.non_finite=skip"]).faults.max_skipped == 3
+WITHOUT = [
+    (["faults.max_skipped=3"], r"^faults\.max_skipped is 3, but faults\.non_finite 'stop' skips nothing"),
+    (["faults.non_finite=skip", "train.precision=fp16"], "which train.precision fp16 always does"),
+    (["faults.debug_checks=true", "train.compile=true"], "faults.debug_checks cannot check compiled blocks"),
+    (["track.trackers=['mlflow']"], r"track\.trackers\.0"),
+    (["track.trackers=['wandb', 'wandb']"], "names 'wandb' twice"),
+    (["track.trackers=['tensorboard']", "track.project=x"], "only wandb and trackio use"),
+    (["track.trackers=['trackio']", "track.wandb_mode=online"], "does nothing without W&B"),
+    (["track.trackers=['wandb']", "track.name=''"], r"track\.name"),
+    (["train.ema_warmup=true"], r"ema_warmup is true, which does nothing without train\.ema_decay"),
+    (["train.freeze=blocks[0]"], r"^train\.freeze: 'blocks\[0\]' is not a layer selector"),
+]
+
+
+def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
+    for assignments, message in WITHOUT:
+        with pytest.raises(RecipeError, match=message):
+            read_recipe(None, BASE, assignments)
+    used = ["faults.max_skipped=3", "faults.non_finite=skip", "track.trackers=['wandb', 'trackio']"]
+    recipe = read_recipe(None, BASE, used)
+    assert recipe.faults.max_skipped == 3
+    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
+    assert read_recipe(tmp_path / "recipe.toml") == recipe
+
+
+def test_freeze_names_layers_of_the_model() -> None:
+    def frozen(text: str) -> frozenset[str]:
+        recipe = read_recipe(None, {**BASE, "model.name": "vit_nano_patch4_32"}, [f"train.freeze={text}"])
+        return recipe.frozen(recipe.config(10))
+
+    assert frozen("embed, 0-1") == {"embed", "blocks.0", "blocks.1"}
+    assert frozen('"embed"') == {"embed"} and frozen("3") == {"blocks.3"}  # TOML reads a number
+    plain = read_recipe(None, BASE)
+    assert plain.frozen(plain.config(10)) == frozenset()
+    for text, message in (
+        ("0-9", "train.freeze: '0-9' names block 9, but vit_nano_patch4_32 has 8 blocks, 0 to 7: change it"),
+        ("embed, *, head", "train.freeze 'embed, *, head' freezes all layers: leave out one, such as head"),
+    ):
+        with pytest.raises(RecipeError) as refused:
+            frozen(text)
+        assert str(refused.value) == message

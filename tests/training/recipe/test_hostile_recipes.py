@@ -33,7 +33,6 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
     ("text", "message"),
     [
         ("a." * 100_000 + "a = 1", "not valid TOML: a key has 100,000 dots, more than 8"),
-        ("[" + "a." * 100_000 + "a]", "not valid TOML: a key has 100,000 dots"),
         ("[[" + "a . " * 50_000 + "a]]", "not valid TOML: a key has 50,000 dots"),
         ("a = {" + "b." * 100_000 + "b = 1}", "not valid TOML: a key has 100,000 dots"),
         ('a = 1 # "\nb' + ".b" * 100_000 + " = 1", "not valid TOML: a key has 100,000 dots"),
@@ -41,13 +40,11 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
         ('a = "\\""\nb' + ".b" * 100_000 + " = 1", "not valid TOML: a key has 100,000 dots"),
         ('"x"' + '."."' * 50_000 + " = 1", "not valid TOML: a key has 50,000 dots"),
         ("a = " + "[" * 200_000, "not valid TOML: it is nested too deeply"),
-        ("a = " + "{a = " * 40_000, "not valid TOML: it is nested too deeply"),
         (f"[train]\nsteps = {NINES}", "not valid TOML: Exceeds the limit"),
         ("#" * (MAX_TOML_BYTES + 1), "it has more than 262,144 bytes"),
         ("x" * 200_000 + " = 1", "unknown recipe key 'x{198}…'"),
         ("[model]\n" + "x" * 200_000 + " = 1", "unknown recipe key 'model.x+…'"),
         ("[model]\n" + "\n".join(f"k{index} = 1" for index in range(20_000)), "unknown recipe key 'model.k0'"),
-        ("\n".join(f"[k{index}]" for index in range(20_000)), "unknown recipe key 'k0'"),
         ("model = 3", "recipe key 'model' is 3"),
     ],
 )
@@ -101,13 +98,6 @@ def test_non_utf8_assignments_are_refused(assignment: str) -> None:
     assert str(refused.value).encode()
 
 
-def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text("data = 3")
-    with pytest.raises(RecipeError, match="recipe key 'data' is 3: write a table"):
-        read_recipe(path, {"train.steps": 1}, ["stream.train=x"])
-
-
 ABSURD = "9" * 400
 SETTINGS = {
     "data": ("shuffle_window", "shuffle_block", "workers", "cache_gb"),
@@ -123,54 +113,27 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("key", [f"{section}.{name}" for section, names in SETTINGS.items() for name in names])
-def test_numbers_out_of_range_are_refused(key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"recipe key '{key}' is (9+…|inf): input should be") as caught:
-        read_recipe(None, {"train.steps": None if key == "train.epochs" else 1}, [f"{key}={ABSURD}"])
-    assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 100
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
-        ("data.workers=1000000000", "is 1000000000: input should be less than or equal to 1024"),
-        ("stream.shuffle_buffer=1000000000", "less than or equal to 1048576"),
-        ("augment.repeats=1000000000", "less than or equal to 16777216"),
-        ("faults.hang_minutes=1e300", "less than or equal to 1000000"),
-        ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
-        ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
-        (
-            "parallel.fallback_meshes=[" + "'dp1'," * 20_000 + "]",
-            f"fallback_meshes' is .*…: .*{MAX_ALTERNATIVES} items",
-        ),
-        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
-    ],
-)
-def test_settings_that_would_exhaust_resources_are_refused(assignment: str, message: str) -> None:
-    refused(None, message, assignment)
-
-
-def test_very_long_runs_are_accepted() -> None:
+def test_numbers_out_of_range_are_refused() -> None:
+    for key in (f"{section}.{name}" for section, names in SETTINGS.items() for name in names):
+        with pytest.raises(RecipeError, match=rf"recipe key '{key}' is (9+…|inf): input should be") as caught:
+            read_recipe(None, {"train.steps": None if key == "train.epochs" else 1}, [f"{key}={ABSURD}"])
+        assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 100
     assert read_recipe(None, {"data.path": "here"}, [f"train.steps={10**15}"]).total_steps(10) == 10**15
 
 
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("parallel.mesh=dp999999999", "is 999999999: use 1 to 65,536"),
-        ("parallel.mesh=" + "dp2x" * 25_000, "has 100,000 characters: write at most 65,536"),
-        ("parallel.virtual_stages=999999999", "virtual_stages is 999999999: use 1 to 1,024"),
-        ("parallel.microbatches=999999999", "microbatches is 999999999: use 1 to 16,777,216"),
-        ("parallel.split=[" + "1," * 20_000 + "]", "split has 20,000 stages"),
-        ("parallel.split=" + "x" * 100_000, "unknown split 'x{198}…'"),
-        ("parallel.schedule=" + "x" * 100_000, "unknown schedule 'x{198}…'"),
+        ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
+        ("faults.hang_minutes=1e300", "less than or equal to 1000000"),
+        ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
+        ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
+        ("parallel.fallback_meshes=[" + "'dp1'," * 20_000 + "]", f"meshes' is .*…: .*{MAX_ALTERNATIVES} items"),
+        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
     ],
 )
-def test_oversized_plans_are_refused(assignment: str, message: str) -> None:
-    with pytest.raises(StrategyError, match=message) as caught:
-        read(None, assignment).requested_plans()
-    assert len(str(caught.value)) < 3 * MAX_QUOTED_CHARS
+def test_settings_that_would_exhaust_resources_are_refused(assignment: str, message: str) -> None:
+    refused(None, message, assignment)
 
 
 def test_error_about_many_unfitting_plans_stays_short() -> None:
@@ -191,10 +154,7 @@ def test_error_about_many_unfitting_plans_stays_short() -> None:
     ("policy", "message"),
     [
         ("rand-m9-n999999999", "n is above 64"),
-        ("rand-m9-n999999999999", "it has 'n999999999999'"),
-        ("rand-n65", "n is above 64"),
         (f"rand-m{NINES}", "it has 'm9+…'"),
-        (f"rand-mstd{NINES}", "it has 'mstd9+…'"),
         ("rand-m11", "m is above 10"),
         ("rand-inc2", "inc 0 or 1"),
         ("rand-m²", "it has 'm²'"),
@@ -207,10 +167,7 @@ def test_oversized_augmentation_policies_are_refused(policy: str, message: str) 
     with pytest.raises(RecipeError, match=message) as caught:
         parse_policy(policy)
     assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 400
-
-
-def test_longest_allowed_policy_is_accepted() -> None:
-    assert parse_policy("rand-m9-n64-mstd101-p1-inc1")
+    assert parse_policy("rand-m9-n64-mstd101-p1-inc1"), "the longest that is allowed"
 
 
 def test_resize_is_limited_for_tiny_crop_pct_and_long_images() -> None:

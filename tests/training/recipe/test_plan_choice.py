@@ -48,6 +48,8 @@ def test_first_fitting_plan_is_used_with_a_reason(
             "neither parallel.mesh nor any of parallel.fallback_meshes fits: dp: a batch of 8"
         )
         assert "; tp3xdp: tp3 does not divide the 4 heads" in str(refused.value)
+        with pytest.raises(StrategyError, match=r"^a batch of 8 images does not divide"):  # a single plan's own error
+            chosen(recipe(mesh, []), ranks)
         assert "; pp2xdp: a batch of 8" in str(refused.value)
         return
     found = chosen(made, ranks)
@@ -59,21 +61,13 @@ def test_first_fitting_plan_is_used_with_a_reason(
         assert because in found.because
 
 
-def test_single_unfitting_plan_keeps_its_own_error() -> None:
-    with pytest.raises(StrategyError, match=r"^the degrees given in 'pp2xdp' multiply to 2"):
-        chosen(recipe("pp2xdp", []), 3)
-
-
 def test_pipeline_settings_apply_only_to_pipeline_plans() -> None:
     made = recipe("pp4xdp", ["pp2xdp", "dp"], schedule="interleaved1f1b", virtual_stages=2, microbatches=4)
     pipeline, alone = chosen(made, 2).plan, chosen(made, 1).plan
     assert (str(pipeline), pipeline.schedule, pipeline.virtual_stages) == ("pp2", "interleaved1f1b", 2)
     assert (str(alone), alone.schedule, alone.virtual_stages) == ("dp1", "1f1b", 1)
     assert pipeline.microbatches == alone.microbatches == 4
-
-
-def test_indivisible_microbatches_select_the_next_plan() -> None:
-    found = chosen(recipe("dp", ["tp2xdp"], microbatches=4), 4)
+    found = chosen(recipe("dp", ["tp2xdp"], microbatches=4), 4)  # 2 images a rank do not divide into 4 micro-batches
     assert str(found.plan) == "tp2xdp2" and found.because is not None and "micro-batches" in found.because
 
 

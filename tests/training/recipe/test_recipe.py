@@ -1,32 +1,18 @@
 """Recipes: precedence of their sources, settings that replace each other, and an error for each kind of mistake."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from helpers.paths import ROOT
+from helpers.trained import recipe_text
 from vitpar.errors import ModelError, RecipeError, StrategyError
-from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
 
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))
-SMALL = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 4
-num_heads = 2
-
-[data]
-path = "somewhere"
-
-[train]
-batch_size = 32
-epochs = 2
-seed = 5
-"""
+SMALL = recipe_text(
+    **{"model.num_heads": 2, "data.path": "somewhere", "train.batch_size": 32, "train.epochs": 2, "train.seed": 5}
+)
 
 
 @pytest.fixture
@@ -53,28 +39,20 @@ def test_later_sources_override_earlier_ones(file: Path) -> None:
     assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "auto", "dp1")  # defaults
 
 
-def test_recipe_file_is_optional() -> None:
-    recipe = read_recipe(None, {"data.path": "here", "train.steps": 3})
-    assert recipe.model.name == "vit_small_patch16_224"
-    assert recipe.total_steps(1000) == 3
-
-
-@pytest.mark.parametrize(
-    ("assignment", "section", "name", "value"),
-    [
-        ("train.seed=3", "train", "seed", 3),
-        ("optimizer.lr = 3e-4", "optimizer", "lr", 3e-4),
-        ("optimizer.name=sgd", "optimizer", "name", "sgd"),
-        ('optimizer.name="sgd"', "optimizer", "name", "sgd"),
-        ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", (0.8, 0.9)),
-        ("train.compile=true", "train", "compile", True),
-        ("parallel.split=[1, 3]", "parallel", "split", (1, 3)),
-        ("parallel.mesh=pp2xtp2", "parallel", "mesh", "pp2xtp2"),
-        ("data.path=a=b", "data", "path", "a=b"),
-    ],
-)
-def test_assignments_parse_as_toml_or_text(file: Path, assignment: str, section: str, name: str, value: Any) -> None:
-    assert getattr(getattr(read_recipe(file, {}, [assignment]), section), name) == value
+def test_assignments_parse_as_toml_or_text(file: Path) -> None:
+    for assignment, value in (
+        ("train.seed=3", 3),
+        ("optimizer.lr = 3e-4", 3e-4),
+        ("optimizer.name=sgd", "sgd"),
+        ('optimizer.name="sgd"', "sgd"),
+        ("optimizer.betas=[0.8, 0.9]", (0.8, 0.9)),
+        ("train.compile=true", True),
+        ("parallel.split=[1, 3]", (1, 3)),
+        ("parallel.mesh=pp2xtp2", "pp2xtp2"),
+        ("data.path=a=b", "a=b"),
+    ):
+        section, _, name = assignment.partition("=")[0].strip().partition(".")
+        assert getattr(getattr(read_recipe(file, {}, [assignment]), section), name) == value, assignment
 
 
 ALTERNATIVES = [
@@ -85,25 +63,24 @@ ALTERNATIVES = [
 
 
 @pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
-@pytest.mark.parametrize("turned", [False, True])
-def test_later_alternative_replaces_the_earlier_one(section: str, one: dict, other: dict, turned: bool) -> None:
-    first, second = (other, one) if turned else (one, other)
-    ((old, before),), ((new, after),) = first.items(), second.items()
+def test_later_alternative_replaces_the_earlier_one_but_both_at_once_are_refused(
+    section: str, one: dict[str, int], other: dict[str, int], tmp_path: Path
+) -> None:
     base = {"data.path": "x"} | ({} if section == "train" else {"train.steps": 1})
-    recipe = read_recipe(None, {**base, f"{section}.{old}": before}, [f"{section}.{new}={after}"])
-    settings = getattr(recipe, section)
-    assert (getattr(settings, old), getattr(settings, new)) == (None, after)
+    for first, second in ((one, other), (other, one)):
+        ((old, before),), ((new, after),) = first.items(), second.items()
+        recipe = read_recipe(None, {**base, f"{section}.{old}": before}, [f"{section}.{new}={after}"])
+        settings = getattr(recipe, section)
+        assert (getattr(settings, old), getattr(settings, new)) == (None, after)
+    given = {f"{section}.{name}": value for name, value in {**one, **other}.items()}
+    assignments = [f"{key}={value}" for key, value in given.items()]
+    text = f'data.path = "x"\n{chr(10).join(assignments)}'
+    for sources in ((written(tmp_path, text),), (None, {**base, **given}), (None, base, assignments)):
+        with pytest.raises(RecipeError, match=f"both {' and '.join(given)} are given: keep one"):
+            read_recipe(*sources)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
-def test_both_alternatives_in_one_file_are_refused(section: str, one: dict, other: dict, tmp_path: Path) -> None:
-    lines = "\n".join(f"{name} = {value}" for name, value in {**one, **other}.items())
-    names = " and ".join(f"{section}.{name}" for name in (*one, *other))
-    with pytest.raises(RecipeError, match=f"both {names} are given: keep one"):
-        read_recipe(written(tmp_path, f'[data]\npath = "x"\n[{section}]\n{lines}'))
-
-
-def test_later_model_name_replaces_the_sizes_in_the_file(file: Path) -> None:
+def test_later_model_name_replaces_the_sizes_in_the_file(file: Path, tmp_path: Path) -> None:
     recipe = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}, ["model.drop_path=0.2"])
     config = recipe.config(10)
     assert (config.embed_dim, config.depth, config.image_size, config.drop_path) == (192, 12, 32, 0.2)
@@ -111,24 +88,13 @@ def test_later_model_name_replaces_the_sizes_in_the_file(file: Path) -> None:
         **{**config.__dict__, "drop_path": 0.0}
     )
     assert read_recipe(file, {}, ["model.depth=6"]).config(10).depth == 6  # sizes alone change the file's model
-
-
-def test_later_model_name_keeps_settings_that_it_does_not_define(tmp_path: Path) -> None:
+    # A later name keeps settings that it does not define.
     text = '[model]\nname = "vit_tiny_patch4_32"\nembed_dim = 96\npool = "avg"\ndrop_path = 0.1\n[data]\npath = "x"\n'
     file = written(tmp_path, text + "[train]\nsteps = 1\n")
     config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
     assert (config.embed_dim, config.pool, config.drop_path) == (768, "avg", 0.1)
     same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
     assert same == read_recipe(file).config(10) and same.embed_dim == 96
-
-
-@pytest.mark.parametrize(("section", "one", "other"), ALTERNATIVES)
-def test_both_alternatives_as_options_are_refused(section: str, one: dict, other: dict) -> None:
-    given = {f"{section}.{key}": value for key, value in {**one, **other}.items()}
-    with pytest.raises(RecipeError, match="are given: keep one"):
-        read_recipe(None, {"data.path": "x", "train.steps": 1, **given})
-    with pytest.raises(RecipeError, match="are given: keep one"):
-        read_recipe(None, {"data.path": "x"}, [f"{key}={value}" for key, value in given.items()])
 
 
 def test_settings_next_to_a_plan_file_are_refused_even_at_defaults(tmp_path: Path) -> None:
@@ -142,9 +108,7 @@ def test_settings_next_to_a_plan_file_are_refused_even_at_defaults(tmp_path: Pat
 
 REFUSED = [
     (["train.sed=1"], r"unknown recipe key 'train.sed' \(did you mean 'train.seed'\?\)"),
-    (["optimzer.lr=1"], r"unknown recipe key 'optimzer' \(did you mean 'optimizer'\?\)"),
     (["optimizer.betas=[0.9,1.5]"], r"recipe key 'optimizer.betas.1' is 1.5: input should be less than 1"),
-    (["optimizer.momentum=0.9"], r"optimizer.momentum is 0.9, which adamw does not use: leave it out"),
     (["optimizer.name=sgd", "optimizer.eps=0.1"], r"optimizer.eps is 0.1, which sgd does not use: leave it out"),
     (["lr_schedule.min_lr=5.0"], r"lr_schedule.min_lr 5.0 is above optimizer.lr"),
     (["train.lr=1"], r"unknown recipe key 'train.lr' \(did you mean 'optimizer.lr'\?\)"),
@@ -152,11 +116,7 @@ REFUSED = [
     (["banana.split=1"], r"unknown recipe key 'banana'.*sections are model, data, augment"),
     (["train.batch_size=many"], "recipe key 'train.batch_size' is 'many': input should be a valid integer"),
     (["train.batch_size=0"], "recipe key 'train.batch_size' is 0: input should be greater than or equal to 1"),
-    (
-        ["train.precision=fp4"],
-        "'train.precision' is 'fp4': input should be 'auto', 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'",
-    ),
-    (["optimizer.lr=-1"], "recipe key 'optimizer.lr' is -1: input should be greater than 0"),
+    (["train.precision=fp4"], "is 'fp4': input should be 'auto', 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"),
     (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
     (["train.seed"], "'train.seed' is not an assignment: write --set section.key=value"),
     (["=3"], "'=3' is not an assignment"),
@@ -165,18 +125,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("assignments", "message"), REFUSED, ids=str)
-def test_invalid_settings_are_refused_in_one_line(file: Path, assignments: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        read_recipe(file, {}, assignments)
-    assert "\n" not in str(caught.value)
-
-
-def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="recipe key 'train' is 3"):
-        read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'))
-    with pytest.raises(RecipeError, match=r"recipe key 'train' is 3: write a table"):
-        read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), {"train.seed": 1})
+def test_invalid_settings_are_refused_in_one_line(file: Path, tmp_path: Path) -> None:
+    for assignments, message in REFUSED:
+        with pytest.raises(RecipeError, match=message) as caught:
+            read_recipe(file, {}, assignments)
+        assert "\n" not in str(caught.value)
+    for options in ({}, {"train.seed": 1}):
+        with pytest.raises(RecipeError, match=r"recipe key 'train' is 3: write a table"):
+            read_recipe(written(tmp_path, 'train = 3\n[data]\npath = "x"'), options)
+    with pytest.raises(RecipeError, match=r"has neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
+        read_recipe(None, {"data.path": "x"})
+    with pytest.raises(RecipeError, match=r"lacks 'data\.path': name a folder made by .* with --data DIR"):
+        read_recipe(None, {"train.steps": 1})
 
 
 def test_shipped_recipe_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +160,6 @@ def test_unreadable_recipe_files_are_refused(tmp_path: Path) -> None:
         read_recipe(binary)
 
 
-def test_missing_required_settings_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"has neither train\.epochs nor train\.steps: give --epochs N or --steps N"):
-        read_recipe(None, {"data.path": "x"})
-    with pytest.raises(RecipeError, match=r"lacks 'data\.path': name a folder made by .* with --data DIR"):
-        read_recipe(None, {"train.steps": 1})
-
-
 def test_epochs_and_warmup_convert_to_steps() -> None:
     base = {"data.path": "x", "train.batch_size": 64}
     by_epochs = read_recipe(None, {**base, "train.epochs": 2.5, "lr_schedule.warmup_epochs": 0.5})
@@ -216,45 +169,24 @@ def test_epochs_and_warmup_convert_to_steps() -> None:
     assert read_recipe(None, {**base, "train.steps": 7}).warmup_steps(1000) == 0
 
 
-def test_toml_round_trip(file: Path, tmp_path: Path) -> None:
-    sections = {"parallel.split": (1, 3), "optimizer.betas": (0.5, 0.75), "train.ema_decay": 0.5, "model.qk_norm": True}
-    recipe = read_recipe(file, sections)
-    assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
-    never_clipping = read_recipe(file, {"train.clip_grad_norm": 0})  # TOML has no null, so 0 means no clipping
-    assert read_recipe(written(tmp_path, never_clipping.to_toml())) == never_clipping
-
-
 @pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
-def test_shipped_recipes_are_valid(path: Path, tmp_path: Path) -> None:
+def test_shipped_recipes_are_valid_and_read_back(path: Path, tmp_path: Path) -> None:
     recipe = read_recipe(path)
     config = recipe.config(10)
     assert recipe.plan(config).world_size >= 1
     assert 0 <= recipe.warmup_steps(1_281_167) < recipe.total_steps(1_281_167)
-    assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
-
-
-@pytest.mark.parametrize("name", ["digits.toml", "cifar10.toml"])
-def test_shipped_recipes_evaluate_small_images_uncropped(name: str) -> None:
-    """crop_pct is 1.0; a smaller value would enlarge small images and crop their edges."""
-    assert [read_recipe(path).data.crop_pct for path in EXPERIMENTS if path.name == name] == [1.0]
-    assert read_recipe(DEFAULT_RECIPE).data.crop_pct == 1.0
+    # A smaller crop_pct would enlarge small images and crop their edges.
+    assert recipe.data.crop_pct == 1.0 or path.name not in ("digits.toml", "cifar10.toml", DEFAULT_RECIPE.name)
+    sections = {"optimizer.betas": (0.5, 0.75), "train.ema_decay": 0.5}  # TOML has no null, so 0 means no clipping
+    for changed in ({}, {**sections, "train.clip_grad_norm": 0}):
+        recipe = read_recipe(path, changed)
+        assert read_recipe(written(tmp_path, recipe.to_toml())) == recipe
 
 
 def test_invalid_plan_or_model_in_a_recipe_is_refused(file: Path) -> None:
     plan = read_recipe(file, {"parallel.mesh": "pp2xtp2", "parallel.microbatch_size": 4})
     assert plan.plan(plan.config(3)).microbatches == 8
-    for key, value, error in (
-        ("parallel.mesh", "tp3", StrategyError),
-        ("parallel.schedule", "zigzag", StrategyError),
-        ("model.num_heads", 5, ModelError),
-    ):
+    for key, value, error in (("parallel.mesh", "tp3", StrategyError), ("model.num_heads", 5, ModelError)):
         with pytest.raises(error):
             recipe = read_recipe(file, {key: value})
             recipe.plan(recipe.config(3))
-
-
-def test_recipes_are_frozen(file: Path) -> None:
-    recipe: Any = read_recipe(file)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.train.seed = 3
-    assert isinstance(recipe, Recipe)

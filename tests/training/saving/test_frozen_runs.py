@@ -9,6 +9,7 @@ import torch
 from helpers.ranks import RankPool
 from helpers.trained import STEPS, assembled, recipe_of, rows, train, trainer_of
 from vitpar.errors import CheckpointError
+from vitpar.runs.folder import RunRecord
 from vitpar.training.recipe import Recipe
 from vitpar.weights.folder import open_weights
 
@@ -31,6 +32,13 @@ def test_run_with_frozen_layers_moves_to_another_plan(
     ranks(4).run(train, first, tmp_path / "through")
     ranks(4).run(stopped, first, tmp_path / "moved")
     ranks(3).run(train, second, tmp_path / "moved", resume=tmp_path / "moved")
+    record = RunRecord(tmp_path / "moved")  # it understands the lines that a run writes
+    starts = [(start.plan, start.after, start.steps) for start in record.log.starts]
+    assert starts == [("pp2xtp2", 0, STEPS), ("fsdp3", STEPS, 2 * STEPS)]
+    start = record.log.starts[0]
+    assert (start.train_images, start.val_images, start.batch_size) == (35, 17, 24)
+    assert record.log.saves == [STEPS, 2 * STEPS] and record.state == "complete" and record.plan_words == "fsdp3"
+    assert record.metrics.steps == 2 * STEPS and record.last("top1") is not None
     for one, other in zip(rows(tmp_path / "through"), rows(tmp_path / "moved"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
     begin, end = (assembled(tmp_path / "moved" / "checkpoints" / f"step_{step}") for step in (STEPS, 2 * STEPS))

@@ -5,32 +5,13 @@ from pathlib import Path
 import pytest
 
 from helpers.command_line import Command
+from helpers.trained import recipe_text
 from vitpar.runs.metrics import rows
 
-RECIPE = """
-[model]
-name = "vit_custom"
-image_size = 8
-patch_size = 4
-embed_dim = 24
-depth = 2
-num_heads = 2
-
-[data]
-path = "data"
-
-[train]
-batch_size = 8
-steps = 8
-log_every = 1
-
-[lr_schedule]
-warmup_steps = 2
-
-[checkpoint]
-every_steps = 4
-keep = 5
-"""
+RECIPE = recipe_text(
+    **{"model.depth": 2, "data.path": "data", "train.batch_size": 8, "train.steps": 8, "train.log_every": 1},
+    **{"lr_schedule.warmup_steps": 2, "checkpoint.every_steps": 4, "checkpoint.keep": 5},
+)
 
 
 @pytest.mark.parametrize("batch", [4, 16])

@@ -34,11 +34,13 @@ def planted(tmp_path: Path, environment: None) -> Planted:
     return run
 
 
+@pytest.mark.tools
 def test_good_reader_has_no_findings(planted: Planted) -> None:
     tally = planted("Planted")
     assert not tally.found and tally.cases > 5 and 0 < tally.accepted < tally.cases
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize(
     ("kind", "expected", "words"),
     [
@@ -65,12 +67,14 @@ def test_faulty_reader_is_detected(kind: str, expected: str, words: str, planted
     assert any(words in path.read_text() for path in tmp_path.glob("keep/*/*/finding.txt"))
 
 
+@pytest.mark.tools
 def test_hanging_reader_is_killed_with_its_stack(planted: Planted) -> None:
     tally = planted("Hangs", cases=1, limit=0.3)
     (found,) = tally.found.values()
     assert found.kind == "hang" and "planted_readers.py" in found.words
 
 
+@pytest.mark.tools
 def test_finding_is_shrunk_and_repeated_from_the_database(planted: Planted, tmp_path: Path) -> None:
     (found,) = planted("NeedsTheRightNumber", cases=2_000, shrink=20.0).found.values()
     simplest = next(tmp_path.glob("keep/*/*/file")).read_bytes()
@@ -80,6 +84,7 @@ def test_finding_is_shrunk_and_repeated_from_the_database(planted: Planted, tmp_
     assert again == found
 
 
+@pytest.mark.tools
 def test_program_prints_how_to_repeat_a_finding(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, sys.path)])
     options = ["--only", "helpers.planted_readers:RaisesAnother", "--cases", "5", "--limit", "40"]

@@ -97,6 +97,7 @@ def test_mutation_that_does_not_match_is_refused(small: Path) -> None:
     assert (small / "thing.py").read_text() == SOURCE
 
 
+@pytest.mark.tools
 def test_only_a_failed_assertion_counts(small: Path) -> None:
     mutations = (
         of("caught", "limit = 6"),
@@ -118,6 +119,7 @@ def test_only_a_failed_assertion_counts(small: Path) -> None:
     assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
 
 
+@pytest.mark.tools
 def test_hanging_command_is_killed(small: Path) -> None:
     (small / "test_thing.py").write_text("import time\n\ndef test_limit():\n    time.sleep(1000)\n")
     commands = Commands(limit=2.0)
@@ -163,6 +165,7 @@ run(Path(sys.argv[1]), [one], parallel=2, limit=100.0)
 """
 
 
+@pytest.mark.tools
 def test_ctrl_c_leaves_no_files_or_processes(small: Path) -> None:
     (small / "test_thing.py").write_text(
         "import time\n\ndef test_limit():\n    open('begun', 'w')\n    time.sleep(1000)\n"

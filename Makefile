@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 # The version of torch in a new environment, and how many tests run at once.
 TESTED   := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH    ?= $(TESTED)
-PARALLEL ?= 4
+PARALLEL ?= 3
 INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 # A programme for a GPU, and a Python like that of its machine.
 PROGRAMME  ?= A
@@ -37,7 +37,7 @@ data_shards/digits/dataset.json: | $(READY)
 demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8 processes, pipeline x tensor x data parallel
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
-test: $(READY)   ## Test every feature once, PARALLEL=4 at a time
+test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
 	$(PYTEST) -m 'not slow and not soak and not tools'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks

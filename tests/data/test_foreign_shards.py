@@ -54,6 +54,25 @@ def test_folder_names_become_classes(tmp_path):
         index(tmp_path, labels=Labels("folder"), splits={"train": "x-*.tar"}, classes=["dog"])
 
 
+def test_names_in_label_members_become_classes(tmp_path):
+    """Longer extensions count where a key has no plain one, and dots lead into JSON objects."""
+    dog, cat = (json.dumps({"meta": {"label": name}}).encode() for name in ("dog", "cat"))
+    members = [("0.png", encoded(0)), ("0.json", dog), ("1.image.jpg", encoded(1, "JPEG")), ("1.json", cat)]
+    write_tar(tmp_path / "x.tar", *members, ("0.mask.png", encoded(2)))
+    index(tmp_path, labels=Labels.parse("json:meta.label"), splits={"train": "x.tar"})
+    train = ShardSet.open(tmp_path, "train")
+    assert train.classes == ("cat", "dog") and train.labels.tolist() == [1, 0]
+    assert [train.read(0), train.read(1)] == [encoded(0), encoded(1, "JPEG")] and not list(verify(tmp_path))
+    write_tar(
+        tmp_path / "y.tar", ("0.png", encoded(0)), ("0.cls.txt", b"dog\n"), ("1.png", encoded(1)), ("1.cls.txt", b"ant")
+    )
+    index(tmp_path, splits={"train": "y.tar"})
+    assert ShardSet.open(tmp_path, "train").classes == ("ant", "dog")
+    write_tar(tmp_path / "z.tar", ("0.png", encoded(0)), ("0.cls", b"1"))
+    with pytest.raises(DataError, match="some shards have numbers as labels and some have names"):
+        index(tmp_path, splits={"train": "[yz].tar"})
+
+
 PNG = encoded(1)
 
 
@@ -63,10 +82,24 @@ PNG = encoded(1)
         ([("a.png", PNG)], "sample 'x.tar/a' has no label"),
         ([("a.cls", b"1")], "sample 'x.tar/a' has no image"),
         ([("a.png", b""), ("a.cls", b"1")], "image 'x.tar/a.png' has 0 bytes"),
-        ([("a.png", PNG), ("a.cls", b"cat")], "label b'cat' of 'x.tar/a.cls' is not a whole number"),
+        ([("a.png", PNG), ("a.cls", b" ")], "label '' of 'x.tar/a.cls' is neither a whole number nor a name"),
+        (
+            [("a.png", PNG), ("a.cls", b"cat"), ("b.png", PNG), ("b.cls", b"1")],
+            "some labels of 'x.tar' are numbers and some are names",
+        ),
+        (
+            [("a.1.v2.png", PNG), ("a.1.v2.cls", b"1"), ("a.2.v2.png", PNG), ("a.2.v2.cls", b"1")],
+            "key 'a' of 'x.tar' has 2 images; keys end at the first dot of a name",
+        ),
         ([("a.png", PNG), ("a.cls", b"-1")], "label -1 of 'x.tar/a.cls' is outside 0 to"),
-        ([("a.png", PNG), ("a.cls", b"1"), ("a.jpg", PNG)], "'x.tar/a.jpg' repeats the key of an earlier sample"),
-        ([("a.png", PNG), ("a.cls", b"1"), ("a.cls", b"1")], "'x.tar/a.cls' repeats the key of an earlier sample"),
+        (
+            [("a.png", PNG), ("a.cls", b"1"), ("a.jpg", PNG)],
+            "'x.tar/a.jpg' repeats the key 'a', which ends at the first dot",
+        ),
+        (
+            [("a.png", PNG), ("a.cls", b"1"), ("a.cls", b"1")],
+            "'x.tar/a.cls' repeats the key 'a', which ends at the first dot",
+        ),
         ([("a.txt", b"hello")], "shard '.*x.tar' has no labelled images"),
     ],
 )
@@ -80,7 +113,7 @@ def test_bad_shard_error_names_the_sample(tmp_path, members, message):
 @pytest.mark.parametrize("field", ["class", "label"])
 def test_json_labels_are_checked(tmp_path, field):
     write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.json", json.dumps({"label": [1]}).encode()))
-    message = "has no field 'class'" if field == "class" else r"label \[1\] of .* is not a whole number"
+    message = "has no field 'class'" if field == "class" else r"label \[1\] of .* is neither a whole number"
     with pytest.raises(DataError, match=message):
         index(tmp_path, labels=Labels("json", field))
 

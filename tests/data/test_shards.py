@@ -77,7 +77,7 @@ def test_index_pairs_members_by_key(tmp_path):
     [
         ((("x.png", b"p"),), r"sample 'a.tar/x' has no label"),
         ((("x.cls", b"1"),), r"sample 'a.tar/x' has no image"),
-        ((("x.cls", b"one"), ("x.png", b"p")), r"label b'one' of 'a.tar/x.cls' is not a whole number"),
+        ((("x.cls", b"-1"), ("x.png", b"p")), r"label -1 of 'a.tar/x.cls' is outside 0 to"),
     ],
 )
 def test_index_refuses_incomplete_samples(tmp_path, content, message):

@@ -387,7 +387,7 @@ def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, work
         "bad": "sample 'bad' of '{}': its header cannot be read",
         "lonely": "sample 'lonely' of '{}' has no label (.cls)",
         "double": "sample 'double' of '{}' has 2 images",
-        "word": "label b'cat' of 'word.cls' of '{}' is not a whole number",
+        "word": "label 'cat' of 'word.cls' of '{}' is a name, but a stream knows numbers only",
     }
     for name, message in messages.items():
         path = tmp_path / f"{name}.tar"

@@ -3,7 +3,9 @@
 Ranks are forked from a server that has imported torch and vitpar but has no threads, so they start quickly.
 """
 
+import ctypes
 import multiprocessing
+import os
 import signal
 import socket
 import traceback
@@ -19,6 +21,7 @@ from vitpar.launch import World, join, leave
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["vitpar.check", "torch.profiler", "einops._torch_specific", "pytest", "hypothesis"])
 MOST_THREADS = 50
+_PR_SET_PDEATHSIG = 1
 TIMEOUT = 1100.0  # seconds for one function; pytest's own timeout is usually shorter
 
 
@@ -27,7 +30,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Pool of `size` spawned processes in one process group, each with one CPU thread."""
+    """Pool of `size` forked processes in one process group, each with one CPU thread.
+
+    Between functions they are stopped: every process group keeps a thread that polls 100 times a second, and the idle
+    ranks of a test session took half of two cores.
+    """
 
     def __init__(self, size: int) -> None:
         from torch.distributed import TCPStore
@@ -51,6 +58,7 @@ class RankPool:
 
         function: importable by name, as are its arguments
         """
+        self._signal(signal.SIGCONT)
         for end in self._ends:
             end.send((function, args, kwargs))
         results = []
@@ -67,7 +75,13 @@ class RankPool:
             self.close()
             causes = [f for f in failures if "gloo/transport" not in f[1] and "process ended" not in f[1]] or failures
             raise RankError(f"rank {causes[0][0]} of {self.size}:\n{causes[0][1]}")
+        self._signal(signal.SIGSTOP)
         return [value for _, value in results]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     @property
     def alive(self) -> bool:
@@ -144,8 +158,6 @@ def exits(function: Callable[..., Any], environments: Iterable[dict[str, str]], 
 
 
 def _run_apart(errors: Path, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
-    import os
-
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     os.environ.clear()
     os.environ.update(environment)
@@ -153,8 +165,6 @@ def _run_apart(errors: Path, environment: dict[str, str], function: Callable[...
 
 
 def _run_once(end: Connection, environment: dict[str, str], function: Callable[..., Any], args: Any) -> None:
-    import os
-
     os.environ.clear()
     os.environ.update(environment)
     try:
@@ -166,10 +176,10 @@ def _run_once(end: Connection, environment: dict[str, str], function: Callable[.
 
 
 def _serve(rank: int, size: int, port: int, end: Connection) -> None:
-    import os
-
     import torch
 
+    # A stopped rank does not notice that its session has ended, but the server that forked it does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     device = join(World(rank, size, rank, size, "torchrun", "127.0.0.1", port), "cpu", timeout=60.0)

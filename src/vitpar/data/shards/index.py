@@ -6,9 +6,11 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,12 @@ from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LABEL_BYTES
 from vitpar.text import literal, shown
 
 EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
-"""Extensions of tar members that are images."""
+"""Extensions of tar members that are images. One that ends in them, as `image.jpg`, counts if its key has no other."""
+
+
+def is_image(extension: str) -> bool:
+    """Return whether a member with this extension, in lower case, is an image."""
+    return extension.rpartition(".")[2] in EXTENSIONS
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ class Labels:
     kind: str = "cls"
     """Kind of place: "cls", "json" or "folder".
 
-    "cls" is a member ``KEY.cls`` with an integer, "json" is a field of a member ``KEY.json``. "folder" is the folder of
-    the image, whose name is then the name of the class.
+    "cls" is a member ``KEY.cls`` or ``KEY.cls.txt``, "json" is a field of a member ``KEY.json``; both hold an integer
+    or the name of the class. "folder" is the folder of the image, whose name is then the name of the class.
     """
     field: str = "label"
-    """Name of the field, for "json"."""
+    """Name of the field, for "json"; dots lead into objects, as in ``meta.label``."""
 
     def __str__(self) -> str:
         return f"json:{self.field}" if self.kind == "json" else self.kind
@@ -45,6 +52,10 @@ class Labels:
     def extension(self) -> str | None:
         """Extension of the member that holds the label; None for labels from folders."""
         return None if self.kind == "folder" else self.kind
+
+    def has(self, extension: str) -> bool:
+        """Return whether a member with this extension, in lower case, holds a label."""
+        return self.kind != "folder" and extension in (self.kind, f"{self.kind}.txt")
 
     @classmethod
     def parse(cls, text: str) -> Labels:
@@ -76,6 +87,10 @@ class Scan:
         return self.rows
 
 
+_Sample = tuple[int, int, int]
+"""Offset, size and checksum of an image."""
+
+
 def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
     """Find the samples of a tar file.
 
@@ -85,22 +100,24 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     checksums: whether to read the images for their checksums; without, column `crc` is 0.
 
     Raises DataError for a file that is no complete tar file, an image without a label or a label without an image, two
-    samples with one key, an image that is empty or too large, and a label that is not an integer.
+    samples with one key, an image that is empty or too large, and labels of which some are integers and some names.
     """
-    samples: dict[str, tuple[int, int, int]] = {}
+    plain: dict[str, _Sample] = {}
+    longer: dict[str, list[_Sample]] = {}
     found: dict[str, int | str] = {}
     with open_tar(shard) as file:
         for member in members(file):
             folder, slash, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key, extension = folder + slash + stem, extension.lower()
-            wanted = extension in EXTENSIONS or extension == labels.extension
-            if not member.isreg() or stem == "" or not wanted:
+            if not member.isreg() or stem == "" or not (is_image(extension) or labels.has(extension)):
                 continue
             where = f"'{shard.name}/{shown(member.name)}'"
-            if key in (samples if extension in EXTENSIONS else found):
-                raise DataError(f"{where} repeats the key of an earlier sample: make keys unique")
-            if extension == labels.extension:
+            if key in (plain if extension in EXTENSIONS else found if labels.has(extension) else ()):
+                raise DataError(
+                    f"{where} repeats the key '{shown(key)}', which ends at the first dot: make keys unique"
+                )
+            if labels.has(extension):
                 if member.size > MAX_LABEL_BYTES:
                     raise DataError(f"label {where} has {member.size:,} bytes: use at most {MAX_LABEL_BYTES:,}")
                 found[key] = label_of(content(file, member), labels, where)
@@ -109,16 +126,30 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
                 raise DataError(
                     f"image {where} has {member.size:,} bytes: remove it, or shrink it to at most {MAX_IMAGE_BYTES:,}"
                 )
-            crc = zlib.crc32(content(file, member)) if checksums else 0
-            samples[key] = member.offset_data, member.size, crc
+            sample = member.offset_data, member.size, zlib.crc32(content(file, member)) if checksums else 0
+            if extension in EXTENSIONS:
+                plain[key] = sample
+            else:
+                longer.setdefault(key, []).append(sample)
             if labels.kind == "folder":
                 if folder in ("", "."):
                     raise DataError(f"image {where} is not in a class folder: move it into one, or set --label")
                 found[key] = folder.rpartition("/")[2]
+    samples = plain.copy()
+    for key, images in longer.items():
+        if key not in plain and len(images) > 1:
+            raise DataError(
+                f"key '{shown(key)}' of '{shard.name}' has {len(images)} images; keys end at the first dot of a name: "
+                "rename them, or keep one"
+            )
+        samples.setdefault(key, images[0])
+    samples = dict(sorted(samples.items(), key=lambda item: item[1]))
     for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
         lonely = next((key for key in these if key not in others), None)
         if lonely is not None:
             raise DataError(f"sample '{shard.name}/{shown(lonely)}' has no {partner}")
+    if len({type(label) for label in found.values()}) > 1:
+        raise DataError(f"some labels of '{shard.name}' are numbers and some are names: use one of them")
     return _table(samples, found)
 
 
@@ -131,7 +162,7 @@ def offsets(shard: Path) -> set[int]:
         return {member.offset_data for member in members(file)}
 
 
-def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]) -> Scan:
+def _table(samples: dict[str, _Sample], found: dict[str, int | str]) -> Scan:
     classes = sorted({label for label in found.values() if isinstance(label, str)})
     number = {name: place for place, name in enumerate(classes)}
     rows = np.zeros(len(samples), ROW)
@@ -141,8 +172,8 @@ def _table(samples: dict[str, tuple[int, int, int]], found: dict[str, int | str]
     return Scan(rows, classes or None)
 
 
-def label_of(data: bytes, labels: Labels, where: str) -> int:
-    """Return the label in `data`, the bytes of a member.
+def label_of(data: bytes, labels: Labels, where: str) -> int | str:
+    """Return the label in `data`, the bytes of a member: a number, or the name of a class.
 
     where: name of the member, for messages.
 
@@ -151,18 +182,28 @@ def label_of(data: bytes, labels: Labels, where: str) -> int:
     value: object = data
     if labels.kind == "json":
         try:
-            value = parse_json(data)[labels.field]
+            value = _field(parse_json(data), labels.field)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{where} has no field '{shown(labels.field)}': name another with json:FIELD") from None
-    try:
-        if not isinstance(value, bytes | int | str) or isinstance(value, bool):
-            raise ValueError
-        label = int(value)
-    except ValueError:
-        raise DataError(f"label {literal(value)} of {where} is not a whole number") from None
-    if not 0 <= label < 1 << 31:
-        raise DataError(f"label {shown(label)} of {where} is outside 0 to {(1 << 31) - 1}")
-    return label
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="replace").strip()
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise DataError(f"label {literal(value)} of {where} is neither a whole number nor a name")
+    if isinstance(value, int) and not 0 <= value < 1 << 31:
+        raise DataError(f"label {shown(value)} of {where} is outside 0 to {(1 << 31) - 1}")
+    return value
+
+
+def _field(found: Any, name: str) -> object:
+    """Return the field `name` of a JSON object, or the one that its dots lead to."""
+    if name in found:
+        return found[name]
+    for part in name.split("."):
+        found = found[part]
+    return found
 
 
 def index(
@@ -246,6 +287,8 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
 
 def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence[str] | None) -> list[str]:
     named = [one.classes for one in scans if one.classes is not None]
+    if named and any(one.classes is None and len(one.rows) for one in scans):
+        raise DataError("some shards have numbers as labels and some have names: use one of them")
     found = sorted({name for names in named for name in names})
     if given is None and found:
         return found

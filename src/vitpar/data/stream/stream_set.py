@@ -16,12 +16,12 @@ import numpy as np
 from vitpar.data.images import BadImage
 from vitpar.data.loader import BadSample
 from vitpar.data.randomness import hash_numbers, sample_keys, shuffled
-from vitpar.data.shards.index import EXTENSIONS, Labels, label_of
+from vitpar.data.shards.index import EXTENSIONS, Labels, is_image, label_of
 from vitpar.data.stream import urls
 from vitpar.data.tar import content, members
 from vitpar.errors import DataError
 from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES, MAX_RECORD_BYTES
-from vitpar.text import count, shown
+from vitpar.text import count, literal, shown
 
 _BUFFER = 0x57E4  # separates the shuffle of the buffer from other hashes of seed and pass
 
@@ -210,20 +210,24 @@ class Reader:
     def _most_bytes(self, name: str) -> int:
         """Return the maximum size in bytes of a member with this name; 0 if it is neither image nor label."""
         extension = name.rpartition("/")[2].partition(".")[2].lower()
-        if extension in EXTENSIONS:
+        if is_image(extension):
             return MAX_IMAGE_BYTES
-        return MAX_LABEL_BYTES if extension == self.data.labels.extension else 0
+        return MAX_LABEL_BYTES if self.data.labels.has(extension) else 0
 
     def _sample(self, found: dict[str, Any], shard: int, number: int) -> Sample | None:
         url, key, extension = self.data.shards[shard], found["__key__"], self.data.labels.extension
         name = f"sample '{shown(key)}' of '{shown(url)}'"
         images = [found[kind] for kind in EXTENSIONS if kind in found]
-        if extension not in found or len(images) != 1:
-            has = f"no label (.{extension})" if extension not in found else f"{len(images)} images"
+        images = images or [data for kind, data in found.items() if is_image(kind)]
+        label_data = next((data for kind, data in found.items() if self.data.labels.has(kind)), None)
+        if label_data is None or len(images) != 1:
+            has = f"no label (.{extension})" if label_data is None else f"{len(images)} images"
             self._bad(f"{name} has {has}", self.skipped, "fix it")
             return None
         try:
-            label = label_of(found[extension], self.data.labels, f"'{shown(key)}.{extension}' of '{shown(url)}'")
+            label = label_of(label_data, self.data.labels, where := f"'{shown(key)}.{extension}' of '{shown(url)}'")
+            if isinstance(label, str):
+                raise DataError(f"label {literal(label)} of {where} is a name, but a stream knows numbers only")
         except DataError as error:
             self._bad(str(error), self.skipped, "fix it")
             return None

@@ -293,6 +293,14 @@ def import_command(
     trust: Annotated[
         bool, typer.Option("--trust", help="Load a .pth or .bin with more than tensors, which runs code from it.")
     ] = False,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            "--prefix",
+            help="Beginning of the names of the model's tensors, such as teacher.backbone.",
+            show_default="found by itself",
+        ),
+    ] = None,
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
 ) -> None:
@@ -323,6 +331,7 @@ def import_command(
             classes=classes,
             image_size=image_size,
             trust=trust,
+            prefix=prefix,
             shard_bytes=int(parse_size(shard_size, "--shard-size")),
             progress=moved,
         )

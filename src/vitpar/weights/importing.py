@@ -25,6 +25,7 @@ from vitpar.weights.foreign import recognised
 from vitpar.weights.hints import IMAGENET, hints
 from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
+from vitpar.weights.unwrapping import unwrapped
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum of bytes of tensors in a file."""
@@ -56,6 +57,7 @@ def import_weights(
     classes: int | None = None,
     image_size: int | None = None,
     trust: bool = False,
+    prefix: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ImportedWeights:
@@ -66,13 +68,14 @@ def import_weights(
         existing one.
     image_size: height and width of images in pixels, to which positions are interpolated; None keeps it.
     trust: whether to read a file that could run code.
+    prefix: beginning of the names of the model's tensors; None to find it.
     shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
     progress: callback (tensors done, tensors in total).
 
     Raises DataError, ModelError and CheckpointError. Weights that do not fit are refused before anything is written.
     """
     refuse_used(folder)
-    source = open_source(path, trust)
+    source = unwrapped(open_source(path, trust), prefix)
     (family, found), hinted = recognised(path, source.shapes), hints(source.configs)
     there = family.infer_config(path, found, hinted, model)
     made, notes = family.parts(found, there), [*source.notes, *found.notes, *hinted.notes]

@@ -33,7 +33,7 @@ from vitpar.weights.shards import Shards, read_object, read_weight_map
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
 _CONFIGS = ("config.json", "preprocessor_config.json")
-_INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model")
+_INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
 """Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
@@ -108,12 +108,18 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
             found = found[keys[0]]
         if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
+        found = {name: value for name, value in found.items() if not _is_counter(value)}
         _refuse_unusual(file, found)
         tensors |= found
     around = _around(tensors)
     tensors = {name.removeprefix(around): tensor for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return ForeignWeights(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
+
+
+def _is_counter(value: Any) -> bool:
+    """Return whether a value is a single integer, as AveragedModel and batch norms count in."""
+    return isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32)
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:

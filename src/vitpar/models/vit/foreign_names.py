@@ -77,7 +77,11 @@ MARKS = {
 }
 """Name of the patch projection, which identifies a format."""
 NEEDLESS: dict[str, tuple[tuple[str, str], ...]] = {
-    "timm": ((r"blocks\.\d+\.attn\.rope(?:_reg)?\.freqs", ""),),
+    "timm": (
+        (r"blocks\.\d+\.attn\.rope(?:_reg)?\.freqs", ""),
+        (r"mask_token", "the mask token is dropped: it is for pretraining only"),
+        (r"decoder_.*|decoder\..*", "the decoder is dropped: it is for pretraining only"),
+    ),
     "transformers": (
         (
             rf"{_MODEL}pooler\.dense\.(?:weight|bias)",

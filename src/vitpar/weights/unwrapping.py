@@ -1,0 +1,68 @@
+"""Tensors of a model inside checkpoints of training code: behind a prefix, next to a decoder, or among counters.
+
+DINO and DINOv2 write `teacher` and `student` with names after `backbone.`, Lightning a `state_dict` with names after
+`model.`, MAE its decoder, torch's AveragedModel a counter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vitpar.errors import DataError
+from vitpar.text import either, shown
+from vitpar.weights.foreign import FAMILIES
+from vitpar.weights.shards import listed
+from vitpar.weights.sources import ForeignWeights
+
+_COUNTERS = re.compile(r"(?:.*\.)?(?:n_averaged|total_ops|total_params|num_batches_tracked)")
+"""Names of tensors that training code adds: the counters of AveragedModel, of profilers and of batch norms."""
+_BETTER = ("teacher", "ema")
+"""Words in the prefixes of entries that evaluate best."""
+
+
+def unwrapped(source: ForeignWeights, prefix: str | None = None) -> ForeignWeights:
+    """Return the tensors of the model in `source` under the names of its library, with notes on what is left out.
+
+    prefix: beginning of the names of the model's tensors, which is removed; None to find it.
+
+    Raises DataError for a prefix that no name has, and for several models among the tensors.
+    """
+    shapes = {name: shape for name, shape in source.shapes.items() if not _COUNTERS.fullmatch(name)}
+    if prefix is None:
+        found = [] if _recognised(shapes) else list(dict.fromkeys(_prefixes(shapes)))
+        best = [one for one in found if any(word in one for word in _BETTER)]
+        found = best or found
+        if len(found) > 1:
+            raise DataError(
+                f"'{source.place}' has several models, with names after {either(repr(shown(one)) for one in found)}: "
+                "choose one with --prefix"
+            )
+        prefix = found[0] if found else ""
+    inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    if not inside:
+        raise DataError(
+            f"no tensor of '{source.place}' has a name that begins with '{shown(prefix)}': correct --prefix"
+        )
+    notes = [f"names are read after '{shown(prefix)}'"] * bool(prefix)
+    if outside := [name for name in shapes if not name.startswith(prefix)]:
+        notes.append(f"{listed(outside)} left out, since their names do not begin with '{shown(prefix)}'")
+    start = prefix
+    return replace(source, shapes=inside, read=lambda name: source.read(start + name), notes=(*source.notes, *notes))
+
+
+def _recognised(shapes: dict[str, tuple[int, ...]]) -> bool:
+    return any(family.renamed(shapes) is not None for family in FAMILIES)
+
+
+def _prefixes(shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield the shortest prefix of every name of a patch projection behind which there is a model."""
+    for name in shapes:
+        parts = name.split(".")
+        # A model's patch projection has at least two dots in its name: patch_embed.proj.weight.
+        for length in range(1, len(parts) - 2) if "patch_embed" in name and name.endswith(".weight") else ():
+            prefix = ".".join(parts[:length]) + "."
+            if _recognised({key.removeprefix(prefix): shapes[key] for key in shapes if key.startswith(prefix)}):
+                yield prefix
+                break

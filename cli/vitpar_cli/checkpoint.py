@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
+from vitpar.text import count
 from vitpar_cli.outputs import data_table, progress_bar
 
 if TYPE_CHECKING:
@@ -235,6 +236,8 @@ def export_command(
 ) -> None:
     """Write the parameters of a checkpoint for vitpar, timm or transformers as safetensors, or the model as ONNX.
 
+    Folders of weights, such as a run's `weights` or those of `vitpar checkpoint import`, are exported too.
+
     timm reads the folder with timm.create_model("local-dir:FOLDER", pretrained=True), transformers with
     from_pretrained("FOLDER").
 
@@ -243,27 +246,34 @@ def export_command(
     from vitpar.errors import CheckpointError
     from vitpar.sizes import parse_size
     from vitpar.weights.exporting import Format, export_weights
-    from vitpar.weights.folder import export, weights_of
+    from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
+    from vitpar.weights.folder import export, open_weights, weights_of
 
-    checkpoint = _opened(path)
+    _refuse_missing(path)
+    checkpoint = None if (path / WEIGHTS_INDEX).is_file() else _opened(path)
+    if checkpoint is None and format is ExportFormat.vitpar:
+        raise CheckpointError(f"'{path}' holds weights of vitpar already: name a library with --format")
+    if checkpoint is None and plain:
+        raise CheckpointError(f"--no-averages has no effect: '{path}' has one set of parameters")
     if shard_size is not None and format in (ExportFormat.timm, ExportFormat.onnx):
         raise CheckpointError(f"--shard-size has no effect with --format {format.value}: leave it out")
     averages, shard_bytes = False if plain else None, int(parse_size(shard_size or "5GB", "--shard-size"))
+    weights = open_weights(path) if checkpoint is None else weights_of(checkpoint, averages)
     notes: list[str] = []
     with progress_bar("writing") as moved:
-        if format is ExportFormat.vitpar:
+        if checkpoint is not None and format is ExportFormat.vitpar:
             files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)
         elif format is ExportFormat.onnx:
             from vitpar.weights.onnx import FILE, export_onnx
 
-            error = export_onnx(weights_of(checkpoint, averages), out)
+            error = export_onnx(weights, out)
             files, notes = [out / FILE], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
         else:
-            weights = weights_of(checkpoint, averages)
             library: Format = "timm" if format is ExportFormat.timm else "transformers"
             done = export_weights(weights, out, library, shard_bytes=shard_bytes, progress=moved)
             files, notes = done.files, done.notes
-    typer.echo(f"step {checkpoint.facts.step:,} written to {out}: {len(files)} file{'s' * (len(files) > 1)}")
+    what = str(path) if checkpoint is None else f"step {checkpoint.facts.step:,}"
+    typer.echo(f"{what} written to {out}: {count(len(files), 'file')}")
     for note in notes:
         typer.echo(f"  {note}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from vitpar.errors import RecipeError
+from vitpar.errors import DataError, RecipeError
 from vitpar.text import either
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import AUTO
@@ -47,8 +47,7 @@ def train(
             to=str,
             metavar="DIR",
             help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, a checkpoint, or "
-            "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe, the latter bring their "
-            "model.",
+            "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe they bring their recipe.",
         ),
     ] = None,
     epochs: Annotated[float | None, o.setting("train.epochs", "--epochs", help="Passes over the training set.")] = None,
@@ -168,25 +167,31 @@ def train(
         raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
     run_dir = run_dir or resumed_run.run
     own_recipe = recipe is None and resumed_run.recipe is not None
-    if weights is not None and hub_name(str(weights)):
-        if resumed_run.begins:
-            weights = local_weights(weights)
-            recipe = weights / "recipe.toml" if recipe is None and model is None and not own_recipe else recipe
-            given["model.weights"] = str(weights)
-        elif resumed_run.recipe is not None:  # its parameters are in the checkpoint
-            given["model.weights"] = read_recipe(resumed_run.recipe).model.weights
+    their_recipe = False
+    if weights is not None and resumed_run.begins:
+        weights = local_weights(weights)
+        if not weights.is_dir():
+            raise DataError(f"--weights '{weights}' does not exist: name a folder of weights, or hf:OWNER/NAME")
+        given["model.weights"] = str(weights)
+        if recipe is None and model is None and not own_recipe and (weights / "recipe.toml").is_file():
+            recipe, their_recipe = weights / "recipe.toml", True
+    elif weights is not None and hub_name(str(weights)) and resumed_run.recipe is not None:
+        given["model.weights"] = read_recipe(resumed_run.recipe).model.weights  # they are in the checkpoint
     if own_recipe and mesh is None:
         given["parallel.mesh"] = resumed_run.mesh()
+    # Another mesh replaces the complete plan of the resumed run, and the plan of the weights' run is not this one's.
+    without = ("parallel",) * (mesh == AUTO)
+    if their_recipe or (own_recipe and mesh is not None):
+        without = ("parallel", "communication", *(["track"] if their_recipe else []))
     merged, images = o.training_recipe(
         resumed_run.recipe if own_recipe else recipe,
         given,
         assignments,
-        # Another mesh replaces the complete plan of the resumed run.
-        without=("parallel", "communication") if own_recipe and mesh is not None else ("parallel",) * (mesh == AUTO),
+        without=without,
     )
     merged = counting_images(merged, resumed_run)
     refuse_missing(merged.track.trackers)
-    merged = o.without_commands(merged, assignments) if own_recipe else merged
+    merged = o.without_commands(merged, assignments) if own_recipe or their_recipe else merged
     from vitpar.training.begin import beginning
     from vitpar.training.events import SettingsOrigin
     from vitpar.training.input import open_data, transforms

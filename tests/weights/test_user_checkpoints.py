@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from helpers.command_line import Command
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, timm_state
 from vitpar.errors import DataError
+from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import ImportedWeights, import_weights
 
@@ -92,3 +95,30 @@ def test_several_models_are_named(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"no tensor of .* has a name that begins with 'three\.'"):
         import_weights(tmp_path / "there", tmp_path / "again", prefix="three.")
+
+
+def test_local_weights_bring_their_recipe_and_are_exported(place: Path, vitpar: Command) -> None:
+    imported(timm_state(), place)
+    done = vitpar(
+        "train", "--weights", "here", "--data", "data", "--steps", "1", "--batch-size", "8", "--run-dir", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    recipe = read_recipe(place / "run/recipe.toml")
+    assert recipe.optimizer.lr == 1e-4 and recipe.model.weights == "here" and recipe.data.mean == (0.5, 0.5, 0.5)
+    again = vitpar("train", "--weights", "run/weights", "--data", "data", "--mesh", "dp2", "--run-dir", "again")
+    assert again.returncode == 0, again.stderr
+    done = vitpar("train", "--weights", "gone", "--data", "data")
+    assert done.returncode == 2 and "--weights 'gone' does not exist: name a folder of weights" in done.stderr
+    done = vitpar("checkpoint", "export", "run/weights", "--format", "timm", "--out", "theirs")
+    assert done.returncode == 0 and done.stdout == "run/weights written to theirs: 1 file\n", done.stderr
+    ours, theirs = (
+        open_weights(place / "run/weights").read("head.fc.bias"),
+        load_file(place / "theirs/model.safetensors"),
+    )
+    assert torch.equal(ours, theirs["head.bias"])
+    for words, sentence in (
+        (("--format", "vitpar"), "holds weights of vitpar already: name a library with --format"),
+        (("--format", "timm", "--no-averages"), "--no-averages has no effect: 'here' has one set of parameters"),
+    ):
+        done = vitpar("checkpoint", "export", "here", *words, "--out", "other")
+        assert done.returncode == 2 and sentence in done.stderr

@@ -12,6 +12,7 @@ from vitpar.strategy import SCHEDULES, parse
 from vitpar.text import shown
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.training.recipe.effects import COMMANDS
+from vitpar.training.recipe.file import refuse_unknown_key
 from vitpar.training.recipe.sections import AUTO
 from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar_cli.world import Device, handed_plan, resolve
@@ -215,6 +216,7 @@ def refuse_idle(assignments: list[str] | None, doing: str) -> None:
     """
     used = COMMANDS[doing]
     for key in _keys(assignments):
+        refuse_unknown_key(key)
         # Weights change no shape, plan or time, so only training uses them.
         if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
             raise RecipeError(

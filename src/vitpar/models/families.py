@@ -58,8 +58,8 @@ def family_of(name: str) -> type[ModelConfig]:
             f"give --model {shown(name)}"
         )
     raise ModelError(
-        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: use a name such as vit_small_patch16_224, vit_custom "
-        "or swin_custom"
+        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: vitpar has Vision and Swin Transformers, such as "
+        "vit_small_patch16_224, vit_custom or swin_custom"
     )
 
 

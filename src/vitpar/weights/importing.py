@@ -183,8 +183,8 @@ def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any])
         "optimizer": {"lr": 1e-4},
         "train": {"epochs": 10},
     }
-    comment = f"# Imported from {str(path)!r}. To fine-tune: vitpar train --recipe FOLDER/recipe.toml --weights FOLDER"
-    return f"{comment} --data DIR\n{tomli_w.dumps(values)}"
+    comment = f"# Imported from {str(path)!r}. To fine-tune: vitpar train --weights FOLDER --data DIR"
+    return f"{comment}\n{tomli_w.dumps(values)}"
 
 
 def _section(config: ModelConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from vitpar.former_names import FORMER_NAMES
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
-from vitpar.training.recipe.other_names import OTHER_NAMES
+from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES, OTHER_VALUES
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection
 
@@ -85,6 +85,8 @@ def read_recipe(
     for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot:
+            if key in OTHER_NAMES or key in ABSENT:
+                refuse_unknown_key(key)
             raise RecipeError(f"'{shown(key)}' is not a setting: use section.key, as in train.seed")
         _refuse_unwritable(key, value)
         values.setdefault(section, {})
@@ -167,6 +169,12 @@ def _refuse_unwritable(key: str, value: object) -> None:
         raise RecipeError(f"{shown(key)} is a number of thousands of digits: write a smaller one") from None
 
 
+def refuse_unknown_key(key: str) -> None:
+    """Raise RecipeError if recipes have no setting with this dotted key."""
+    section, _, setting = key.partition(".")
+    _refuse_unknown({section: {setting: None}} if setting else {key: {}})
+
+
 def _refuse_unknown(values: Mapping[str, object]) -> None:
     """Refuse the first section or setting that recipes do not have."""
     for section, settings in values.items():
@@ -209,12 +217,17 @@ def _sentence(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":  # raised by our validators, already a sentence
         return str(first["ctx"]["error"])
-    said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    said = OTHER_VALUES.get((key, first["input"] if isinstance(first["input"], str) else ""))
+    said = said or f"{first['msg'][0].lower()}{first['msg'][1:]}"
     return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"
 
 
 def _nearest_key(key: str) -> str:
     name = key.partition(".")[2]
+    if absent := ABSENT.get(name or key):
+        return f": {absent}"
+    if not name and key in OTHER_NAMES:
+        return f" (did you mean '{OTHER_NAMES[key]}'?)"
     if not name:
         return nearest(key, SECTIONS) or f": sections are {', '.join(SECTIONS)}"
     keys = [f"{section}.{setting}" for section, fields in SECTIONS.items() for setting in fields.model_fields]

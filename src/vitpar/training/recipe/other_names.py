@@ -25,6 +25,8 @@ OTHER_NAMES = {
     "max_grad_norm": "train.clip_grad_norm",
     "max_steps": "train.steps",
     "mixed_precision": "train.precision",
+    "mlp_ratio": "model.mlp_hidden_dim",
+    "model_ema": "train.ema_decay",
     "model_ema_decay": "train.ema_decay",
     "momentum_beta": "optimizer.momentum",
     "num_epochs": "train.epochs",
@@ -51,3 +53,11 @@ OTHER_NAMES = {
 
 Names are options of timm and Megatron, and arguments of Lightning and of transformers' Trainer.
 """
+
+ABSENT = {
+    "bce_loss": "the loss is cross-entropy, with train.label_smoothing",
+    "num_classes": "the number of classes comes from the data",
+}
+"""Why vitpar has no such setting, by its name elsewhere."""
+OTHER_VALUES = {("optimizer.name", "adam"): "Adam is adamw with optimizer.weight_decay=0"}
+"""What to use instead of a value, by key and value."""

@@ -1,6 +1,7 @@
 """Profiles of a model's layers, measured on one device for the shards of every strategy."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import vitpar.planner.measure.clock as timing
 import vitpar.planner.measure.model as profiling
 from helpers.command_line import refusal
 from vitpar.errors import PlannerError
@@ -42,6 +44,10 @@ def tiny(**options: Any) -> ViTConfig:
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
     with pytest.MonkeyPatch.context() as patch:
+        # Durations do not matter here: two readings each, and a small probe of the machine's speed.
+        for name, value in (("SHORTEST", 0.0), ("FEWEST", 2), ("MOST", 2), ("PACES", 2)):
+            patch.setattr(timing, name, value)
+        patch.setattr(timing, "CpuSpeedProbe", partial(timing.CpuSpeedProbe, 1, 8))
         patch.setattr(profiling, "MOST_ROWS", 4)
         patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # do not skip slow measurements on a busy machine
         clock = Clock(CPU, Neighbours(0, 1, None), 0.001)

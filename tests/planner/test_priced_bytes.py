@@ -114,9 +114,19 @@ def test_priced_bytes_of_modern_models_match_the_bytes_sent(
     check_bytes(modern_config(parts), mesh, parse(mesh).strategy, 2, ranks)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("config", "microbatches"),
+    [
+        pytest.param(CONFIG, 1, marks=slow, id="vit-1"),
+        pytest.param(CONFIG, 2, id="vit-2"),
+        pytest.param(SWIN, 1, id="swin-1"),
+        pytest.param(SWIN, 2, marks=slow, id="swin-2"),
+    ],
+)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("config", [CONFIG, SWIN], ids=["vit", "swin"])
 def test_priced_bytes_match_the_bytes_sent(
     config: ModelConfig, mesh: str, microbatches: int, ranks: Callable[[int], RankPool]
 ) -> None:
@@ -141,7 +151,9 @@ def test_priced_bytes_of_layerwise_plans_of_swin_match_the_bytes_sent(
 PROBE, MIDDLE = frozenset(["embed", "blocks.0", "blocks.1", "blocks.2"]), frozenset(["embed", "blocks.0", "blocks.2"])
 
 
-@pytest.mark.parametrize("frozen", [PROBE, MIDDLE], ids=["all but head", "embed, 0, 2"])
+@pytest.mark.parametrize(
+    "frozen", [pytest.param(PROBE, marks=slow, id="all but head"), pytest.param(MIDDLE, id="embed, 0, 2")]
+)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_priced_bytes_of_frozen_layers_match_the_bytes_sent(
     mesh: str, frozen: frozenset[str], ranks: Callable[[int], RankPool]

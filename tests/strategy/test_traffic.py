@@ -83,7 +83,16 @@ def every_layer_sends(device: torch.device, mesh: str, config: ModelConfig) -> d
     return {layer.name: sent_by_a_layer(device, mesh, layer.name, config) for layer in config.kinds.values()}
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, *(f"{mesh}+ckpt" for mesh in MESHES), "tp4+sp+ckpt.selective"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *(*MESHES, "tp4+2d+ckpt", "tp4+sp+ckpt.selective"),
+        *(pytest.param(f"{mesh}+ckpt", marks=slow) for mesh in MESHES if mesh != "tp4+2d"),
+    ],
+)
 def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
     mesh: str, ranks: Callable[[int], RankPool]
 ) -> None:
@@ -95,7 +104,9 @@ def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
 
 
 @pytest.mark.parametrize("parts", ["eva02_clip", "vit_22b", "siglip2", "fc_norm", "rms"])
-@pytest.mark.parametrize("mesh", ["tp4", "tp4+sp", "tp4+2d", "tp8+3d", "tp4+ckpt", "tp8+3d+ckpt"])
+@pytest.mark.parametrize(
+    "mesh", ["tp4+sp", "tp4+2d", "tp8+3d", *(pytest.param(m, marks=slow) for m in ("tp4", "tp4+ckpt", "tp8+3d+ckpt"))]
+)
 def test_collectives_of_modern_models_match_the_table(mesh: str, parts: str, ranks: Callable[[int], RankPool]) -> None:
     config, strategy = modern_config(parts), parse(mesh).strategy
     for found in ranks(parse(mesh).world_size).run(every_layer_sends, mesh, config):

@@ -170,9 +170,9 @@ def _refuse_unwritable(key: str, value: object) -> None:
 
 
 def refuse_unknown_key(key: str) -> None:
-    """Raise RecipeError if recipes have no setting with this dotted key."""
-    section, _, setting = key.partition(".")
-    _refuse_unknown({section: {setting: None}} if setting else {key: {}})
+    """Raise RecipeError if recipes have no setting with this dotted key; of `model.options.name` the first two parts."""
+    section, setting, *_ = (*key.split("."), "")
+    _refuse_unknown({section: {setting: None}} if setting else {section: {}})
 
 
 def _refuse_unknown(values: Mapping[str, object]) -> None:

@@ -170,7 +170,7 @@ def _refuse_unwritable(key: str, value: object) -> None:
 
 
 def refuse_unknown_key(key: str) -> None:
-    """Raise RecipeError if recipes have no setting with this dotted key; of `model.options.name` the first two parts."""
+    """Raise RecipeError if recipes have no such setting; of `model.options.name` only two parts are compared."""
     section, setting, *_ = (*key.split("."), "")
     _refuse_unknown({section: {setting: None}} if setting else {section: {}})
 

@@ -60,4 +60,4 @@ ABSENT = {
 }
 """Why vitpar has no such setting, by its name elsewhere."""
 OTHER_VALUES = {("optimizer.name", "adam"): "Adam is adamw with optimizer.weight_decay=0"}
-"""What to use instead of a value, by key and value."""
+"""Replacement of a value that other tools have, by key and value."""

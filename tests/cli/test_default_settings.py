@@ -68,7 +68,7 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
     rows = [
-        (["--weights", "w"], "neither train.epochs nor train.steps"),
+        (["--weights", "w"], "--weights 'w' does not exist: name a folder of weights"),
         (["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"], "of 4096 pixels needs 805,306 GB of memory"),
         (["--model", "vit_base_patch16_224", "--batch-size", "100000"], "use a smaller --batch-size"),
     ]

@@ -135,7 +135,7 @@ def test_resumed_run_does_not_read_the_initial_weights(place: Path, tmp_path: Pa
 
 
 OTHER_MODELS = [
-    (["--weights", "gone"], "'gone' holds no weights (config.json is missing)"),
+    (["--weights", "gone"], "--weights 'gone' does not exist: name a folder of weights"),
     (["--weights", "weights", "--model", "vit_tiny_patch4_8"], "embed_dim is 192 but 24 in the weights"),
     (["--weights", "weights", "--set", "model.pool=avg"], "pool is avg but cls in the weights"),
 ]

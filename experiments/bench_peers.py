@@ -167,10 +167,10 @@ def side_by_side(
     names, ok, timed = options.only or list(CONTENDERS), True, dict[str, Timed]()
     for start in range(options.restarts):
         order = names[start % len(names) :] + names[: start % len(names)]
-        told = set(left)
+        reported = set(left)
         found, fine = together(job, options, order, left, end, (lambda now: None) if start else keep)
         ok &= fine
-        for name in left.keys() - told:
+        for name in left.keys() - reported:
             print(f"- {name} is left out, {left[name]}", flush=True)
         again = {one.contender.name: one for one in found}
         if not start:

@@ -87,7 +87,7 @@ def png_pieces() -> tuple[bytes, ...]:
 
 TAR_WIDTHS = (100, 8, 8, 8, 12, 12, 8, 1, 100, 6, 2, 32, 32, 8, 8, 155)
 TAR_FIELDS = tuple((sum(TAR_WIDTHS[:number]), width) for number, width in enumerate(TAR_WIDTHS))
-"""Offset and width of each field of a header."""
+"""Place of each field of a header: first byte, number of bytes."""
 TAR = {kind: tuple(word.encode() for word in words) for kind, words in WORDS["tar"].items()}
 TAR_TEXTS = (
     *map(tar_size, SIZES),

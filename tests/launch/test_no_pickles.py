@@ -63,7 +63,7 @@ def test_json_values_arrive_unchanged(ranks: Callable[[int], RankPool]) -> None:
 
 def spoilt(device: torch.device, message: bytes) -> list[str]:
     """Return the errors of both collectives if rank 0 sends `message`; runs on every rank."""
-    told = []
+    errors = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0).byte()
@@ -73,8 +73,8 @@ def spoilt(device: torch.device, message: bytes) -> list[str]:
             try:
                 collective("fine")
             except FaultError as error:
-                told.append(str(error))
-    return told
+                errors.append(str(error))
+    return errors
 
 
 BROKEN = [
@@ -88,5 +88,5 @@ BROKEN = [
 
 def test_broken_messages_are_one_error_line_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
     for message, sentence in BROKEN:
-        for told in ranks(2).run(spoilt, message):
-            assert len(told) == 2 and all(line.startswith(sentence) and "\n" not in line for line in told), told
+        for errors in ranks(2).run(spoilt, message):
+            assert len(errors) == 2 and all(line.startswith(sentence) and "\n" not in line for line in errors), errors

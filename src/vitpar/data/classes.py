@@ -25,6 +25,10 @@ class NamedClasses(Protocol):
         """Number of classes, including those without samples."""
 
     @property
+    def fingerprint(self) -> str:
+        """Checksum of the samples and their order, or a description of a stream."""
+
+    @property
     def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
         """Lists of names by which its classes are known, the preferred first; empty if they have numbers only."""
 

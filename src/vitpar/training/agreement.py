@@ -10,10 +10,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
+from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_gather_json
 from vitpar.strategy import Plan
@@ -25,22 +25,10 @@ LOCAL = ("data.path", "data.workers", "model.weights")
 """Settings that may differ between machines: the content of the files is compared instead of their paths."""
 
 
-class Data(Protocol):
-    """Data set of a run."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the samples and their order, or a description of a stream."""
-
-    @property
-    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
-        """Lists of names by which its classes are known."""
-
-
 def refuse_disagreement(
     recipe: Recipe,
     plan: Plan,
-    data: Mapping[str, Data | None],
+    data: Mapping[str, NamedClasses | None],
     others: Mapping[str, str | None],
 ) -> None:
     """Raise RecipeError on all ranks, with the name and values of what differs, unless all would compute the same.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vitpar.data.classes import NamedClasses
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
@@ -18,7 +19,7 @@ from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
-from vitpar.training.agreement import Data, refuse_disagreement
+from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
@@ -99,7 +100,11 @@ def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: b
 
 
 def build(
-    recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device, data: Mapping[str, Data | None] | None = None
+    recipe: Recipe,
+    config: ModelConfig,
+    plan: Plan,
+    device: torch.device,
+    data: Mapping[str, NamedClasses | None] | None = None,
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 

@@ -283,7 +283,7 @@ def read_config(folder: Path) -> ModelConfig:
 def fingerprint(folder: Path) -> str:
     """Return a checksum of saved weights or of a checkpoint: all of its small files, and both ends of its large ones.
 
-    It tells different trainings apart without reading all parameters. Raises DataError if the folder cannot be read.
+    Parameters in the middle of a large file are not part of it. Raises DataError if the folder cannot be read.
     """
     digest = hashlib.sha256()
     try:

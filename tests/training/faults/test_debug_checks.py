@@ -155,9 +155,11 @@ def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
 
 
 def test_rank_missing_from_a_collective_is_named(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    told, _ = ranks(2).run(late, recipe_of(data, "tp2"), tmp_path / "run")
-    assert told is not None and "\n" not in told
-    assert re.match(rf"step 2: rank 1 did not reach collective \d+ of ranks 0 and 1, {GATHER} of .* within 1 s", told)
+    sentence, _ = ranks(2).run(late, recipe_of(data, "tp2"), tmp_path / "run")
+    assert sentence is not None and "\n" not in sentence
+    assert re.match(
+        rf"step 2: rank 1 did not reach collective \d+ of ranks 0 and 1, {GATHER} of .* within 1 s", sentence
+    )
 
 
 def test_checksum_changes_with_values_and_their_order() -> None:

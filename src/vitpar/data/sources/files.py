@@ -71,9 +71,9 @@ def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
     A test split without labels is left out. Raises DataError.
     """
     left_out = [
-        f"'{path}': it is neither train, val nor test"
-        for path in sorted(folder.iterdir())
-        if splits and path.is_dir() and not path.name.startswith((".", "__MACOSX")) and path not in splits.values()
+        f"'{folder / name}': it is neither train, val nor test"
+        for name in _classes_in(folder)
+        if splits and folder / name not in splits.values()
     ]
     splits = splits or {"train": folder}
     classes = _classes_in(splits["train"])

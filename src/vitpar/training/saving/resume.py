@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -178,15 +178,7 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-class TrainingSet(NamedClasses, Protocol):
-    """Training set of a run."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the samples and their order, or a description of a stream."""
-
-
-def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: TrainingSet, allowed: Collection[str]) -> set[str]:
+def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: NamedClasses, allowed: Collection[str]) -> set[str]:
     """Return the settings, and perhaps `data`, in which `recipe` trains differently from `checkpoint`.
 
     data: training set of `recipe`.

@@ -357,4 +357,5 @@ def import_command(
     )
     for note in done.notes:
         typer.echo(f"  {note}")
-    typer.echo(f"vitpar eval --checkpoint {shlex.quote(str(out))} --data DIR")
+    use = "train --weights" if done.new_classifier else "eval --checkpoint"
+    typer.echo(f"vitpar {use} {shlex.quote(str(out))} --data DIR")

@@ -291,12 +291,15 @@ def training_recipe(
     begun = read_recipe(None, given, assignments or (), needs_length=False)
     if begun.model.weights is not None:  # the defaults are for training from scratch
         return read_recipe(None, given, assignments or ()), None
-    images = begun.stream.samples
-    if images is None:
-        from vitpar.training.input import open_split
+    if begun.stream.samples is not None:
+        return with_defaults(begun, begun.stream.samples), begun.stream.samples
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.data.survey import shorter_side
 
-        images = len(open_split(begun, "train"))
-    return with_defaults(begun, images), images
+    shards = ShardSet.open(Path(begun.data.path), "train")
+    # Images are opened only to choose a model.
+    side = None if "name" in begun.model.model_fields_set else shorter_side(shards)
+    return with_defaults(begun, len(shards), side), len(shards)
 
 
 def decide(recipe: Recipe, config: "ModelConfig", device: Device) -> "tuple[Recipe, Chosen]":

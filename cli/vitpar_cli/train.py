@@ -151,7 +151,7 @@ def train(
     """Train a Vision Transformer under any mesh.
 
     Without a launcher it starts its own ranks; under torchrun, srun or mpirun it joins theirs. With --data and without
-    --recipe, defaults of settings depend on the number of training images (docs/defaults.md).
+    --recipe, the defaults depend on the number and size of the training images (docs/defaults.md).
 
     Example: vitpar train --data data_shards/mine
 

@@ -1,6 +1,7 @@
 """Retention of checkpoints, the choice of the one to resume from, and rejection of damaged ones."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -198,6 +199,21 @@ def test_model_settings_may_change_if_allowed_unless_they_have_parameters(
     recipe = recipe_of(data, "dp1", **{"train.batch_size": 12, "train.steps": 14})
     with pytest.raises(CheckpointError, match="name another folder with --run-dir"):
         trainer_of(recipe, run, resume=run, allow_change=["train.batch_size", "train.steps"])
+
+
+def opened(device: torch.device, paths: list[Path]) -> str:
+    """Return this rank's error for a checkpoint that each rank has at a path of its own."""
+    try:
+        return str(Checkpoint.open_whole(paths[dist.get_rank()]).facts.step)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_ranks_do_not_resume_from_different_checkpoints(trained: Path, ranks: Callable[[int], RankPool]) -> None:
+    first, last = (trained / "checkpoints" / f"step_{step}" for step in (3, 6))
+    assert len({*ranks(3).run(opened, [last] * 3)}) == 1
+    for error in ranks(3).run(opened, [last, last, first]):
+        assert re.match(r"rank 2 found another checkpoint at '.*' than rank 0: copy one to all machines", error)
 
 
 def shares_memory(device: torch.device) -> bool:

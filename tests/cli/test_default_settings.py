@@ -58,7 +58,8 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     monkeypatch.chdir(place)
     named = {"data.path": "data"}
     used, images = training_recipe(None, named, None)
-    assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"})
+    assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"}, side=10)
+    assert used.model.name == "vit_tiny_patch2_10"
     assert training_recipe(None, {}, ["data.path=data"]) == (used, images)
     streamed, images = training_recipe(None, {}, list(STREAM))
     assert images == 77 and streamed.train.epochs == used.train.epochs and streamed.augment.mixup == 0

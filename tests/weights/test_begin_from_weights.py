@@ -40,6 +40,11 @@ def test_import_and_eval_from_the_command_line(place: Path) -> None:
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["format"] == "timm"
+    # The last line is the next command: a new classifier has to be trained first.
+    for options, use in (((), "eval --checkpoint"), (("--classes", "3"), "train --weights")):
+        folder = str(place / f"for {use}")
+        shown = CliRunner().invoke(app, ["import", str(place / "there"), "--out", folder, *options])
+        assert shown.stdout.splitlines()[-1] == f"vitpar {use} '{folder}' --data DIR"
     evaluated = run(place, ["eval", "--checkpoint", "again", "--data", "data", "--json"])
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["samples"] == 17

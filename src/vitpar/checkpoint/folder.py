@@ -22,6 +22,7 @@ from vitpar.errors import CheckpointError
 from vitpar.io import read_bytes
 from vitpar.launch.world_group import all_gather_json
 from vitpar.limits import MAX_JSON_BYTES
+from vitpar.text import ranks
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -97,7 +98,7 @@ class Checkpoint:
     def open_whole(cls, path: Path) -> Checkpoint:
         """Open a checkpoint after verifying its files; each rank of the world reads a share of them. Collective.
 
-        Raises CheckpointError on all ranks if there is none or any file is damaged.
+        Raises CheckpointError on all ranks if there is none, any file is damaged, or ranks see different checkpoints.
         """
         found, wrong = None, None
         try:
@@ -106,9 +107,15 @@ class Checkpoint:
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        if first := next(filter(None, all_gather_json(wrong)), None):
+        everyone = all_gather_json([wrong, found and found.index.crc32])
+        if first := next((wrong for wrong, _ in everyone if wrong), None):
             raise CheckpointError(first)
         assert found is not None
+        if others := [rank for rank, (_, crc) in enumerate(everyone) if crc != everyone[0][1]]:
+            raise CheckpointError(
+                f"{ranks(others)} found another checkpoint at '{path}' than rank 0: copy one to all machines, or use "
+                "storage that they share"
+            )
         return found
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:

@@ -1,6 +1,7 @@
 """Survey of a packed data set: counts and sizes, and a contact sheet of augmented samples."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -70,8 +71,7 @@ def survey(folder: str | Path) -> Survey:
     splits: dict[str, SplitSurvey] = {}
     for name in manifest.splits:
         shards = ShardSet.open(folder, name)
-        looked_at = np.unique(np.linspace(0, len(shards) - 1, HEADERS).astype(int))
-        sizes = np.array([_made_of(shards, int(i), lambda data: (*image_size(data), len(data))) for i in looked_at])
+        sizes = np.array([_made_of(shards, i, lambda data: (*image_size(data), len(data))) for i in _spread(shards)])
         width, height, image_bytes = np.quantile(sizes, (0, 0.25, 0.5, 0.75, 1), axis=0, method="nearest").T.tolist()
         splits[name] = {
             "samples": len(shards),
@@ -89,6 +89,23 @@ def survey(folder: str | Path) -> Survey:
         "class_names": manifest.class_names,
         "splits": splits,
     }
+
+
+def shorter_side(shards: ShardSet) -> int | None:
+    """Return the median of the shorter sides of a split's images, in pixels; None if none can be read.
+
+    It looks at those images that `survey` looks at.
+    """
+    sides = []
+    for i in _spread(shards):
+        with suppress(BadImage):  # training decides what a damaged one means
+            sides.append(min(image_size(shards.read(i))))
+    return int(np.median(sides)) if sides else None
+
+
+def _spread(shards: ShardSet) -> list[int]:
+    """Return at most HEADERS samples that are spread evenly over a split."""
+    return np.unique(np.linspace(0, len(shards) - 1, HEADERS).astype(int)).tolist()
 
 
 def _made_of(shards: ShardSet, i: int, make: Callable[[bytes], T]) -> T:

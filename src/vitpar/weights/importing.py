@@ -47,6 +47,8 @@ class ImportedWeights:
     """Files of tensors that were written."""
     notes: list[str]
     """Sentences for the user, such as on changes to the weights."""
+    new_classifier: bool
+    """Whether the classifier has initial values."""
 
 
 def import_weights(
@@ -123,7 +125,7 @@ def import_weights(
         shard_bytes=shard_bytes,
         progress=progress,
     )
-    return ImportedWeights(found.format, config, files, notes)
+    return ImportedWeights(found.format, config, files, notes, new_classifier=bool(reset))
 
 
 def resized(before: ModelConfig, after: ModelConfig) -> str:

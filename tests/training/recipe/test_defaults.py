@@ -12,7 +12,7 @@ from vitpar.data import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.training.input import transforms
 from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.defaults import MAX_LR, ROWS, markdown, recipe_for, row_for, with_defaults
+from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, markdown, recipe_for, row_for, with_defaults
 
 HERE = {"data.path": "x"}
 STREAM = {
@@ -132,3 +132,23 @@ def test_contradictions_and_unknown_models_are_refused() -> None:
         recipe_for(1_000_000, {**HERE, "lr_schedule.min_lr": 9e-4, "train.batch_size": 16})
     with pytest.raises(ModelError, match="unknown model"):
         recipe_for(100, {**HERE, "model.name": "resnet"})
+
+
+def test_small_images_and_small_sets_get_a_small_model() -> None:
+    chosen = {
+        (1_437, 8): "vit_tiny_patch2_8",
+        (3_000, 32): "vit_tiny_patch4_32",
+        (60_000, 28): "vit_tiny_patch4_28",
+        (100_000, 64): "vit_tiny_patch8_64",
+        (5_000, 97): "vit_tiny_patch8_96",
+        (5_000, 129): "vit_tiny_patch16_224",
+        (1_281_167, 32): "vit_small_patch4_32",
+        (1_281_167, 375): "vit_small_patch16_224",
+        (50_000, None): "vit_tiny_patch16_224",
+    }
+    assert {case: default_model(*case) for case in chosen} == chosen
+    for case, name in chosen.items():
+        assert recipe_for(case[0], HERE, side=case[1]).model.name == name
+    assert recipe_for(3_000, HERE, ["model.image_size=224"], side=32).model.name == "vit_tiny_patch16_224"
+    assert recipe_for(3_000, HERE, ["model.depth=3"], side=32).config(10).parameters < 2_000_000
+    assert recipe_for(3_000, {**HERE, "model.name": "vit_base_patch16_224"}, side=32).model.name.startswith("vit_base")

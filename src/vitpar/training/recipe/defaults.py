@@ -28,6 +28,10 @@ SMALL_IMAGE = 64
 """Largest image size, in pixels a side, that is cropped like CIFAR."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
 """Settings for images of up to `SMALL_IMAGE` pixels a side."""
+PATCHES = ((16, 2), (48, 4), (128, 8))
+"""Largest shorter side of images in pixels, and the side of a patch for images of up to that size."""
+TINY_IMAGES = 100_000
+"""Largest training set for which ViT-Ti is the default model."""
 BASE_WIDTH, BASE_DEPTH = 768, 12
 """Width and depth of ViT-B. Wider or deeper models use `DefaultsRow.larger`."""
 
@@ -143,6 +147,10 @@ ROWS = (
 """Table of defaults, by increasing size of the training set."""
 
 NOTES = (
+    f"**Model.** Without `--model`, ViT-Ti for up to {TINY_IMAGES:,} images and ViT-S for more. Images whose shorter "
+    f"side has at most {PATCHES[-1][0]} pixels keep their size, with patches of 2 (up to {PATCHES[0][0]} pixels), 4 "
+    f"(up to {PATCHES[1][0]}) or 8 pixels: 2112.13492 has 4 for CIFAR and 8 for Tiny-ImageNet. Larger ones, and those of "
+    "streams, have 224 pixels and patches of 16.",
     f"**Learning rate.** The row's rate times the square root of `train.batch_size` over the row's batch (2205.10287 "
     f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
     f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "
@@ -164,21 +172,45 @@ def row_for(samples: int) -> DefaultsRow:
     return next(row for row in ROWS if row.most is None or samples <= row.most)
 
 
-def with_defaults(recipe: Recipe, samples: int) -> Recipe:
+def default_model(samples: int, side: int | None) -> str:
+    """Return the name of the model for a training set of `samples` images.
+
+    side: of the images, the shorter one in pixels; None for an unknown one.
+    """
+    size, patch = 224, 16
+    if side is not None:
+        size, patch = next(((max(side // p, 1) * p, p) for most, p in PATCHES if side <= most), (size, patch))
+    return f"vit_{'tiny' if samples <= TINY_IMAGES else 'small'}_patch{patch}_{size}"
+
+
+def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Recipe:
     """Return `recipe` with the table's values for `samples` training images in the settings that it leaves out.
+
+    side: of the images, the shorter one in pixels, for which a model is chosen; None for an unknown one.
 
     Raises RecipeError if a value contradicts one of the recipe, and ModelError for a wrong [model].
     """
     values = recipe.model_dump(exclude_unset=True)
+    if "name" not in recipe.model.model_fields_set:
+        name = default_model(samples, recipe.model.image_size or side)
+        values["model"] = {"name": name, **values.get("model", {})}
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
     for key, value in _found(recipe, recipe.config(1), samples).items():
         section, _, name = key.partition(".")
         values.setdefault(section, {}).setdefault(name, value)
     return checked(values)
 
 
-def recipe_for(samples: int, options: Mapping[str, object] | None = None, assignments: Iterable[str] = ()) -> Recipe:
+def recipe_for(
+    samples: int,
+    options: Mapping[str, object] | None = None,
+    assignments: Iterable[str] = (),
+    *,
+    side: int | None = None,
+) -> Recipe:
     """Return the recipe that `vitpar train` uses without a recipe file for data of `samples` training images.
 
+    side: of the images, the shorter one in pixels, for which a model is chosen; None for an unknown one.
     options: settings by dotted key. ``data.path`` or the settings of a stream are required.
     assignments: as for ``--set``.
 
@@ -186,7 +218,7 @@ def recipe_for(samples: int, options: Mapping[str, object] | None = None, assign
 
     Example: ``recipe_for(50_000, {"data.path": "data_shards/mine", "model.name": "vit_tiny_patch4_32"})``
     """
-    return with_defaults(read_recipe(None, options, assignments, needs_length=False), samples)
+    return with_defaults(read_recipe(None, options, assignments, needs_length=False), samples, side)
 
 
 def _found(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
@@ -256,7 +288,8 @@ _LINES = (
 
 
 _ABOUT = """\
-`vitpar train --data DIR` without `--recipe` trains with published settings for that number of images.
+`vitpar train --data DIR` without `--recipe` trains with published settings for that number of images, and chooses a
+model by their number and size.
 
 ```
 vitpar train --data data_shards/mine                                 # with the settings of the table
@@ -264,7 +297,7 @@ vitpar train --data data_shards/mine --set augment.mixup=0           # options a
 vitpar train --recipe runs/<run>/recipe.toml                         # repeat a run: its recipe.toml has all values
 ```
 
-From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …})`.
+From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …}, side=pixels)`.
 
 | command | settings that are not given |
 |---|---|

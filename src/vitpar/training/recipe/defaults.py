@@ -149,8 +149,8 @@ ROWS = (
 NOTES = (
     f"**Model.** Without `--model`, ViT-Ti for up to {TINY_IMAGES:,} images and ViT-S for more. Images whose shorter "
     f"side has at most {PATCHES[-1][0]} pixels keep their size, with patches of 2 (up to {PATCHES[0][0]} pixels), 4 "
-    f"(up to {PATCHES[1][0]}) or 8 pixels: 2112.13492 has 4 for CIFAR and 8 for Tiny-ImageNet. Larger ones, and those of "
-    "streams, have 224 pixels and patches of 16.",
+    f"(up to {PATCHES[1][0]}) or 8 pixels: 2112.13492 has 4 for CIFAR and 8 for Tiny-ImageNet. Larger ones, and those "
+    "of streams, have 224 pixels and patches of 16.",
     f"**Learning rate.** The row's rate times the square root of `train.batch_size` over the row's batch (2205.10287 "
     f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
     f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "

@@ -291,12 +291,14 @@ def training_recipe(
     begun = read_recipe(None, given, assignments or (), needs_length=False)
     if begun.model.weights is not None:  # the defaults are for training from scratch
         return read_recipe(None, given, assignments or ()), None
-    if begun.stream.samples is not None:
-        return with_defaults(begun, begun.stream.samples), begun.stream.samples
+    if begun.data.path is None:
+        streamed = begun.stream.samples
+        assert streamed is not None, "the recipe has checked it"
+        return with_defaults(begun, streamed), streamed
     from vitpar.data.shards.shard_set import ShardSet
     from vitpar.data.survey import shorter_side
 
-    shards = ShardSet.open(Path(begun.data.path), "train")
+    shards = ShardSet.open(begun.data.path, "train")
     # Images are opened only to choose a model.
     side = None if "name" in begun.model.model_fields_set else shorter_side(shards)
     return with_defaults(begun, len(shards), side), len(shards)

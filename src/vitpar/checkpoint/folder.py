@@ -107,7 +107,7 @@ class Checkpoint:
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        everyone = all_gather_json([wrong, found and found.index.crc32])
+        everyone = all_gather_json([wrong, found.index.crc32 if found else None])
         if first := next((wrong for wrong, _ in everyone if wrong), None):
             raise CheckpointError(first)
         assert found is not None

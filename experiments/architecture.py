@@ -57,7 +57,11 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("training/build.py", "build", "makes all that trains, with the recipe's settings as an `Execution`"),
             ("parallel/parallelize.py", "parallelize", "wraps the layers of this rank, in order"),
             ("strategy/execution.py", "Rules", "says what a step does with each layer's parameters"),
-            ("parallel/tensor.py", "apply_tensor_parallel", "splits a layer's products by `strategy/splits.py`"),
+            (
+                "parallel/tensor.py",
+                "apply_tensor_parallel",
+                "applies a layer's plan by `parallelize_module`",
+            ),
             ("parallel/linear.py", "gathered_linear", "sends and receives, forward and backward"),
         ),
     ),

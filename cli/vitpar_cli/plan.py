@@ -66,6 +66,10 @@ def plan(
         typer.Option("--model-profile", metavar="FILE", help="Predict from this model profile."),
     ] = None,
     memory: profiled.MemorySize = None,
+    modules: Annotated[
+        bool,
+        typer.Option("--modules", help="Also show how tp splits each module, and what it sends."),
+    ] = False,
     as_json: o.AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
     assignments: o.Assignments = None,
@@ -111,10 +115,11 @@ def plan(
         made = chosen.plan
         warn(chosen.because)
     from vitpar.planner.describe import summarize
+    from vitpar.planner.modules import layer_modules
     from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.optimizer import frozen_bytes, state_bytes, state_words
-    from vitpar_cli.plan_view import show
+    from vitpar_cli.plan_view import show, show_modules
     from vitpar_cli.search_view import show_prediction
 
     frozen = frozen_bytes(merged, config)
@@ -122,13 +127,17 @@ def plan(
     found = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
+    by_module = layer_modules(config, made) if modules else []
     if as_json:
         record = _to_json(config, made, merged.train.precision, summary)
+        record |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
         typer.echo(
             json.dumps(record if found is None else {**record, "predicted": prediction_to_json(found, origin())})
         )
     else:
         show(config, made, merged.train.precision, summary, state_words(merged))
+        if modules:
+            show_modules(by_module)
         if found is not None:
             show_prediction(found, origin())
         if out is not None:

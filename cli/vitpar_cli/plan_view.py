@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from vitpar.models import ModelConfig
 from vitpar.planner.describe import PlanSummary, StrategySummary
+from vitpar.planner.modules import LayerModules
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import (
@@ -53,6 +54,25 @@ def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, 
         if heading:
             console.print(Text(f"\n{heading}", "bold"))
         console.print(_two_columns(rows, width))
+
+
+def show_modules(layers: Sequence[LayerModules]) -> None:
+    """Print how tensor parallelism splits the modules of each kind of layer."""
+    console = Console(highlight=False)
+    if not layers:
+        console.print("\nno layer has tensor parallelism, so all modules are complete on every rank")
+    for layer in layers:
+        console.print(Text(f"\nmodules of {layer_words(consecutive(layer.layers))}: {layer.strategy}", "bold"))
+        table = data_table("module", "style", "weight", "bias")
+        table.padding = (0, 1, 0, 0)
+        for heading in ("before", "after"):
+            table.add_column(heading, min_width=len("reduce-scatter"))
+        for row in layer.modules:
+            placements = (words.replace(", ", "\n") for words in (row.weight, row.bias))  # a line for each axis
+            table.add_row(row.module, row.style, *placements, row.before, row.after)
+        console.print(table)
+    if layers:
+        console.print("[dim]before and after: collectives around the product, in forward / in backward[/]")
 
 
 def _stages(plan: Plan, summary: PlanSummary) -> Table:

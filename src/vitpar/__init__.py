@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vitpar.models.own import OwnModel, register
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
+    from vitpar.parallel.styles import tensor_parallel_plan
     from vitpar.planner.automatic import search
     from vitpar.training.recipe import Recipe, read_recipe
     from vitpar.training.train import train
@@ -40,6 +41,7 @@ _LAZY = {
     "vitpar.models.own": ("OwnModel", "register"),
     "vitpar.parallel.model": ("ParallelModel",),
     "vitpar.parallel.parallelize": ("parallelize",),
+    "vitpar.parallel.styles": ("tensor_parallel_plan",),
     "vitpar.check.plan": ("check_plan",),
     "vitpar.training.recipe": ("Recipe", "read_recipe"),
     "vitpar.training.train": ("train",),
@@ -72,6 +74,7 @@ __all__ = [
     "register",
     "save_weights",
     "search",
+    "tensor_parallel_plan",
     "train",
     "validate",
 ]

@@ -50,10 +50,32 @@ def test_plan_shows_ranks_stages_batch_and_communication(run: Run) -> None:
     assert "stage 1 blocks 6-11, head 49.7 % 21.7 M 346.6 MB" in lines
     assert "batch 256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32" in lines
     assert "pipeline 1f1b, in theory 20.0 % of the time idle" in lines
-    assert any(line.startswith("tp2 all-reduce activations") for line in lines)
+    assert any(line.startswith("tp2 forward 2 all-reduces, backward 2 all-reduces") for line in lines)
     assert any(line.startswith("dp2 all-reduce gradients") for line in lines)
-    assert [line.split()[0] for line in lines[-5:] if line] == ["pipeline", "pp2", "tp2", "micro-batch", "dp2"]
+    assert [line.split()[0] for line in lines[-4:] if line] == ["pipeline", "pp2", "tp2", "dp2"]
     assert any(line.endswith("not counted: activations") for line in lines)
+
+
+def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
+    lines = squeezed(run("pp1: 0-3=tp8+3d, *=tp4xdp2+sp", *BASE, "--modules"))
+    assert any(
+        line.startswith("+sp split the samples of a micro-batch where Megatron splits the sequence") for line in lines
+    )
+    at = lines.index("modules of blocks 0-3: tp8+3d")
+    assert lines[at + 3].split()[:2] == ["norm1", "SplitNorm"]
+    assert lines[at + 5].startswith("attn.qkv Linear3D j Shard(0) j Shard(0) all-gather /")
+    assert lines[at + 6].startswith("k Shard(1) k Replicate")
+    at = lines.index("modules of blocks 4-11: tp4xdp2+sp")
+    assert "norm1 Replicate Replicate Replicate" in lines[at:]
+    assert "attn.proj RowLinear Shard(1) Replicate reduce-scatter /" in lines[at:]
+    assert "pooled GatherPooled all-gather / –" in lines[at:]
+    record = json.loads(run("tp2", *BASE, "--modules", "--json"))["modules"]
+    assert [layer["layers"][0] for layer in record] == ["embed", "blocks.0", "head"]
+    fc1 = next(row for row in record[1]["modules"] if row["module"] == "mlp.fc1")
+    assert [fc1[key] for key in ("style", "weight", "before", "after")] == [
+        *("ColumnLinear", "Shard(0)", "– / all-reduce", "")
+    ]
+    assert "no layer has tensor parallelism" in run("dp2", *BASE, "--modules")
 
 
 def test_layerwise_plan_is_shown_strategy_by_strategy(run: Run) -> None:

@@ -74,11 +74,11 @@ SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
 IN_BLOCKS: dict[int, list[tuple[str, list[int], dict[str, list[int]]]]] = {
     4: [
         # Plan, the same counts per micro-batch along tensor axes, and the numbers in each axis's description.
-        ("tp4", [0, 0, 4], {"tp": []}),
-        ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 4, 2, 2]}),
-        ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4]}),
+        ("tp4", [0, 0, 4], {"tp": [2, 2]}),
+        ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 2, 4, 2]}),
+        ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4, 2, 4]}),
     ],
-    8: [("tp8+3d", [2 * (2 + 4), 2 * (2 + 2), 6], {"j": [2, 4, 2, 2], "k": [2, 4, 2, 2]})],
+    8: [("tp8+3d", [2 * (2 + 4), 2 * (2 + 2), 6], {"j": [2, 2, 4, 2], "k": [2, 4, 2, 4, 2, 2]})],
 }
 KINDS = ("allgather", "reducescatter", "allreduce")
 
@@ -141,9 +141,9 @@ def test_descriptions_match_the_collectives(size: int, ranks: Callable[[int], Ra
 
 
 def test_stem_and_head_have_their_own_descriptions() -> None:
-    assert "classifier" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
-    assert "send nothing" in words_of("pp1: embed=tp4, *=dp4", "tp", "embed")
-    assert "twice a block" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
+    assert "forward 1 all-reduce, backward 1 all-gather, for" in words_of("pp1: head=tp4, *=dp4", "tp", "head")
+    assert words_of("pp1: embed=tp4, *=dp4", "tp", "embed") == "compute the same on all ranks; send nothing"
+    assert "forward 2 all-reduces, backward 2" in words_of("pp1: 3=tp4, head=tp4, *=dp4", "tp", "head")
 
 
 def test_more_stages_than_fit_are_gathered_again() -> None:

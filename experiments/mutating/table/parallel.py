@@ -40,9 +40,9 @@ MUTATIONS = (
     Mutation(
         name="3d-row-bias",
         breaks="Under 3d the partial gradients of the biases of row-parallel layers are not summed.",
-        file="src/vitpar/strategy/splits.py",
-        old='"row": Split({"j": 1, "k": 0}, {"k": 0}, sums=("j",)),',
-        new='"row": Split({"j": 1, "k": 0}, {"k": 0}),',
+        file="src/vitpar/models/roles.py",
+        old='"Linear3D", {"j": 1, "k": 0}, {"k": 0}, ("j",), ',
+        new='"Linear3D", {"j": 1, "k": 0}, {"k": 0}, (), ',
         caught_by=f'pytest "{MODERN}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',
     ),
     Mutation(

@@ -39,7 +39,7 @@ class Part:
     name: str
     """Name in the layer, such as ``attn.qkv``."""
     role: str
-    """Role, which decides how it is split (``vitpar.strategy.splits``)."""
+    """Role, which decides how it is split (``vitpar.models.roles``)."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     """Shapes of the parameters by name in the module; a bare parameter has the name "". The weight of a linear layer is
     (features it gives, features it takes)."""

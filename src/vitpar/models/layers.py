@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from vitpar.models.compiled import kept, linear_by_sample, trains_compiled
 from vitpar.models.config import GATED, ModelConfig
@@ -44,9 +45,9 @@ class Layer(nn.Module):
 
     description: LayerDescription
     """Description of the layer, set by the model that holds it."""
-    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {}
-    """Roles of modules and parameters by name (``vitpar.strategy.splits``), for models that are described by running
-    them (``vitpar.models.own``)."""
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str | ParallelStyle]] = {}
+    """Roles of modules and parameters by name, or what stands for roles (``vitpar.models.role_names``), for models that
+    are described by running them (``vitpar.models.own``)."""
     TENSOR_MODES: ClassVar[tuple[str, ...]] = ("1d", "sp")
     """Tensor-parallel modes under which these roles compute the layer correctly, likewise. Without roles, every rank
     computes all of the layer under 1d, and its part of the samples under sp."""

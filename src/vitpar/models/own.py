@@ -29,6 +29,7 @@ from vitpar.limits import MAX_BLOCKS
 from vitpar.models.config import ModelConfig, check_ranges
 from vitpar.models.description import LayerDescription, Part, Shape
 from vitpar.models.families import FAMILIES
+from vitpar.models.role_names import role_of
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
@@ -247,10 +248,10 @@ def _traced(layer: Layer, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, ...]]
 
 def _parts(layer: Layer, inputs: Mapping[str, tuple[int, ...]], batch: int, where: str) -> Iterator[Part]:
     """Yield the parts of a layer: those with a role, then all other parameters."""
-    roles = dict(layer.TENSOR_PARALLEL)
+    given = {name: role_of(role, f"{shown(name)} of {where}") for name, role in layer.TENSOR_PARALLEL.items()}
     modules = dict(layer.named_modules())
     left = {name: tuple(p.shape) for name, p in layer.named_parameters()}
-    for name, role in roles.items():
+    for name, role in given.items():
         if name in left:
             yield Part(name, role, {"": left.pop(name)})
         elif name in modules:

@@ -1,16 +1,20 @@
 """Summary of a plan applied to a model. No devices, data or process group are needed.
 
-Communication is listed by mesh axis and flag, as in the tables of ``vitpar.parallel.tensor``, ``vitpar.parallel.data``
+Communication is listed by mesh axis and flag, as in the tables of ``vitpar.models.roles``, ``vitpar.parallel.data``
 and ``vitpar.parallel.checkpointing``. Counts are those of one block for one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import LayerDescription
+from vitpar.models.roles import AXES, parameter_splits
 from vitpar.parallel.pipeline import travel_layouts
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.pipeline import idle_share
@@ -25,6 +29,8 @@ from vitpar.strategy import (
 )
 from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
+from vitpar.strategy.traffic import layer_traffic
+from vitpar.text import count
 
 STAGES_GATHERED = 3
 """Maximum number of a rank's stages whose parameters torch's schedules keep gathered (`max_active_stages`)."""
@@ -188,7 +194,7 @@ def _strategies(config: ModelConfig, plan: Plan) -> tuple[StrategySummary, ...]:
         StrategySummary(
             strategy=str(strategy),
             layers=tuple(names),
-            axes=_axis_words(strategy, plan, names),
+            axes=_axis_words(strategy, plan, [config.layers[name] for name in names]),
             flags=_flag_words(strategy),
             shards=bool(sharding_axes(strategy)),
         )
@@ -222,14 +228,18 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
     return tuple(found)
 
 
-def _axis_words(strategy: Strategy, plan: Plan, layers: Collection[str]) -> tuple[AxisSummary, ...]:
-    """Return the summaries of a strategy's axes, outermost first. layers: names of the layers that have it."""
+def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescription]) -> tuple[AxisSummary, ...]:
+    """Return the summaries of a strategy's axes, outermost first. layers: those that have it, in order."""
+    # Blocks communicate most, and those of the most frequent kind stand for all.
+    kinds = Counter(layer.kind for layer in layers if layer.name not in ("embed", "head"))
+    kind = kinds.most_common(1)[0][0] if kinds else layers[-1].kind
+    typical = next(layer for layer in layers if layer.kind == kind)
     found = []
     for axis, degree in mesh_axes(strategy):
         if axis in ("dp", "fsdp", "d", "i"):
             words = _data_words(axis, strategy, plan)
         else:
-            words = _tensor_words(axis, strategy, layers)
+            words = _tensor_words(axis, strategy, typical)
         found.append(AxisSummary("tp" if strategy.tensor_mode == "1d" and axis == "j" else axis, degree, words))
     return tuple(found)
 
@@ -237,6 +247,8 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Collection[str]) -> tupl
 def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
     """Return the summaries of the strategy's flags that no axis describes."""
     found = []
+    if strategy.sequence_parallel:
+        found.append(FlagSummary("+sp", SEQUENCE_PARALLEL))
     if strategy.checkpoint == "full":
         sent = ", including tp communication," if strategy.has("tp") else ""
         words = f"layers keep only their input and recompute their forward{sent} in backward"
@@ -281,50 +293,32 @@ def _gathers(execution: LayerExecution, plan: Plan) -> str:
     return "once a step"
 
 
-def _tensor_words(axis: str, strategy: Strategy, layers: Collection[str]) -> str:
-    """Return the communication along an axis that splits products. layers: names of the layers with the strategy."""
-    # Blocks communicate most, so embed and head are only described if no block has the strategy.
-    mode = "sp" if strategy.sequence_parallel else strategy.tensor_mode
-    words = _TENSOR_WORDS[mode, axis]
-    for part in ("blocks.", "head", "embed"):
-        if any(layer.startswith(part) for layer in layers):
-            return words[part]
-    raise AssertionError("a strategy has layers")
+def _tensor_words(axis: str, strategy: Strategy, layer: LayerDescription) -> str:
+    """Return the communication along an axis that splits products, of a layer in a micro-batch."""
+    mode, sizes = strategy.mode, dict(strategy.tensor_shape)
+    rows = strategy.data_parallel * math.prod(sizes.values())  # the smallest batch that all axes divide
+    passes = []
+    for name, traffic in zip(("forward", "backward"), layer_traffic(layer, strategy, rows), strict=True):
+        sent = Counter[str]()
+        for collective, times in traffic.items():
+            if collective.axis == axis:
+                sent[collective.operation.replace("_", "-")] += times
+        if sent:
+            passes.append(f"{name} {', '.join(count(times, operation) for operation, times in sorted(sent.items()))}")
+    parts = parameter_splits(layer, mode).values()
+    words = [f"split the {AXES[mode][axis]}"] if AXES[mode][axis] else []
+    if passes:
+        words.append(f"{', '.join(passes)}, for every layer and micro-batch")
+    elif not words and not any(axis in part.axes for part in parts):
+        words.append("compute the same on all ranks")
+    if any(axis in part.sums for part in parts):
+        words.append("all-reduce gradients of what is not split, once a step")
+    return "; ".join(words if passes or len(words) > 1 else [*words, "send nothing"])
 
 
+SEQUENCE_PARALLEL = (
+    "split the samples of a micro-batch where Megatron splits the sequence: the same messages and memory, for any "
+    "number of tokens"
+)
+"""Words on what +sp means here."""
 _PIPELINE_WORDS = "send activations to the next stage and their gradients back, for every micro-batch"
-_SUMS = "; all-reduce gradients of what is not split, once a step"
-_PARTS = "gather parts of the batch (2 a block in forward, 4 in backward) and reduce-scatter sums (2 and 2)"
-_EVERY = ", for every micro-batch"
-_STATISTICS = "all-reduce the norm's statistics and the classifier's sums" + _EVERY
-_FEATURES = {
-    "blocks.": "gather features before every matrix product (4 a block in forward, 4 in backward) and reduce-scatter "
-    "their gradients (4 in backward), all-reduce the norms' statistics" + _EVERY,
-    "head": _STATISTICS,
-    "embed": "split features; send nothing",
-}
-_TENSOR_WORDS = {
-    ("1d", "j"): {
-        "blocks.": "all-reduce activations, twice a block in forward and twice in backward" + _EVERY,
-        "head": "all-reduce the classifier's sums" + _EVERY,
-        "embed": "compute the same on all ranks; send nothing",
-    },
-    ("sp", "j"): {
-        "blocks.": "split the batch; " + _PARTS + _EVERY + _SUMS,
-        "head": "gather the pooled batch and all-reduce the classifier's sums" + _EVERY + _SUMS,
-        "embed": "split the batch" + _SUMS,
-    },
-    ("2d", "j"): _FEATURES,
-    ("2.5d", "j"): _FEATURES,
-    ("3d", "j"): {
-        "blocks.": "split the batch; " + _PARTS + _EVERY + _SUMS,
-        "head": "split the batch" + _SUMS,
-        "embed": "split the batch" + _SUMS,
-    },
-    ("3d", "k"): {
-        "blocks.": "split features; " + _PARTS + ", all-reduce the norms' statistics" + _EVERY + _SUMS,
-        "head": _STATISTICS,
-        "embed": "split features; send nothing",
-    },
-}
-"""Communication by (mode, axis) and kind of layer."""

@@ -160,10 +160,15 @@ class Strategy:
         return "+sp" if self.sequence_parallel else ""
 
     @property
+    def mode(self) -> str:
+        """Tensor-parallel mode of ``vitpar.models.roles``, with +sp as one of its own."""
+        return "sp" if self.sequence_parallel else self.tensor_mode
+
+    @property
     def tensor_shape(self) -> tuple[tuple[str, int], ...]:
         """Mesh axes of the tp ranks with their sizes, outermost first: 1d (j), 2d (i, j), 2.5d (d, i, j), 3d (i, j, k).
 
-        The table in ``vitpar.parallel.tensor`` explains the names. Raises StrategyError if the degree of tp does not
+        The table in ``vitpar.models.roles`` explains the names. Raises StrategyError if the degree of tp does not
         fit the mode.
         """
         tp = self.degree("tp")

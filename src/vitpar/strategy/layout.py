@@ -22,6 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
+from vitpar.models.roles import AXES
 from vitpar.strategy.layer import Strategy
 
 
@@ -227,14 +228,14 @@ def received_share(source: Layout, target: Layout) -> float:
 def _token_rows(strategy: Strategy) -> list[str]:
     """Return the axes that split the batch between layers, outermost first."""
     rows = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
-    if strategy.sequence_parallel or strategy.tensor_mode == "3d":
+    if AXES[strategy.mode]["j"] == "batch":
         rows.append("j")  # innermost, so that what ranks along j gather are neighbouring rows
     return rows
 
 
 def _features(strategy: Strategy) -> tuple[str, ...]:
     """Return the axes that split the features between layers."""
-    return {"1d": (), "2d": ("j",), "2.5d": ("j",), "3d": ("k",)}[strategy.tensor_mode]
+    return tuple(axis for axis, split in AXES[strategy.mode].items() if split == "features")
 
 
 def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]) -> Layout:

@@ -1,19 +1,18 @@
 """Collectives of a layer along the tensor axes for each micro-batch: operation, group, size, by mode and role.
 
-The rules mirror ``vitpar.parallel.tensor``. Tests compare it with the communication of a real step, operation by
-operation.
+The exchanges are those of ``vitpar.models.roles``, by which ``vitpar.parallel.styles`` computes too. Tests compare them
+with the communication of a real step, operation by operation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from vitpar.models.description import LayerDescription, Part
+from vitpar.models.roles import GATHER_POOLED, STATISTICS, TABLE, UNSPLIT, Message, TensorRole
 from vitpar.strategy.layer import Strategy
-from vitpar.strategy.splits import mode_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     forward, backward = Counter[Collective](), Counter[Collective]()
     if side == 1:
         return forward, backward
-    mode, images, last = mode_of(strategy), rows // strategy.data_parallel, None
+    last = None
     for number, part in enumerate(layer.parts):
-        found = _RULES[mode].get(part.role, _none)(part, images, side)
-        forward, backward = forward + found.forward, backward + found.back
+        found = _part_traffic(part, strategy, rows // strategy.data_parallel)
+        forward, backward = forward + found.forward, backward + found.backward
         if layer.backward != "inputs":
             backward += found.for_weights
         # The lowest trained layer begins with a norm, whose input needs no gradient.
@@ -92,7 +91,7 @@ def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: i
     # layer.flops are those of three passes, one of them forward.
     passes, found = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
     for number, part in enumerate(layer.parts):
-        sent = _RULES[mode_of(strategy)].get(part.role, _none)(part, rows // strategy.data_parallel, side)
+        sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
         if sent.beside and (number > 0 or layer.backward == "all"):
             share = part.flops / (passes * layer.flops)
             found += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
@@ -100,11 +99,11 @@ def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: i
 
 
 class _PartTraffic(NamedTuple):
-    """Traffic of a part."""
+    """Traffic of a part, by what needs it (`vitpar.models.roles.Exchange`)."""
 
     forward: Traffic = NO_TRAFFIC
     """Collectives of forward."""
-    back: Traffic = NO_TRAFFIC
+    backward: Traffic = NO_TRAFFIC
     """Collectives of backward that all gradients need."""
     for_input: Traffic = NO_TRAFFIC
     """Collectives of backward that only the gradient of the input needs."""
@@ -116,149 +115,36 @@ class _PartTraffic(NamedTuple):
     """Whether what only one gradient needs is sent while the product of the other one is computed."""
 
 
-_Rule = Callable[[Part, int, int], _PartTraffic]
-"""Function of a part, the images of a tensor group, and the number of ranks along an axis."""
+def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
+    """Return the traffic of a part.
 
-
-def _none(part: Part, images: int, side: int) -> _PartTraffic:
-    return _PartTraffic()
-
-
-def _whole(part: Part, images: int, side: int) -> tuple[Callable[[str], Collective], Callable[[str], Collective]]:
-    """Return collectives along j, by operation, of (all that a linear layer takes, all that it gives)."""
-    taken, given = part.product or (0, 0)
-    cells = images * part.tokens
-    return (
-        lambda operation: Collective(operation, "j", side, cells * taken),
-        lambda operation: Collective(operation, "j", side, cells * given),
-    )
-
-
-def _column(part: Part, images: int, side: int) -> _PartTraffic:
-    taken, _ = _whole(part, images, side)
-    return _PartTraffic(for_input=Counter([taken("all_reduce")]), beside=True)
-
-
-def _row(part: Part, images: int, side: int) -> _PartTraffic:
-    _, given = _whole(part, images, side)
-    return _PartTraffic(Counter([given("all_reduce")]), last=given("all_reduce"))
-
-
-def _row_of_whole(part: Part, images: int, side: int) -> _PartTraffic:
-    """Return the traffic of a linear layer whose input is complete on every rank, which takes its part of it."""
-    taken, given = _whole(part, images, side)
-    gather = Counter([taken("all_gather")])
-    return _PartTraffic(Counter([given("all_reduce")]), for_input=gather, last=given("all_reduce"))
-
-
-def _column_sp(part: Part, images: int, side: int) -> _PartTraffic:
-    # Backward gathers again: the gathered input is not kept for the gradient of the weight.
-    taken, _ = _whole(part, images, side)
-    gather, scatter = Counter([taken("all_gather")]), Counter([taken("reduce_scatter")])
-    return _PartTraffic(gather, for_input=scatter, for_weights=gather, beside=True)
-
-
-def _row_sp(part: Part, images: int, side: int) -> _PartTraffic:
-    _, given = _whole(part, images, side)
-    gather = Counter([given("all_gather")])
-    return _PartTraffic(Counter([given("reduce_scatter")]), back=gather, last=given("reduce_scatter"))
-
-
-def _pooled_sp(part: Part, images: int, side: int) -> _PartTraffic:
-    return _PartTraffic(Counter({Collective("all_gather", "j", side, images * part.width): part.tokens}))
-
-
-def _features(axis: str, *, pooled: bool = False) -> _Rule:
-    """Return the rule of a linear layer whose input features are gathered over `axis` before the product.
-
-    Backward gathers them again, and reduce-scatters their gradients. pooled: whether tokens are computed one by one.
+    images: those of a tensor group.
     """
+    role, side = TABLE[strategy.mode].get(part.role, UNSPLIT), dict(strategy.tensor_shape)["j"]
+    # Under 3d one axis sends, and the other one splits what is sent.
+    tokens = images * (1 if role.one_by_one else part.tokens) // (side if strategy.mode == "3d" else 1)
+    sent = {kind: Counter[Collective]() for kind in ("forward", "backward", "for_input", "for_weights")}
+    last = None
+    for message in filter(None, (role.before, role.after)):
+        for kind, found in sent.items():
+            if operation := getattr(message.exchange, kind):
+                elements, times = _size(part, role, message, kind, images, tokens)
+                found[Collective(operation, message.axis, side, elements)] += times
+                if message is role.after and kind == "forward":
+                    last = Collective(operation, message.axis, side, elements)
+    return _PartTraffic(**sent, last=last, beside=role.before is not None and role.before.exchange.beside)
 
-    def rule(part: Part, images: int, side: int) -> _PartTraffic:
-        cells = images * (1 if pooled else part.tokens) // _rows(axis, side)
-        (taken, _), times = part.product or (0, 0), part.tokens if pooled else 1
-        gather, scatter = (Collective(kind, axis, side, cells * taken) for kind in ("all_gather", "reduce_scatter"))
-        gathers = Counter({gather: times})
-        return _PartTraffic(gathers, for_input=Counter({scatter: times}), for_weights=gathers, beside=True)
 
-    return rule
+def _size(part: Part, role: TensorRole, message: Message, kind: str, images: int, tokens: int) -> tuple[int, int]:
+    """Return the elements of a collective, and the number of times that it runs.
 
-
-def _norm(axis: str, *, rows: int | None = None) -> _Rule:
-    """Return the rule of a norm of split features, which all-reduces their statistics: of an RMSNorm only one number.
-
-    rows: parts of the rows of a tensor group, in powers of the side; None as for the features of the tokens.
+    tokens: those that ranks along the axis of the message compute together.
     """
-
-    def rule(part: Part, images: int, side: int) -> _PartTraffic:
-        cells = images * part.tokens // (_rows(axis, side) if rows is None else side**rows)
+    if message.exchange is GATHER_POOLED:
+        return images * part.width, part.tokens
+    if message.exchange is STATISTICS:  # an RMSNorm has one number; backward sends both in one message
         numbers = 2 if "bias" in part.shapes else 1
-        forward = Counter({Collective("all_reduce", axis, side, cells): numbers})
-        return _PartTraffic(forward, for_input=Counter([Collective("all_reduce", axis, side, numbers * cells)]))
-
-    return rule
-
-
-def _classifier(axis: str) -> _Rule:
-    def rule(part: Part, images: int, side: int) -> _PartTraffic:
-        _, classes = part.product or (0, 0)
-        last = Collective("all_reduce", axis, side, images * part.tokens // _rows(axis, side) * classes)
-        return _PartTraffic(Counter([last]), last=last)
-
-    return rule
-
-
-def _cube(part: Part, images: int, side: int) -> _PartTraffic:
-    """Return the traffic of a product under 3d.
-
-    It gathers rows over one axis and reduce-scatters its partial sums over the other. The axes swap from product to
-    product, so the output of one is laid out as the input of the next.
-    """
-    gathered, summed = ("j", "k") if part.role == "column" else ("k", "j")
-    taken, given = (images * part.tokens * features // side for features in part.product or (0, 0))
-    last = Collective("reduce_scatter", summed, side, given)
-    gather = Collective("all_gather", gathered, side, taken)
-    return _PartTraffic(
-        Counter([gather, last]),
-        back=Counter([Collective("all_gather", summed, side, given)]),
-        for_input=Counter([Collective("reduce_scatter", gathered, side, taken)]),
-        for_weights=Counter([gather]),
-        last=last,
-        beside=True,
-    )
-
-
-def _rows(axis: str, side: int) -> int:
-    """Return the parts of the rows of a tensor group where `axis` splits the features: 3d splits the rows over j."""
-    return side if axis == "k" else 1
-
-
-def _of_features(axis: str) -> dict[str, _Rule]:
-    return {
-        "norm": _norm(axis),
-        "merge": _features(axis),
-        "representation": _features(axis, pooled=True),
-        "classifier": _classifier(axis),
-    }
-
-
-_RULES: dict[str, dict[str, _Rule]] = {
-    "1d": {
-        "column": _column,
-        "row": _row,
-        "inner_norm": _norm("j"),
-        "merge": _row_of_whole,
-        "classifier": _row_of_whole,
-    },
-    "sp": {
-        "column": _column_sp,
-        "row": _row_sp,
-        "inner_norm": _norm("j"),
-        "pooled": _pooled_sp,
-        "classifier": _row_of_whole,
-    },
-    "2d": {"column": _features("j"), "row": _features("j"), "inner_norm": _norm("j"), **_of_features("j")},
-    "3d": {"column": _cube, "row": _cube, "inner_norm": _norm("j", rows=1), **_of_features("k")},
-}
-_RULES["2.5d"] = _RULES["2d"]
-"""Traffic of a part by mode and role; roles that are left out have none."""
+        return (tokens, numbers) if kind == "forward" else (numbers * tokens, 1)
+    taken, given = part.product or (0, 0)
+    features = taken if message is role.before else given
+    return tokens * features, part.tokens if role.one_by_one else 1

@@ -13,7 +13,6 @@ from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_o
 from vitpar.strategy.layer import Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
-from vitpar.strategy.splits import mode_of
 from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
 
@@ -78,7 +77,7 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
 
     owner: whose numbers the layer has, for the message.
     """
-    tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
+    tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     if tp > 1 and mode not in layer.modes:
         fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
         return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", fix

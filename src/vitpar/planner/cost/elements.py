@@ -14,9 +14,9 @@ from functools import lru_cache
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription
+from vitpar.models.roles import parameter_splits
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import mesh_axes, place, sharding_axes
-from vitpar.strategy.splits import parameter_splits
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
     for axis in sharding_axes(strategy):
         shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
     local_numel, compute_numel, sums = 0, 0, Counter[str]()
-    for split in parameter_splits(layer, strategy).values():
+    for split in parameter_splits(layer, strategy.mode).values():
         shape = list(split.shape)
         for axis, dim in split.axes.items():
             if axis in sizes:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from vitpar.models.description import LayerDescription, Part
 from vitpar.strategy import Strategy
-from vitpar.strategy.splits import mode_of
 
 
 def of_role(layer: LayerDescription, *roles: str) -> list[Part]:
@@ -34,7 +33,7 @@ def normed_elements(part: Part) -> int:
 
 def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:
     """Yield the elements of a row that a block keeps for backward: its output included, its input not."""
-    t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], mode_of(strategy)
+    t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
     columns, rows, merges = (of_role(layer, role) for role in ("column", "row", "merge"))
     yield layer.gives.elements / inside  # the output
@@ -89,7 +88,7 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
     if strategy.checkpoint or layer.saved is not None or layer.name in ("embed", "head"):
         return 1.0
     t, rows = strategy.degree("tp"), of_role(layer, "row")
-    inside = 1 if mode_of(strategy) == "1d" else t
+    inside = 1 if strategy.mode == "1d" else t
     normed = sum(normed_elements(part) for part in of_role(layer, "norm"))
     needless = normed / inside + sum(map(taken_elements, rows[1:] if layer.attention else rows)) / t
     return 1 - needless / sum(kept_elements(layer, strategy, "none"))
@@ -98,7 +97,7 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
 def passing_elements(layer: LayerDescription, strategy: Strategy) -> float:
     """Return the peak of transient elements of a row in a forward that keeps nothing for backward: output included."""
     t, taken = strategy.degree("tp"), (layer.takes or layer.gives).elements
-    inside = 1 if mode_of(strategy) == "1d" else t
+    inside = 1 if strategy.mode == "1d" else t
     normed = max(map(normed_elements, of_role(layer, "norm")), default=0)
     columns, rows = of_role(layer, "column"), of_role(layer, "row")
     if not rows:

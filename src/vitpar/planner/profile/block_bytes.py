@@ -17,7 +17,6 @@ from vitpar.models.vit.config import ViTConfig
 from vitpar.planner.profile.activations import given_elements, normed_elements, of_role, taken_elements
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import multiplies_in_float8
-from vitpar.strategy.splits import mode_of
 
 Directions = tuple[float, float]
 """Numbers for (forward, backward)."""
@@ -111,4 +110,4 @@ def _heads(config: ViTConfig, whole: bool) -> Table:
 
 def _parts(strategy: Strategy) -> int:
     """Return the number of parts that activations outside the products are split into."""
-    return 1 if mode_of(strategy) == "1d" else strategy.degree("tp")
+    return 1 if strategy.mode == "1d" else strategy.degree("tp")

@@ -42,7 +42,6 @@ from vitpar.planner.profile.profiles import (
 from vitpar.strategy import Strategy, parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, multiplies_in_float8, update_bytes
 from vitpar.strategy.layout import row_parts
-from vitpar.strategy.splits import mode_of
 from vitpar.strategy.validate import unsplittable
 from vitpar.text import divisors
 
@@ -291,7 +290,7 @@ def _counts(
 
     fp8_min_features: smallest products in float8; infinity for none. tile: tokens of an attention tile.
     """
-    t, mode = strategy.degree("tp"), mode_of(strategy)
+    t, mode = strategy.degree("tp"), strategy.mode
     # Parts that activations outside the products are split into.
     parts = 1 if mode == "1d" else t
     given = layer.gives.elements
@@ -319,7 +318,7 @@ def _counts(
 def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: float) -> Iterator[_Product]:
     """Yield the products of a layer on one rank."""
     t, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    parts = 1 if mode_of(strategy) == "1d" else t
+    parts = 1 if strategy.mode == "1d" else t
     # A product's input and output are split into `inner` and `outer` parts; the next product swaps them.
     inner, outer = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
     for part in layer.parts:

@@ -1,0 +1,188 @@
+"""Styles of tensor parallelism for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+`tensor_parallel_plan` returns the dict of styles for the modules of a layer, from the table in ``vitpar.models.roles``.
+Only styles split parameters or replace a module's ``forward``.
+
+In place of torch's own styles these
+
+- know all modes: a stock style gives one placement, which the two axes of 3d do not fit;
+- compute on local tensors between explicit collectives (``vitpar.parallel.collective``). Parameters are DTensors, so
+  that sharding, gradients and checkpoints know their layout; a DTensor operation would cost more host time than many of
+  these products take;
+- bind a method instead of hooks: compiled blocks stay one graph.
+
+upstream: ``parallelize_module`` (torch 2.11 to 2.15) matches names as patterns and only warns of a name that fits
+nothing, so names are compared before the call; it has no check of the mesh's axes, which the two axes of 3d rely on; it
+drops `src_data_rank` for the key "" and writes it into the style, so these styles always slice the rank's own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from vitpar.models.description import LayerDescription, Part
+from vitpar.models.role_names import role_of
+from vitpar.models.roles import AXES, COPY, SUM, TABLE, UNSPLIT, TensorRole
+from vitpar.parallel.collective import (
+    gather_from_tp_region,
+    reduce_from_tp_region,
+    reduce_scatter_to_tp_region,
+    scatter_to_tp_region,
+    split_layer_norm,
+    split_rms_norm,
+)
+from vitpar.parallel.float8 import Fast
+from vitpar.parallel.float8 import linear as float8_linear
+from vitpar.parallel.linear import column_linear, gathered_linear
+from vitpar.sharded import to_local
+from vitpar.strategy import Strategy, parse
+
+
+class SplitModule(Protocol):
+    """Linear layer or norm whose parameters were split."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    """Epsilon of a norm."""
+    float8: Fast
+    """Which float8 products are fast. Only set if the layer multiplies in float8."""
+    tensor_mesh: DeviceMesh
+    """Tensor-parallel axes: j, or j and k."""
+    tensor_role: TensorRole
+    """Row of the table by which it computes."""
+
+
+def _group(module: SplitModule, axis: str) -> ProcessGroup:
+    return module.tensor_mesh.get_group("jk".index(axis))
+
+
+def _linear(module: SplitModule, x: Tensor) -> Tensor:
+    """Compute a linear layer, and exchange what the table says before and after its product."""
+    before, after = module.tensor_role.before, module.tensor_role.after
+    weight, bias = to_local(module.weight), None if module.bias is None else to_local(module.bias)
+    in_float8: Fast | None = getattr(module, "float8", None)
+    if before is not None and before.exchange is COPY:
+        return column_linear(x, weight, bias, _group(module, before.axis), in_float8)
+    if before is None and after is None:
+        return F.linear(x, weight, bias)
+    if before is not None and before.exchange.dim is not None:
+        y = gathered_linear(x, weight, before.exchange.dim, _group(module, before.axis), in_float8)
+    else:
+        if before is not None:
+            x = scatter_to_tp_region(x, -1, _group(module, before.axis))
+        y = float8_linear(x, weight, None, in_float8) if in_float8 else F.linear(x, weight)
+    if after is not None:
+        into = reduce_from_tp_region if after.exchange is SUM else reduce_scatter_to_tp_region
+        y = into(y, _group(module, after.axis))
+    # The bias is never passed to a product whose output is Partial: the reduction would add it once per rank.
+    return y if bias is None else y + bias
+
+
+def _norm(module: SplitModule, x: Tensor) -> Tensor:
+    """Compute a LayerNorm or RMSNorm over split features."""
+    before = module.tensor_role.before
+    assert before is not None, "a split norm exchanges its statistics"
+    weight, group, bias = to_local(module.weight), _group(module, before.axis), getattr(module, "bias", None)
+    if bias is None:
+        return split_rms_norm(x, weight, module.eps, group)
+    return split_layer_norm(x, weight, to_local(bias), module.eps, group)
+
+
+def _gather_pooled(module: SplitModule, x: Tensor) -> Tensor:
+    return gather_from_tp_region(x, 0, _group(module, "j"))
+
+
+FORWARDS = {
+    **dict.fromkeys(("ColumnLinear", "RowLinear", "Linear2D", "Linear3D", "OwnFeatures"), _linear),
+    "SplitNorm": _norm,
+    "GatherPooled": _gather_pooled,
+}
+"""Forwards by the style's name. With other styles a module keeps its own."""
+
+
+class TensorStyle(ParallelStyle):
+    """Style of a module, by its row of the table, or of the parameters that belong to no module of their own.
+
+    The mesh of ``parallelize_module`` has the tensor axes of the mode: one, or two for 3d.
+
+    role: row of the module.
+    parameters: rows of single parameters of the module, by name.
+    """
+
+    def __init__(self, mode: str, role: TensorRole | None, parameters: Mapping[str, TensorRole] = {}) -> None:
+        super().__init__()
+        self.mode, self.role, self.parameters = mode, role, dict(parameters)
+
+    def __repr__(self) -> str:
+        return f"{self.role.style if self.role else 'Parameters'}({self.mode})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if (role := self.parameters.get(name, self.role)) is not None:
+                axes = role.bias if name == "bias" and name not in self.parameters else role.weight
+                _place(module, name, parameter, [axes.get(axis) for axis in AXES[self.mode]], device_mesh)
+        if self.role is not None and (forward := FORWARDS.get(self.role.style)) is not None:
+            module.tensor_mesh, module.tensor_role = device_mesh, self.role  # type: ignore[assignment]
+            # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
+            # would make a graph for each.
+            module.forward = MethodType(forward, module)
+        return module
+
+
+def _place(module: nn.Module, name: str, whole: nn.Parameter, dims: list[int | None], mesh: DeviceMesh) -> None:
+    """Replace a parameter by its DTensor on `mesh`; leave it plain if no axis splits it.
+
+    dims: dimension that each axis of the mesh splits.
+    """
+    if any(dim is not None for dim in dims):
+        placements = [Replicate() if dim is None else Shard(dim % whole.dim()) for dim in dims]
+        # src_data_rank=None: every rank slices its own copy, without a broadcast. It may still be on meta.
+        setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
+
+
+def tensor_parallel_plan(
+    layer: LayerDescription | Mapping[str, str | ParallelStyle], strategy: Strategy | str
+) -> dict[str, ParallelStyle]:
+    """Return the plan of a layer for ``parallelize_module``: styles by the module's name; "" is the layer itself.
+
+    Modules whose role the mode leaves out are not in it. The mesh has one axis, or two (j, k) under 3d.
+
+    layer: description of a layer; or, for a module outside vitpar, the roles of its modules by name, as in
+        `Layer.TENSOR_PARALLEL`. Then gradients of replicated parameters that see only a part of the batch (+sp, 3d) or
+        of the heads are partial, and the caller sums them over the mesh.
+    strategy: whose tensor-parallel mode decides, such as ``"tp2+sp"``.
+
+    Raises ModelError for something that is no role, and StrategyError.
+
+    Example: ``parallelize_module(block, mesh, tensor_parallel_plan({"fc1": "column", "fc2": "row"}, "tp2"))``
+    """
+    if isinstance(strategy, str):
+        strategy = parse(strategy).strategy
+    if isinstance(layer, Mapping):
+        parts: Sequence[Part] = [Part(name, role_of(role, name)) for name, role in layer.items()]
+    else:
+        parts = layer.parts
+    modules: dict[str, TensorRole] = {}
+    parameters: dict[str, dict[str, TensorRole]] = {}
+    for part in parts:
+        if (role := TABLE[strategy.mode].get(part.role, UNSPLIT)) == UNSPLIT:
+            continue
+        if "" in part.shapes:
+            owner, _, attribute = part.name.rpartition(".")
+            parameters.setdefault(owner, {})[attribute] = role
+        else:
+            modules[part.name] = role
+    return {
+        name: TensorStyle(strategy.mode, modules.get(name), parameters.get(name, {}))
+        for name in dict.fromkeys([*modules, *parameters])
+    }

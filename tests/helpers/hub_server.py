@@ -26,6 +26,14 @@ class Hub:
         """HTTP status and code of the error for repositories that may not be read."""
         self.claimed: dict[str, int] = {}
         """Sizes that the server states instead of the true ones, by file."""
+        self.commit: object = COMMIT
+        """Commit that listings state."""
+        self.headers: dict[str, str] = {}
+        """Headers of files that replace the usual ones."""
+        self.moved: str | None = None
+        """Place to which requests for files are redirected, before `/OWNER/NAME/…`."""
+        self.entry: dict[str, object] = {}
+        """Metadata of every file in listings, in addition to the usual."""
         self.requests: list[str] = []
         """Method and path of each request so far."""
         self.url = ""
@@ -49,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        parts = path.strip("/").split("/")
+        parts = path.removeprefix("/moved").strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         repo, rest = "/".join(parts[2:4] if api else parts[:2]), parts[4:] if api else parts[2:]
         if repo in self.hub.refused:
@@ -62,18 +70,29 @@ class _Handler(BaseHTTPRequestHandler):
         if api and rest[:1] == ["tree"]:
             return self._send(json.dumps([self._entry(name, data) for name, data in files.items()]).encode(), body)
         if api:
-            siblings = [{"rfilename": name, "size": self.hub.size(name, data)} for name, data in files.items()]
-            return self._send(json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode(), body)
+            siblings = [
+                {"rfilename": name, "size": self.hub.size(name, data), **self.hub.entry} for name, data in files.items()
+            ]
+            return self._send(json.dumps({"id": repo, "sha": self.hub.commit, "siblings": siblings}).encode(), body)
         if (name := "/".join(rest[2:])) not in files:
             return self._refuse(404, "EntryNotFound")
+        if self.hub.moved is not None and not path.startswith("/moved"):
+            return self._send(b"", body, status=302, Location=f"{self.hub.moved}{path}", **self.hub.headers)
         tag = hashlib.sha1(files[name]).hexdigest()
-        return self._send(files[name], body, ETag=f'"{tag}"', **{"X-Repo-Commit": COMMIT})
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT} | self.hub.headers
+        return self._send(files[name], body, **headers)
 
     def _entry(self, name: str, data: bytes) -> dict[str, object]:
-        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(data),
+            "oid": hashlib.sha1(data).hexdigest(),
+            **self.hub.entry,
+        }
 
-    def _send(self, content: bytes, body: bool, **headers: str) -> None:
-        self.send_response(200)
+    def _send(self, content: bytes, body: bool, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()

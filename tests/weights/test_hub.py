@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,18 @@ def test_names_are_told_from_paths() -> None:
     assert hub_name("runs/mine") is None and hub_name("hub/x") is None
     assert hub_name("hf:owner/tiny@v1.0") == HubName("owner/tiny", "v1.0")
     assert str(named("hf:owner/tiny@refs/pr/3")) == "hf:owner/tiny@refs/pr/3"
-    for wrong in ("hf:", "hf:tiny", "hf:a/b/c", "hf:../b", "hf:a/b@", "hf:a/..", "hf:a b/c", "hf:a/b\n", "hf:a/b@../x"):
+    for wrong in (
+        "hf:",
+        "hf:tiny",
+        "hf:a/b/c",
+        "hf:../b",
+        "hf:a/b@",
+        "hf:a/..",
+        "hf:a b/c",
+        "hf:a/b\n",
+        "hf:a/b@../x",
+        "hf:a/b@/x",
+    ):
         with pytest.raises(DataError, match="is not a name on the Hugging Face hub: write hf:OWNER/NAME"):
             hub_name(wrong)
 
@@ -143,6 +155,59 @@ def test_unusual_repositories_are_refused(
         fetch(named("hf:owner/odd"))
     large = set(claimed) | {"pytorch_model.bin", "b.bin", "c*"}
     assert not any(path.rpartition("/")[2] in large for path in hub.requests if path.startswith("GET"))
+
+
+OUT = "../../../../out"
+"""Place outside the cache, from the folder of a repository's blobs, snapshots or lists."""
+
+
+@pytest.mark.parametrize(
+    ("headers", "moved", "entry", "commit"),
+    [
+        ({"ETag": f'"{OUT}"'}, None, {}, COMMIT),
+        ({"ETag": "/{place}/out"}, None, {}, COMMIT),
+        ({"X-Linked-ETag": f'"{OUT}"', "X-Linked-Size": "1"}, "/moved", {}, COMMIT),
+        ({"X-Repo-Commit": OUT}, "{url}/moved", {}, COMMIT),
+        ({"Content-Disposition": f'attachment; filename="{OUT}"'}, None, {}, COMMIT),
+        ({}, "file://{place}", {}, COMMIT),
+        (
+            {},
+            None,
+            {"oid": OUT, "xetHash": OUT, "lfs": {"oid": OUT, "sha256": OUT, "size": 1, "pointerSize": 1}},
+            COMMIT,
+        ),
+        ({}, None, {}, OUT),
+        ({}, None, {}, "/{place}/out"),
+        ({}, None, {}, None),
+    ],
+)
+def test_servers_do_not_choose_paths(
+    headers: dict[str, str],
+    moved: str | None,
+    entry: dict[str, object],
+    commit: str | None,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = tmp_path / "1" / "2" / "3" / "cache"
+    use(monkeypatch, hub.url, str(cache))
+    words = {"place": str(tmp_path), "url": hub.url}
+    hub.repos["owner/tiny"] = WHOLE | {OUT: b"", f"/{tmp_path}/out.safetensors": b"", "model.safetensors": b"new"}
+    hub.headers = {name: value.format(**words) for name, value in headers.items()}
+    hub.moved, hub.entry, hub.commit = moved and moved.format(**words), entry, commit and commit.format(**words)
+    with suppress(DataError):
+        folder = fetch(named("hf:owner/tiny"))
+        assert folder == cache / "models--owner--tiny" / "snapshots" / COMMIT
+        assert (folder / "model.safetensors").read_bytes() == b"new"
+    written = {path for path in tmp_path.rglob("*") if not path.is_dir()}
+    assert all(cache in path.parents for path in written), written
+
+
+def test_downloads_have_the_listed_size(hub: Hub) -> None:
+    hub.claimed = {"model.safetensors": 9}
+    with pytest.raises(DataError, match="cannot be downloaded: the hub sends more than 9 bytes"):
+        fetch(named("hf:owner/tiny"))
 
 
 def test_many_files_are_refused(hub: Hub) -> None:

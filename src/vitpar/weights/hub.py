@@ -1,23 +1,29 @@
 """Weights from the Hugging Face hub, named `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
 
-huggingface_hub downloads them into its cache and reads its own environment variables, such as HF_ENDPOINT,
+They are downloaded into huggingface_hub's cache, and its environment variables apply, such as HF_ENDPOINT,
 HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN. Only safetensors files and the JSON files next to them are downloaded, never
 pickles. They are then imported as weights of other libraries are (``vitpar.weights.importing``).
+
+huggingface_hub 2.4 joins what the server sends to paths without checking it: the ETag or the hash of a file becomes the
+name of its blob, and the commit that of a folder. With `../` in them a server, such as a mirror, writes files outside
+the cache. So vitpar asks for the list and the bytes of files only, and chooses every path itself.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vitpar.errors import DataError, ModelError
+from vitpar.io import write_text
 from vitpar.limits import MAX_HUB_BYTES, MAX_HUB_FILES, MAX_JSON_BYTES
-from vitpar.text import shown, size
+from vitpar.text import literal, shown, size
 
 PREFIX = "hf:"
 """Beginning of the names of weights on the hub."""
@@ -25,9 +31,10 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 """Files of weights: the index of several files, or the only file."""
 TEXTS = ("config.json", "preprocessor_config.json", INDEX)
 """Text files that are downloaded."""
-_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./+-]{1,200}))?", re.ASCII)
+_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w+-][\w./+-]{0,199}))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9][\w.-]{0,250}\.safetensors", re.ASCII)
-"""Plain names: huggingface_hub takes them as patterns, and they become file names."""
+"""Plain names: they become file names."""
 _LISTED = 3  # files that a message names
 
 
@@ -68,6 +75,7 @@ def fetch(name: HubName, *, offline: bool = False) -> Path:
     """
     try:
         import huggingface_hub as hub
+        from huggingface_hub import constants
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
         raise DataError(f"{name} needs huggingface_hub: pip install 'vitpar[hub]'") from None
@@ -90,13 +98,21 @@ def fetch(name: HubName, *, offline: bool = False) -> Path:
         ) from None
     except Exception as error:  # errors of the network, whose classes differ between versions of huggingface_hub
         return _cached(hub, name, _reason(error))
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise DataError(f"the hub names {literal(info.sha)} as the commit of {name}: correct HF_ENDPOINT")
     sizes = {one.rfilename: one.size for one in info.siblings or ()}
     wanted = _wanted(name, sizes)
-    folder = _downloaded(hub, name, wanted, sizes)
+    # The layout of huggingface_hub's cache, so that it and vitpar find what the other downloaded.
+    repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
+    folder = repo / "snapshots" / info.sha
+    _download(hub, name, folder, wanted, sizes)
     if INDEX in wanted:
-        folder = _downloaded(hub, name, _shards(name, folder, sizes), sizes)
-    if folder.name != info.sha:
-        raise DataError(f"{name} changed while it was downloaded: try again")
+        _download(hub, name, folder, _shards(name, folder, sizes), sizes)
+    revision = name.revision or "main"
+    if revision != info.sha:
+        with suppress(OSError):  # a cache that may only be read: offline, the weights are then found by their commit
+            (repo / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+            write_text(repo / "refs" / revision, info.sha)
     return folder
 
 
@@ -164,8 +180,8 @@ def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> lis
     return files
 
 
-def _downloaded(hub: Any, name: HubName, files: list[str], sizes: Mapping[str, int | None]) -> Path:
-    """Download `files` of the repository and return their folder.
+def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Mapping[str, int | None]) -> None:
+    """Download those of `files` that `folder`, whose name is the commit, lacks.
 
     Raises DataError, also for files that are too large or too many.
     """
@@ -176,10 +192,45 @@ def _downloaded(hub: Any, name: HubName, files: list[str], sizes: Mapping[str, i
             raise DataError(f"{file} of {name} has {sizes[file]:,} bytes, above {MAX_JSON_BYTES:,}: do not use it")
     if (total := sum(sizes[file] or 0 for file in files)) > MAX_HUB_BYTES:
         raise DataError(f"{name} has {size(total)} of weights, above {size(MAX_HUB_BYTES)}: do not use it")
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    temporary = folder / f".download-{os.getpid()}"
     try:
-        return Path(hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=files))
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (file for file in files if not (folder / file).exists()):
+            expected = sizes[file]
+            most = expected if expected is not None else MAX_JSON_BYTES if file in TEXTS else MAX_HUB_BYTES
+            temporary.unlink(missing_ok=True)  # left by a killed process
+            with temporary.open("xb") as opened:
+                http_get(
+                    hub.hf_hub_url(name.repo, file, revision=folder.name),
+                    _Bounded(opened, most),
+                    headers=build_hf_headers(),
+                    expected_size=expected,
+                    displayed_filename=file,
+                )
+            os.replace(temporary, folder / file)
     except Exception as error:  # of the network, the disk, or the cache
         raise DataError(f"{name} cannot be downloaded: {_reason(error)}") from None
+    finally:
+        with suppress(OSError):  # already renamed, or never created
+            temporary.unlink()
+
+
+class _Bounded:
+    """File being downloaded, which refuses more bytes than it may have."""
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self._file, self._most = file, most
+
+    def write(self, data: bytes) -> int:
+        if self._file.tell() + len(data) > self._most:
+            raise OSError(f"the hub sends more than {self._most:,} bytes")
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _cached(hub: Any, name: HubName, reason: str) -> Path:

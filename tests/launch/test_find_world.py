@@ -18,6 +18,8 @@ OPENMPI = {
     **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-node01-77@1"},
     **{"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
 }
+KUBERNETES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+"""Variables that operators of Kubernetes set for the only process of each pod."""
 
 BOTH = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 ONE_HOST = {"SLURM_STEP_TASKS_PER_NODE": "11", "SLURM_STEP_NODELIST": "node07", "SLURM_LOCALID": "9"}
@@ -33,6 +35,9 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (TORCHRUN, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
         (TORCHRUN | {"VITPAR_REPORTS": "/tmp/x"}, World(5, 8, 1, 4, "vitpar", "node01", 29500)),
         (TORCHRUN | SLURM | OPENMPI, World(5, 8, 1, 4, "torchrun", "node01", 29500)),
+        (KUBERNETES, World(1, 2, 0, 1, "environment", "job-master-0", 23456)),
+        (KUBERNETES | {"MASTER_ADDR": "127.0.0.1"}, World(1, 2, 1, 2, "environment", "127.0.0.1", 23456)),
+        (without(TORCHRUN, "LOCAL_RANK"), World(5, 8, 1, 4, "environment", "node01", 29500)),
         (SLURM, World(9, 11, 1, 3, "slurm", "node07", 20000 + (123456 + 2 * 1009) % 12000)),
         (SLURM | {"MASTER_ADDR": "ib7", "MASTER_PORT": "4000"}, World(9, 11, 1, 3, "slurm", "ib7", 4000)),
         (OPENMPI | SLURM | {"MASTER_PORT": "4000"}, World(3, 4, 3, 4, "openmpi", "127.0.0.1", 4000)),
@@ -54,6 +59,7 @@ def test_ranks_of_an_mpi_job_derive_one_port() -> None:
     [
         {},
         {"MASTER_ADDR": "node01", "MASTER_PORT": "29500"},
+        KUBERNETES | {"RANK": "0", "WORLD_SIZE": "1"},
         without(SLURM, "SLURM_STEP_ID"),  # a batch script
         SLURM | {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # the interactive step of salloc
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash in a larger job
@@ -69,6 +75,9 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
         (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
         (without(TORCHRUN, "RANK"), "RANK is not set although"),
+        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set .* or unset RANK to start locally"),
+        (without(TORCHRUN, "LOCAL_RANK") | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_RANK is not set .* or unset RANK to"),
+        (without(KUBERNETES, "MASTER_ADDR"), "MASTER_ADDR is not set .* or unset RANK to start locally"),
         (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number of at most 20 digits: unset it or"),
         (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "torchrun gave local rank 4 of 4 on this machine in a world of 8, which"),

@@ -3,8 +3,8 @@
 | who started the ranks | who listens | where |
 |---|---|---|
 | vitpar | the parent | loopback |
-| srun, mpirun, all on one machine | rank 0 | loopback |
-| srun, mpirun, several machines | rank 0 | all interfaces |
+| srun, mpirun, the environment, all on one machine | rank 0 | loopback |
+| srun, mpirun, the environment, several machines | rank 0 | all interfaces |
 | torchrun | its agent | all interfaces |
 """
 

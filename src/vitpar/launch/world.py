@@ -2,11 +2,12 @@
 
 | launcher | recognised by | where the ranks meet, unless MASTER_ADDR and MASTER_PORT say it |
 |---|---|---|
-| vitpar, torchrun | RANK, LOCAL_RANK | (they always say it) |
+| vitpar, torchrun | RANK, LOCAL_RANK, LOCAL_WORLD_SIZE | (they always say it) |
+| environment, such as of Kubernetes operators | RANK, WORLD_SIZE | MASTER_ADDR and MASTER_PORT are needed |
 | mpirun of OpenMPI | OMPI_COMM_WORLD_RANK | MASTER_ADDR is needed, a port from the job's name |
 | srun of SLURM | a step of two or more tasks | the first host of the step, a port from the job's number |
 
-Ranks that mpirun or srun started on one machine meet on its loopback, whatever MASTER_ADDR says.
+Ranks on one machine that mpirun, srun or the environment describe meet on its loopback, whatever MASTER_ADDR says.
 
 An MPI world may be nested in a SLURM job, and a torchrun world in either, so launchers are tried from the innermost
 out.
@@ -27,7 +28,7 @@ from vitpar.limits import MAX_RANKS
 from vitpar.text import shown
 
 Device = Literal["cpu", "cuda"]
-Launcher = Literal["none", "vitpar", "torchrun", "openmpi", "slurm"]
+Launcher = Literal["none", "vitpar", "torchrun", "environment", "openmpi", "slurm"]
 
 REPORTS = "VITPAR_REPORTS"
 """Environment variable of workers that vitpar started itself: the folder of their error reports."""
@@ -96,7 +97,7 @@ class World:
 
         True if all ranks are on its machine and rank 0 hosts the store: torchrun and vitpar host it for their ranks.
         """
-        return self.launcher in ("openmpi", "slurm") and self.size > 1 and self.single_machine
+        return self.launcher in ("environment", "openmpi", "slurm") and self.size > 1 and self.single_machine
 
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
@@ -113,7 +114,8 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     """
     env = os.environ if environ is None else environ
     if "RANK" in env or "LOCAL_RANK" in env:
-        return _from_torchrun(env)
+        whole = "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env
+        return _from_torchrun(env) if whole or REPORTS in env else _from_environment(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return _agreeing(_from_openmpi(env), env)
     if _slurm_step(env) is not None and _slurm_tasks(env) > 1:
@@ -137,6 +139,34 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         master_addr=_text(env, "MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT"),
     )
+
+
+def _from_environment(env: Mapping[str, str]) -> World | None:
+    """Return the world of variables that do not say which ranks share a machine.
+
+    Without LOCAL_RANK and LOCAL_WORLD_SIZE they share this one if MASTER_ADDR is loopback; else each has its own.
+
+    Returns None for a single process, which may start local workers. Raises LaunchError if the places of ranks are
+    ambiguous.
+    """
+    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if (rank, size) == (0, 1):
+        return None
+    address, port = _text(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
+    if address in ("localhost", "::1") or address.startswith("127."):
+        local_rank, local_size = rank, size
+    elif "LOCAL_WORLD_SIZE" in env and not size % max(1, _integer(env, "LOCAL_WORLD_SIZE")):
+        local_size = max(1, _integer(env, "LOCAL_WORLD_SIZE"))
+        local_rank = rank % local_size  # ranks of a machine are neighbours
+    elif "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
+        local_rank, local_size = 0, 1
+    else:
+        missing = "LOCAL_RANK" if "LOCAL_WORLD_SIZE" in env else "LOCAL_WORLD_SIZE"
+        raise LaunchError(
+            f"{missing} is not set although RANK is, so the ranks of this machine are unknown: set it for each rank, "
+            "start the ranks with torchrun, or unset RANK to start locally"
+        )
+    return World(rank, size, local_rank, local_size, "environment", address, port)
 
 
 def _from_openmpi(env: Mapping[str, str]) -> World:
@@ -284,7 +314,7 @@ def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise LaunchError(
             f"{name} is not set although other variables of a launcher are: start the ranks with torchrun, srun or "
-            f"mpirun, or set {name} for each of them"
+            f"mpirun, or set {name} for each of them{', or unset RANK to start locally' if 'RANK' in env else ''}"
         )
     return env[name]
 

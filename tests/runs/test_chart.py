@@ -46,6 +46,12 @@ def test_axes_are_logarithmic_for_a_large_range_and_hold_every_value() -> None:
     assert shares.at(np.array([1.0]))[0] == pytest.approx(TOP), "shares end at 100 %"
 
 
+def test_huge_steps_are_drawn() -> None:
+    for steps in (1, 2):
+        assert "nan" not in chart(line(0, [1.0] * steps, first=2**53 - 1))
+        assert "nan" not in chart(line(0, [1.0] * steps, first=10**30))
+
+
 def test_lines_that_coincide_are_drawn_in_turns() -> None:
     y = [3.0, 2.0, 1.0]
     html = chart(line(0, y), line(1, [v + 0.001 for v in y]), smooth=False)

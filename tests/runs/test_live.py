@@ -87,6 +87,16 @@ def test_idle_connections_are_few_and_end(run: Path, monkeypatch: pytest.MonkeyP
         thread.join()
 
 
+def test_slow_clients_do_not_block_others(server: LiveReport) -> None:
+    slow = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(CONNECTIONS)]
+    for one in slow:
+        one.sendall(b"GET / HTTP/1.1\r\n")
+    assert asked(server)[0] == 200, "before any of them is silent for too long"
+    assert slow[0].recv(1) == b"", "the oldest was ended"
+    for one in slow:
+        one.close()
+
+
 def test_the_end_of_a_killed_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REST", 0.0)
     run = write_run(tmp_path / "mine", [train_row(1)], log=[start_line("dp2", 60)])

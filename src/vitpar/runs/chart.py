@@ -182,7 +182,9 @@ def _drawings(
     low, high = min(0.0, float(known.min())), float(known.max())
     if float(known.min()) > 0.5 * high:  # a run that was resumed in another folder starts late
         low = float(known.min())
-    horizontal = HorizontalAxis(low, high if high > low else low + 1.0, AXES[axis])
+    if high - low <= 1e-9 * abs(high):  # one place, or huge ones that 64 bits hardly distinguish
+        high = low + max(1.0, 1e-6 * abs(low))
+    horizontal = HorizontalAxis(low, high, AXES[axis])
     marks = [(mark, float(horizontal.at(np.array([mark.x[axis]]))[0])) for mark in chart.marks]
     many = any(line.run for line in chart.lines)
     parts = [_mark(mark, x, many) for mark, x in _thinned(marks)]

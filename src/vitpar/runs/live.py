@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import socket
+from socket import SHUT_RDWR, socket
 from typing import Any
 
 from vitpar.errors import DataError, LaunchError
@@ -22,7 +23,9 @@ from vitpar.runs.page import report
 HOST = "127.0.0.1"
 """Address that the server listens on."""
 CONNECTIONS = 8
-"""Maximum number of connections that are served at a time; further ones are closed."""
+"""Maximum number of connections that are served at a time; a further one ends the oldest."""
+GRACE = 0.5
+"""Seconds that a new connection waits for the end of the oldest."""
 SECONDS = 5.0
 """Seconds that a connection may wait for its client."""
 REST = 5.0
@@ -48,6 +51,8 @@ class LiveReport(ThreadingHTTPServer):
         self._running: set[Path] = set()
         self._making = threading.Lock()
         self._free = threading.BoundedSemaphore(CONNECTIONS)
+        self._open: dict[Any, None] = {}  # connections, the oldest first
+        self._changing = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -94,8 +99,15 @@ class LiveReport(ThreadingHTTPServer):
         )
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, or close it if there are too many."""
-        if self._free.acquire(blocking=False):
+        """Serve a connection in a thread. If there are too many, the oldest is ended, whose client is slow."""
+        free = self._free.acquire(blocking=False)
+        if not free:
+            with self._changing, suppress(OSError):
+                next(iter(self._open)).shutdown(SHUT_RDWR)
+            free = self._free.acquire(timeout=GRACE)
+        if free:
+            with self._changing:
+                self._open[request] = None
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -103,8 +115,13 @@ class LiveReport(ThreadingHTTPServer):
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection, in its thread."""
         try:
-            super().process_request_thread(request, client_address)
+            self.finish_request(request, client_address)
+        except Exception:
+            self.handle_error(request, client_address)
         finally:
+            with self._changing:
+                del self._open[request]
+            self.shutdown_request(request)
             self._free.release()
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:

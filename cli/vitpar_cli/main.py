@@ -3,8 +3,6 @@
 Each command or command group has its own file. This file combines them and prints user errors as one sentence.
 """
 
-import errno
-import io
 import os
 import sys
 import traceback
@@ -36,6 +34,7 @@ from vitpar_cli import (
     train,
     validate,
 )
+from vitpar_cli.streams import full_disk_as_error, outlive_reader, prepare_streams
 from vitpar_cli.usage import sentence
 
 app = typer.Typer(
@@ -111,21 +110,16 @@ def main() -> None:
     """
     from vitpar.launch import find_world, reporting, share_cores
 
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone gets ? for other characters
+    prepare_streams()
     try:
-        with reporting():
+        with reporting(), full_disk_as_error():
             with suppress(LaunchError):  # the command reports it if it needs a world
                 if world := find_world():
                     share_cores(world)  # must precede the import of torch
-            sys.exit(_run())
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail again when it flushes the rest at exit
-        print(f"error: cannot write: {error.strerror}: free some space", file=sys.stderr)
-        sys.exit(2)
+                    if world.size > 1:
+                        outlive_reader()  # other ranks wait for this one
+            code = _run()
+        sys.exit(code)
     except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):
             traceback.print_exc()

@@ -16,6 +16,7 @@ from vitpar.weights.hub import hub_name
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import AutoOptions, choose
 from vitpar_cli.hub import local_weights
+from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import choose_device, run_in_world
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     given = o.checked_settings(train, locals())
+    if not dry_run:
+        outlive_reader()  # log.txt of the run has what it prints
     from vitpar.training.saving.resume import counting_images, resumed, same_run
 
     resumed_run = resumed(resume, run_dir)

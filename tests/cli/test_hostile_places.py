@@ -1,13 +1,17 @@
-"""Output and run folders on full devices, in folders of the system, in ASCII; batches that no memory holds."""
+"""Output on full devices, to readers that are gone, in ASCII; odd run folders; batches that no memory holds."""
 
 import io
+import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.command_line import clean_environment, run
+from helpers.command_line import clean_environment, forked, run
+from helpers.command_server import Process
 from helpers.small_data import pack_small
 from vitpar_cli.main import main
 
@@ -18,6 +22,64 @@ def test_a_full_device_behind_the_output_is_one_sentence(words: tuple[str, ...])
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "error: cannot write: No space left on device: free some space\n")
+
+
+def test_output_without_a_reader_is_no_error() -> None:
+    command = [sys.executable, "-m", "vitpar_cli.main", "models"]
+    read, write = os.pipe()
+    os.close(read)
+    gone = subprocess.run(command, env=clean_environment(), stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    shell = ["bash", "-c", f"{shlex.join(command)} >&-"]
+    closed = subprocess.run(shell, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    assert (gone.returncode, gone.stderr) == (141, "") and (closed.returncode, closed.stderr) == (0, "")
+
+
+def training(place: Path, steps: int, *words: str) -> tuple[str, ...]:
+    """Return the words of a command that trains a tiny model."""
+    sizes = ("--set", "model.image_size=8", "--set", "model.patch_size=4", "--set", "data.workers=0")
+    data = ("--data", str(pack_small(place)), "--steps", str(steps), "--batch-size", "4")
+    return ("train", "--recipe", "digits", *data, *sizes, "--set", "train.log_every=1", "--run-dir", "run", *words)
+
+
+def test_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    process = forked(tmp_path, training(tmp_path, 3))
+    assert process.stdout and process.stderr
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(100)) == ("", 0)
+    assert "done  val loss" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_full_device_behind_two_ranks_is_one_sentence(tmp_path: Path) -> None:
+    words = training(tmp_path, 1, "--mesh", "dp2")
+    with open("/dev/full", "w") as full:
+        process = Process(
+            [sys.executable, "-m", "vitpar_cli.main", *words],
+            cwd=tmp_path,
+            env=clean_environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (2, "error: cannot write: No space left on device: free some space\n")
+
+
+def test_a_removed_run_folder_is_written_again(tmp_path: Path) -> None:
+    process = forked(tmp_path, training(tmp_path, 400, "--set", "train.eval_every=400"))
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    shutil.rmtree(tmp_path / "run")
+    out, errors = process.communicate(timeout=100)
+    assert process.returncode == 0 and errors == ""
+    assert "warning: the run folder 'run' or its metrics.jsonl was removed" in out
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"step": 400' in rows and (tmp_path / "run" / "recipe.toml").is_file()
+    assert "warning: the run folder" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_terminal_that_knows_ascii_alone_gets_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:

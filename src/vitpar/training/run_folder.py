@@ -119,6 +119,37 @@ class RunFolder:
             write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
 
+    def restore(self) -> str | None:
+        """Write the files of the run again if its folder was removed or moved, and return a warning; else None.
+
+        The run goes on, since its state in memory is worth more than its files.
+
+        Raises RecipeError if the folder cannot be written.
+        """
+        try:
+            if os.path.samestat(os.fstat(self._metrics.fileno()), os.stat(self.path / "metrics.jsonl")):
+                return None
+        except FileNotFoundError:
+            pass
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            log, metrics = ((self.path / name).open("a") for name in ("log.txt", "metrics.jsonl"))
+            with suppress(OSError):  # a mount without locks
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name, text in self.texts.items():
+                write_text(self.path / name, text)
+        except OSError as error:
+            raise RecipeError(
+                f"the run folder '{self.path}' was removed during the run and cannot be created again: "
+                f"{error.strerror}: name another one with --run-dir"
+            ) from None
+        self.close()
+        self._log, self._metrics = log, metrics
+        return (
+            f"the run folder '{self.path}' or its metrics.jsonl was removed or moved during the run, and is written "
+            "again from here; earlier checkpoints may be gone"
+        )
+
     def discard(self) -> None:
         """Let go of the folder of a run that did not begin, and remove it unless the run began earlier."""
         self._log.close()

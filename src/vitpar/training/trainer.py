@@ -286,6 +286,7 @@ class Trainer:
     def _record(self, rows: Sequence[dict[str, Any]], shown: bool) -> None:
         rows, diverged = self.non_finite.until_diverged(rows)
         if self.folder:
+            self._note(self.folder.restore())
             self.folder.trained(rows)
         self._refuse(diverged)
         if shown:

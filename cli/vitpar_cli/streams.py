@@ -1,0 +1,85 @@
+"""Standard streams whose reader is gone, whose device is full, or that were closed before the command began."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vitpar.errors import UserError
+
+READER_GONE = 141
+"""Exit code of a command whose reader is gone, as if SIGPIPE (13) had ended it."""
+_outlives_reader = False
+
+
+def outlive_reader() -> None:
+    """Make this command continue without output if the reader of its output is gone, as training does."""
+    global _outlives_reader
+    _outlives_reader = True
+
+
+def prepare_streams() -> None:
+    """Open closed standard streams on the null device, and let the others survive characters and readers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is this one. Otherwise, the next file that is opened would get the output.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115, for the whole process
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            options = stream.line_buffering, stream.write_through
+            # A terminal that knows ASCII alone gets ? for other characters.
+            setattr(sys, name, _Stream(stream.detach(), stream.encoding, "replace", None, *options))
+
+
+@contextmanager
+def full_disk_as_error() -> Iterator[None]:
+    """Turn an OSError of a full disk within the context into a UserError."""
+    try:
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard(1)  # or Python would fail again when it flushes the rest at exit
+        raise UserError(f"cannot write: {error.strerror}: free some space") from None
+
+
+class _Stream(io.TextIOWrapper):
+    """Standard stream that ends the command, or discards its output, once its reader is gone."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._reader_is_gone()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._reader_is_gone()
+
+    def _reader_is_gone(self) -> None:
+        _discard(self.fileno())
+        if not _outlives_reader:
+            raise SystemExit(READER_GONE)
+
+
+def _discard(number: int) -> None:
+    """Send what is written to the descriptor `number` to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)

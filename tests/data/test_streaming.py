@@ -2,12 +2,14 @@
 
 import gzip
 import os
+import socket
 import stat
 import subprocess
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -409,3 +411,24 @@ def test_label_out_of_range_is_never_skipped(folder: Path) -> None:
     data = StreamSet((f"{folder}/train-2.tar",), 7, 10, Labels())
     with pytest.raises(DataError, match=r"label 1[0-2] of sample '00.*' is outside the 10 classes of stream\.classes"):
         loaded(data, 5, bad_sample="skip")
+
+
+@pytest.mark.timeout(60)
+def test_redirects_stay_in_the_web() -> None:
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"ftp://127.0.0.1:{other.getsockname()[1]}/x.tar")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as other, HTTPServer(("127.0.0.1", 0), Redirects) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        other.settimeout(0.2)
+        with pytest.raises(DataError, match=r"curl ended with exit code 1 \(a redirect leaves the web"):
+            loaded(stream(f"http://127.0.0.1:{server.server_port}/x.tar"), 1)
+        with pytest.raises(TimeoutError):
+            other.accept()
+        server.shutdown()

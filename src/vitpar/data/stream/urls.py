@@ -26,8 +26,12 @@ _SLICE_MS = 200  # milliseconds between checks of whether reading was stopped
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
 _DIGITS = 18  # maximum digits of a number in a brace range
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
+# As webdataset starts it, but a server may redirect only to another address of the web, not to ftp or a file.
+_CURL_COMMAND = ["curl", "--proto", "=http,https", "--proto-redir", "=http,https", "--connect-timeout", "30"]
+_CURL_COMMAND += ["--retry", "30", "--retry-delay", "2", "-f", "-s", "-L", "--"]
 # Meanings of curl's exit codes.
-_CURL = {6: "the host is unknown", 7: "the host does not answer", 18: "the transfer was interrupted", 28: "timeout"}
+_CURL = {1: "a redirect leaves the web", 6: "the host is unknown", 7: "the host does not answer"}
+_CURL |= {18: "the transfer was interrupted", 28: "timeout"}
 _CURL |= {22: "the server returned an error", 56: "the transfer was interrupted"}
 # First bytes of gzip, bzip2, xz and zstd.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
@@ -125,11 +129,11 @@ def _scheme(url: str) -> str:
 
 
 def _opened(url: str) -> Any:
-    from webdataset.gopen import Pipe, gopen_curl, gopen_gsutil, gopen_pipe
+    from webdataset.gopen import Pipe, gopen_gsutil, gopen_pipe
 
     match _scheme(url):
         case "http" | "https":
-            return gopen_curl(url, bufsize=0)
+            return Pipe([*_CURL_COMMAND, url], mode="rb", bufsize=0)
         case "gs":
             return gopen_gsutil(url, bufsize=0)
         case "s3":  # webdataset does not support s3

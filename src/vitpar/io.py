@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
+import resource
 import stat
 import tomllib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
+from vitpar.limits import MAX_HEADER_BYTES, MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
 
 PathLike = str | os.PathLike[str]
 
@@ -28,6 +30,8 @@ _TOML_TEXT = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 """Strings and comments of TOML, including unterminated ones."""
+
+_MEMORY = 384 << 20
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_ESCAPE = re.compile(
@@ -74,6 +78,43 @@ def _refuse_irregular(found: os.stat_result, path: PathLike) -> None:
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
+class ListedZip(io.FileIO):
+    """Zip file of untrusted origin whose reads are limited to `most` bytes.
+
+    zipfile reads its listing (central directory) at once, and makes a large object of each entry.
+    """
+
+    def __init__(self, path: PathLike, most: int = MAX_HEADER_BYTES) -> None:
+        stat_regular(path)
+        super().__init__(path)
+        self._most = most
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next `size` bytes.
+
+        Raises OSError if they are too many.
+        """
+        if size is not None and size > self._most:
+            raise OSError(f"its listing or a pickle has more than {self._most:,} bytes")
+        return super().read(size) or b""
+
+
+@contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Let allocations of this process fail within the context beyond 384 MiB and `more` bytes.
+
+    For libraries written in C that read hostile files and have no limit. Allocations of other threads fail too.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (mapped + _MEMORY + more, *before) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def read_bytes(path: PathLike, limit: int) -> bytes:

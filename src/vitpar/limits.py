@@ -47,7 +47,8 @@ MAX_TOML_DOTS = _most(8, "consecutive dots in a TOML key")
 MAX_PLAN_BYTES = _most(4 * MIB, "plan (JSON), of vitpar or Galvatron", "bytes")
 MAX_PROFILE_BYTES = _most(8 * MIB, "hardware or model profile (JSON)", "bytes")
 MAX_TRACK_FILE_BYTES = _most(4 * KIB, "identifier of a run for trackers (`track.json`)", "bytes")
-MAX_JSON_BYTES = _most(64 * MIB, "other JSON file: configuration, manifest, weight map, class names", "bytes")
+# Python and pydantic take up to 40 bytes for each byte of JSON.
+MAX_JSON_BYTES = _most(12 * MIB, "other JSON file: configuration, manifest, weight map, class names", "bytes")
 MAX_TEXT_BYTES = _most(1024 * MIB, "text file: list of images, map of a zip file, log or metrics of a run", "bytes")
 MAX_LINE_BYTES = _most(64 * KIB, "line of a text file", "bytes")
 
@@ -61,8 +62,16 @@ MIN_SUSTAINED = _most(1e-3, "sustained part of the rates in a cluster file (this
 MAX_TENSOR_DIMS = _most(4, "dimensions of a tensor in a checkpoint")
 MAX_TENSOR_PARTS = _most(MAX_RANKS, "shards of a tensor in a checkpoint")
 MAX_INT64 = _most((1 << 63) - 1, "elements along a dimension, or bytes of a file, in a checkpoint's index")
-MAX_INDEX_BYTES = _most(256 * MIB, "index of a checkpoint", "bytes")
-MAX_ZIP_LISTING_BYTES = _most(16 * MIB, "list of members in a `torch.save` file", "bytes")
+MAX_INDEX_BYTES = _most(
+    256 * MIB, "index of a checkpoint; above the limit of JSON also a quarter of the checkpoint's other files", "bytes"
+)
+MAX_HEADER_BYTES = _most(
+    16 * MIB,
+    "header of a safetensors file, end of a Parquet file, list of members in a zip file; of a zip file of images "
+    "also a quarter of the file",
+    "bytes",
+)
+MAX_PICKLE_STEPS = _most(1 << 20, "instructions of a pickle")
 MAX_PICKLED_WORD_CHARS = _most(16 * KIB, "word between spaces in a `torch.save` file", "characters")
 MAX_HUB_FILES = _most(1_024, "files of weights that are downloaded from a hub")
 MAX_HUB_BYTES = _most(512 * 1024 * MIB, "weights that are downloaded from a hub", "bytes")
@@ -77,7 +86,11 @@ MAX_TAR_EXTENDED_BYTES = _most(64 * KIB, "extended header in a tar file, such as
 MAX_TAR_PADDING_BYTES = _most(16 * MIB, "zeros after the end of a tar file", "bytes")
 MAX_LABEL_BYTES = _most(MIB, "label or JSON of a sample", "bytes")
 MAX_RECORD_BYTES = _most(
-    512 * MIB, "record of a TFRecord file, row group of a Parquet file, or content of an archive", "bytes"
+    512 * MIB, "record of a TFRecord file, or row group of a Parquet file, which is also limited by its file", "bytes"
+)
+MAX_ARCHIVE_BYTES = _most(192 * MIB, "content of an archive of CIFAR, or one of its files", "bytes")
+MAX_KIT_BYTES = _most(
+    16 * MIB, "content of ImageNet's development kit; a quarter of it for the list of classes", "bytes"
 )
 MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
 
@@ -91,6 +104,7 @@ MAX_DECODED_BYTES = _most(
 MAX_CACHE_BYTES = _most(1024 * 1024 * MIB, "decoded images in a machine's memory (`data.cache_gb`)", "bytes")
 
 # Messages.
+MAX_MESSAGE_BYTES = _most(64 * MIB, "message between ranks (JSON)", "bytes")
 MAX_QUOTED_CHARS = _most(200, "quotation of the input in a message", "characters")
 
 

@@ -81,6 +81,15 @@ def test_pickle_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
         assert not (folder / "mark").exists()
 
 
+def test_advice_of_torch_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.pth"
+    for code in (b"\x80\x02}q\x00cos\nsystem\n(X\x01\x00\x00\x00atR.", b"\x80\x02K\x01)R.", b"\x80\x02K\x01K\x01a."):
+        path.write_bytes(code)
+        with pytest.raises(UserError, match=r"could run code when loaded: use safetensors, or pass --trust") as caught:
+            import_weights(path, tmp_path / "here")
+        assert "weights_only" not in str(caught.value)
+
+
 def test_trusted_pickle_is_read(tmp_path: Path) -> None:
     expected = timm_logits(timm_state(qk_norm=True), IMAGES)
     for kind in KINDS[:3]:
@@ -96,12 +105,12 @@ def test_trusted_pickle_is_read(tmp_path: Path) -> None:
 def test_pickle_with_long_names_is_refused_quickly(code: bytes, tmp_path: Path) -> None:
     path, content = tmp_path / "theirs.pth", b"\x80\x02" + code % (b"x" * 1_000_000)
     path.write_bytes(content)
-    refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
+    refused(path, r"it has a word of 1,000,0\d\d characters: use safetensors")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("theirs/data.pkl", content)
         archive.writestr("theirs/byteorder", b"little")
         archive.writestr("theirs/version", b"3\n")
-    refused(path, r"has a word of 1,000,0\d\d characters: use safetensors")
+    refused(path, r"it has a word of 1,000,0\d\d characters: use safetensors")
 
 
 def test_words_of_a_legacy_pickle_are_checked_with_one_python_call_an_instruction(tmp_path: Path) -> None:
@@ -109,7 +118,7 @@ def test_words_of_a_legacy_pickle_are_checked_with_one_python_call_an_instructio
     path.write_bytes(b"\x80\x02" + b"N" * count + b".")
     sys.setprofile(lambda frame, event, _: calls.update([event]))
     try:
-        sources._refuse_long_words(path, zipped=False)
+        sources._refuse_large_pickles(path, zipped=False)
     finally:
         sys.setprofile(None)
     assert count < calls["call"] < 1.1 * count
@@ -181,7 +190,7 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is not a weights file"),
         (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
         (lambda folder: os.mkfifo(folder / "x.pth") or folder / "x.pth", "no weights at"),
-        (listing, "its listing has more than 16,777,216 bytes"),
+        (listing, "its listing or a pickle has more than 16,777,216 bytes"),
         (claiming(torch.ones(1, 1, 1, 1, 1)), "norm.bias .* has 5 dimensions and cannot be a parameter"),
         (lambda folder: folder / "gone", "no weights at"),
         (safetensors({}, length=2**64 - 1), "cannot be read"),

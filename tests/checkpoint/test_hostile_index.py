@@ -20,7 +20,7 @@ from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, crc32, damage, read_index
 from vitpar.checkpoint.reader import load_tensors, read_whole
 from vitpar.errors import CheckpointError, DataError
-from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_QUOTED_CHARS
+from vitpar.limits import MAX_INT64, MAX_JSON_BYTES, MAX_QUOTED_CHARS
 from vitpar.weights.folder import read_config
 
 pytestmark = pytest.mark.timeout(30)
@@ -79,8 +79,8 @@ def test_invalid_index_is_refused(content: bytes, tmp_path: Path) -> None:
 def test_index_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "is not a checkpoint")
     with (tmp_path / INDEX).open("wb") as file:
-        file.truncate(MAX_INDEX_BYTES + 1)
-    refused(tmp_path, "cannot be read: it has more than 268,435,456 bytes")
+        file.truncate(MAX_JSON_BYTES + 1)
+    refused(tmp_path, "cannot be read: it has more than 12,582,912 bytes")
     for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
         (tmp_path / INDEX).unlink()
         make(tmp_path / INDEX)

@@ -64,12 +64,12 @@ def test_zip_entry_larger_than_its_claim_is_refused(tmp_path: Path, monkeypatch:
 
 def test_parquet_files_that_expand_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    image = pa.array([{"bytes": b"x" * (1 << 20)}] * 64, pa.struct({"bytes": pa.binary()}))
+    image = pa.array([{"bytes": b"x" * (1 << 20)}] * 60, pa.struct({"bytes": pa.binary()}))
     path = tmp_path / "train.parquet"
-    parquet.write_table(pa.table({"image": image, "label": ["y" * (1 << 20)] * 64}), path)
+    parquet.write_table(pa.table({"image": image, "label": ["y" * (1 << 20)] * 60}), path)
     with pytest.raises(DataError, match=r"it needs `image` \(bytes\) and `label` \(integers\)"):
         open_source(tmp_path)
-    parquet.write_table(pa.table({"image": image, "label": [i % 2 for i in range(64)]}), path)
+    parquet.write_table(pa.table({"image": image, "label": [i % 2 for i in range(60)]}), path)
     assert path.stat().st_size < 1 << 20, "the image is in the file once"
     split = open_source(tmp_path).splits["train"]
     assert len(split.read(0)) == 1 << 20
@@ -187,7 +187,7 @@ def test_nested_shared_lists_are_not_expanded(cifar: Callable[[bytes], Path]) ->
 
 @pytest.mark.timeout(60)
 def test_archive_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["vitpar.data.sources.arrays"], "MAX_RECORD_BYTES", 1 << 22)
+    monkeypatch.setattr(sys.modules["vitpar.data.sources.arrays"], "MAX_ARCHIVE_BYTES", 1 << 22)
     path = tmp_path / "cifar.tar.gz"
     path.write_bytes(gzip.compress(header("data_batch_1", tarfile.REGTYPE, 1 << 30) + bytes(1 << 24)))
     with pytest.raises(DataError, match="it unpacks to more than"):

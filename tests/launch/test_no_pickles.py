@@ -68,7 +68,7 @@ def spoilt(device: torch.device, message: bytes) -> list[str]:
         if dist.get_rank() == 0:
             tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0).byte()
             patch.setattr(world_group, "_encoded", lambda value: tensor)
-        patch.setattr(world_group, "MAX_JSON_BYTES", 1000)
+        patch.setattr(world_group, "MAX_MESSAGE_BYTES", 1000)
         for collective in (all_gather_json, broadcast_json):
             try:
                 collective("fine")

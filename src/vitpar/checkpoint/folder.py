@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, STATE, Index, damage, first_line, read_index
 from vitpar.errors import CheckpointError
-from vitpar.io import read_bytes
+from vitpar.io import read_json
 from vitpar.launch.world_group import all_gather_json
-from vitpar.limits import MAX_JSON_BYTES
 from vitpar.text import ranks
 
 _NAME = re.compile(r"step_(\d+)")
@@ -87,8 +86,8 @@ class Checkpoint:
         """
         index = read_index(path)
         try:
-            facts = Facts.model_validate_json(read_bytes(path / STATE, MAX_JSON_BYTES))
-        except (OSError, ValidationError) as error:
+            facts = Facts.model_validate(read_json(path / STATE))
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{STATE} of '{path}' cannot be read: {first_line(error)}: use another checkpoint"
             ) from None

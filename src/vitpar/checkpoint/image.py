@@ -1,4 +1,4 @@
-"""A safetensors file in host memory, laid out as it will be on disk.
+"""Safetensors files: opened for reading, and in host memory as they will be on disk.
 
 Training waits only while tensors are copied into it.
 
@@ -10,14 +10,21 @@ change meanwhile, so it would need another copy.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from vitpar.io import open_regular
+from vitpar.limits import MAX_HEADER_BYTES
 from vitpar.sharded import local
 
 _NAMES = {
@@ -31,6 +38,20 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """Name of each dtype in safetensors."""
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file of untrusted origin.
+
+    The library accepts headers of 100 MB and takes up to 20 times the memory.
+
+    Raises OSError and SafetensorError.
+    """
+    with open_regular(path) as file:  # opening a named pipe would block forever
+        header, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
+    if MAX_HEADER_BYTES < header <= size:
+        raise OSError(errno.EFBIG, f"its header has more than {MAX_HEADER_BYTES:,} bytes")
+    return safe_open(path, framework="pt")
 
 
 class SafetensorsBuffer:

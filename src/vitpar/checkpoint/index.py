@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pydantic import FailFast, Field, ValidationError
 
 from vitpar.errors import CheckpointError
 from vitpar.io import open_regular, read_json, stat_regular
-from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
+from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
 from vitpar.records import Record, first_wrong, table_of
 from vitpar.text import literal, shown
 
@@ -109,7 +110,7 @@ def read_index(folder: Path) -> Index:
     Raises CheckpointError if there is none, or if it is damaged, inconsistent or names files outside the folder.
     """
     try:
-        index = Index.model_validate(read_json(folder / INDEX, MAX_INDEX_BYTES))
+        index = Index.model_validate(read_json(folder / INDEX, _most_bytes(folder)))
     except FileNotFoundError:
         raise CheckpointError(
             f"'{folder}' is not a checkpoint ({INDEX} is missing): name a folder that has it"
@@ -141,6 +142,13 @@ def read_index(folder: Path) -> Index:
                 "use it"
             )
     return index
+
+
+def _most_bytes(folder: Path) -> int:
+    """Return the maximum size of the index of `folder`: a long one describes tensors that are larger."""
+    with os.scandir(folder) as entries:
+        others = sum(entry.stat().st_size for entry in entries if entry.name != INDEX and entry.is_file())
+    return min(MAX_INDEX_BYTES, max(MAX_JSON_BYTES, others // 4))
 
 
 def is_file_name(said: object) -> bool:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
+from vitpar.checkpoint.image import open_safetensors
 from vitpar.checkpoint.index import Index, damage, first_line, read_index
 from vitpar.errors import CheckpointError
 from vitpar.former_names import present_parameter
-from vitpar.io import stat_regular
 from vitpar.sharded import box_of, local
 from vitpar.text import shown
 
@@ -78,8 +78,7 @@ def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
     items: name of the tensor, slices within the stored part, and the target to fill.
     """
     try:
-        stat_regular(path)
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             for name, there, target in items:
                 found = file.get_slice(name)[there] if there else file.get_tensor(name)
                 if found.shape != target.shape:

@@ -18,7 +18,6 @@ from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import (
     MAX_MEMBERS,
-    MAX_RECORD_BYTES,
     MAX_TAR_EXTENDED_BYTES,
     MAX_TAR_NAME_BYTES,
     MAX_TAR_PADDING_BYTES,
@@ -176,15 +175,15 @@ class ForwardReader:
 
 
 class _Unpacked(ForwardReader):
-    """Content of a file that may be compressed by gzip, of at most MAX_RECORD_BYTES.
+    """Content of a file that may be compressed by gzip.
 
     Data after the compressed content is not read; Python's gzip would skip zeros there one by one.
 
     Raises EOFError if the compressed data is cut off, and zlib.error if it is damaged.
     """
 
-    def __init__(self, file: BinaryIO, compressed: bool) -> None:
-        super().__init__(MAX_RECORD_BYTES)
+    def __init__(self, file: BinaryIO, compressed: bool, most: int) -> None:
+        super().__init__(most)
         self._file = file
         self._inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS) if compressed else None
 
@@ -200,19 +199,20 @@ class _Unpacked(ForwardReader):
         return b""
 
 
-def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
+def unpacked(path: Path, names: Container[str], most: int) -> dict[str, bytes]:
     """Return the contents of the files `names` in a tar archive, by name.
 
     The files may be in any folder of the archive; files that it lacks are left out.
 
     path: the archive; compressed by gzip unless its name ends with ".tar".
+    most: maximum bytes of the archive when unpacked.
 
-    Raises DataError for a damaged archive, and for one that unpacks to more than MAX_RECORD_BYTES.
+    Raises DataError for a damaged archive, and for one that is larger.
     """
     found: dict[str, bytes] = {}
     try:
         with open_regular(path) as packed:
-            file = _Unpacked(packed, compressed=not path.name.endswith(".tar"))
+            file = _Unpacked(packed, compressed=not path.name.endswith(".tar"), most=most)
             for member in members(file):
                 name = PurePosixPath(member.name).name
                 if member.isreg() and name in names:

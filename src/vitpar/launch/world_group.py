@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.errors import FaultError
-from vitpar.limits import MAX_JSON_BYTES
+from vitpar.limits import MAX_MESSAGE_BYTES
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """Value that JSON can express, NaN and the infinities included. Tuples arrive as lists, mappings as dicts."""
@@ -56,7 +56,7 @@ def barrier() -> None:
 def all_gather_json(mine: Json) -> list[Any]:
     """Return the value of each rank, in the order of ranks. Collective.
 
-    Raises FaultError, on all ranks, for a message that is not JSON or that has more than MAX_JSON_BYTES bytes.
+    Raises FaultError, on all ranks, for a message that is not JSON or that has more than MAX_MESSAGE_BYTES bytes.
     """
     padded, sizes = _padded(mine)
     received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
@@ -146,9 +146,9 @@ def _refuse_sizes(sizes: Tensor) -> None:
     sizes: bytes of each rank's message.
     """
     for rank, size in enumerate(sizes.tolist()):
-        if not 0 < size <= MAX_JSON_BYTES:
+        if not 0 < size <= MAX_MESSAGE_BYTES:
             raise FaultError(
-                f"rank {rank} sent a message of {size:,} bytes, but 1 to {MAX_JSON_BYTES:,} are accepted: run the "
+                f"rank {rank} sent a message of {size:,} bytes, but 1 to {MAX_MESSAGE_BYTES:,} are accepted: run the "
                 f"same vitpar everywhere, on a trusted network"
             )
 

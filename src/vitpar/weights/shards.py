@@ -1,7 +1,7 @@
 """Safetensors files as a mapping from names to tensors, and the index of which file holds which tensor.
 
 Reading never runs code from a file and never allocates memory only because a file claims a size. safetensors refuses
-headers longer than 100 MB, and tensors whose sizes do not match the bytes of the file exactly.
+tensors whose sizes do not match the bytes of the file exactly.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from vitpar.checkpoint.image import open_safetensors
 from vitpar.checkpoint.index import first_line, is_file_name
 from vitpar.errors import DataError
-from vitpar.io import read_json, stat_regular
+from vitpar.io import read_json
 from vitpar.limits import MAX_TENSOR_DIMS
 from vitpar.text import literal, shown
 
@@ -44,8 +45,7 @@ class Shards:
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
             for file in files:
-                stat_regular(folder / file)  # opening a named pipe would block forever
-                opened = safe_open(folder / file, framework="pt")
+                opened = open_safetensors(folder / file)
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:
                         continue

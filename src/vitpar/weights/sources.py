@@ -16,6 +16,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -25,8 +26,8 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
-from vitpar.io import open_regular
-from vitpar.limits import MAX_PICKLED_WORD_CHARS, MAX_TENSOR_DIMS, MAX_ZIP_LISTING_BYTES
+from vitpar.io import ListedZip, limited_memory, open_regular
+from vitpar.limits import MAX_PICKLE_STEPS, MAX_PICKLED_WORD_CHARS, MAX_TENSOR_DIMS
 from vitpar.text import literal, shown
 from vitpar.weights.shards import Shards, read_object, read_weight_map
 
@@ -167,10 +168,12 @@ def unpickled(file: Path, trust: bool) -> Any:
     elif begin[:1] != b"\x80":  # the opcode with which torch.save and pickle begin
         raise DataError(f"'{file}' is not a weights file: name one that ends in .safetensors, .pth, .pt or .bin")
     if not trust:
-        _refuse_long_words(file, zipped)
+        _refuse_large_pickles(file, zipped)
     try:
         # Files of DeiT and MAE also contain their command line as an argparse.Namespace, which only has attributes.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        # The restricted reader also copies any object, such as into a set, as often as a file says.
+        room = nullcontext() if trust else limited_memory(file.stat().st_size)
+        with room, torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol
             # With mmap, a tensor cannot take more memory than the file has.
             if zipped:
@@ -186,20 +189,16 @@ def unpickled(file: Path, trust: bool) -> Any:
                 f"'{file}' contains more than tensors ({what}) and could run code when loaded: use "
                 "safetensors, or pass --trust if you trust its author"
             ) from None
-        sentence = shown(said.partition("Trying to load")[0])
+        if isinstance(error, pickle.UnpicklingError) and not trust:
+            # The rest of torch's message advises to load the file without any restriction.
+            reason = said.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0].strip()
+            reason = "" if "weights_only" in reason else f" ({shown(reason)})"
+            raise DataError(
+                f"'{file}' contains more than tensors{reason} and could run code when loaded: use safetensors, or pass "
+                "--trust if you trust its author"
+            ) from None
+        sentence = "" if "weights_only" in said else shown(said)
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
-
-
-class _Listed(io.FileIO):
-    """Zip file whose reads are limited to MAX_ZIP_LISTING_BYTES.
-
-    A longer listing (central directory) is refused, because zipfile makes a large object of each entry.
-    """
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is not None and size > MAX_ZIP_LISTING_BYTES:
-            raise OSError(f"its listing has more than {MAX_ZIP_LISTING_BYTES:,} bytes")
-        return super().read(size) or b""
 
 
 class _Bounded(io.BufferedReader):
@@ -222,7 +221,7 @@ def _refuse_bombs(file: Path) -> None:
     torch.save does not compress, so its files are at least as large as their content.
     """
     try:
-        with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
+        with ListedZip(file) as opened, zipfile.ZipFile(opened) as archive:
             inside = archive.infolist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"'{file}' cannot be read: {shown(error)}") from None
@@ -234,19 +233,21 @@ def _refuse_bombs(file: Path) -> None:
         )
 
 
-def _refuse_long_words(file: Path, zipped: bool) -> None:
-    """Raise DataError for a pickle with very long words.
+def _refuse_large_pickles(file: Path, zipped: bool) -> None:
+    """Raise DataError for a pickle with very many instructions or very long words.
 
-    torch would take very long to refuse it: to explain an error, it searches the text of the error for patterns, in a
-    time that grows with the square of the length of a word.
+    Each instruction may make an object. With long words, torch would take very long to refuse it: to explain an error,
+    it searches the text of the error for patterns, in a time that grows with the square of the length of a word.
     """
     try:
         for content in _pickles(file, zipped):
-            for _, value, _ in pickletools.genops(content):
+            for step, (_, value, _) in enumerate(pickletools.genops(content)):
+                if step > MAX_PICKLE_STEPS:
+                    raise ValueError(f"its pickle has more than {MAX_PICKLE_STEPS:,} instructions: use safetensors")
                 if isinstance(value, str | bytes) and len(value) > MAX_PICKLED_WORD_CHARS:
                     longest = max(map(len, value.split()), default=0)
                     if longest > MAX_PICKLED_WORD_CHARS:
-                        raise DataError(f"'{file}' has a word of {longest:,} characters: use safetensors")
+                        raise ValueError(f"it has a word of {longest:,} characters: use safetensors")
     except _DAMAGED as error:
         raise DataError(f"'{file}' cannot be read: {shown(error) or 'it is truncated'}") from None
 
@@ -260,7 +261,7 @@ def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:
                 if content.tell() < len(content):
                     yield cast(IO[bytes], content)
         return
-    with _Listed(file) as opened, zipfile.ZipFile(opened) as archive:
+    with ListedZip(file) as opened, zipfile.ZipFile(opened) as archive:
         for entry in archive.infolist():
             if entry.filename.endswith("data.pkl"):
                 entry.CRC = None  # type: ignore[assignment]  # torch.save may leave it out

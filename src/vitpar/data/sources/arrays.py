@@ -21,7 +21,8 @@ from PIL import Image
 from vitpar.data.sources.source import Source, SourceSplit, read_file
 from vitpar.data.tar import unpacked
 from vitpar.errors import DataError
-from vitpar.limits import MAX_RECORD_BYTES
+from vitpar.io import limited_memory
+from vitpar.limits import MAX_ARCHIVE_BYTES, MAX_PICKLE_STEPS
 from vitpar.text import shown
 
 DIGITS = "digits"
@@ -60,9 +61,9 @@ def cifar_files(path: Path) -> Files | None:
     files: Files
     if path.is_dir():
         names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
-        files = {entry.name: partial(read_file, entry, MAX_RECORD_BYTES) for entry in names}
+        files = {entry.name: partial(read_file, entry, MAX_ARCHIVE_BYTES) for entry in names}
     elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED).items()}
+        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED, MAX_ARCHIVE_BYTES).items()}
     else:
         return None
     return files if any(names <= set(files) for names in _WHOLE) else None
@@ -158,21 +159,26 @@ def _loaded(files: Files, name: str) -> Any:
     data = _data(files, name)
     try:
         _refuse_large_memo(data)
-        return _Plain(io.BytesIO(data), encoding="bytes").load()
+        with limited_memory(len(data)):  # the functions that `_Plain` allows can copy an object many times
+            return _Plain(io.BytesIO(data), encoding="bytes").load()
     except DataError:
         raise
     except Exception as error:  # damaged pickles raise nearly anything
-        raise DataError(f"CIFAR file '{name}' cannot be read ({shown(error)}): fetch it again") from None
+        raise DataError(
+            f"CIFAR file '{name}' cannot be read ({shown(error) or type(error).__name__}): fetch it again"
+        ) from None
 
 
 def _refuse_large_memo(data: bytes) -> None:
-    """Raise ValueError for a pickle with a memo index above its number of instructions.
+    """Raise ValueError for a pickle with a memo index above its number of instructions, or with too many of these.
 
-    Python would allocate a memo for all indices below it.
+    Python would allocate a memo for all indices below it, and an object for each of some instructions.
     """
     for count, (code, number, _) in enumerate(pickletools.genops(data)):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(number or 0) > count:
             raise ValueError("an object's number is too high")
+        if count > MAX_PICKLE_STEPS:
+            raise ValueError(f"it has more than {MAX_PICKLE_STEPS:,} instructions")
 
 
 class _Plain(pickle.Unpickler):

@@ -29,8 +29,8 @@ from vitpar.data.sources.source import (
     reading,
 )
 from vitpar.errors import DataError
-from vitpar.io import open_regular
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
+from vitpar.io import ListedZip, stat_regular
+from vitpar.limits import MAX_CLASSES, MAX_HEADER_BYTES, MAX_IMAGE_BYTES
 from vitpar.text import either, shown
 
 _PIECE = 1 << 20  # bytes of a zip entry that are unpacked at a time
@@ -279,7 +279,8 @@ def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[in
 def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
     with reading(path):
         try:
-            archive = zipfile.ZipFile(open_regular(path))
+            # Images are large: a listing that is not small is a small part of the file.
+            archive = zipfile.ZipFile(ListedZip(path, max(MAX_HEADER_BYTES, stat_regular(path).st_size // 4)))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
             raise DataError(f"'{path}' is not a valid zip file ({shown(error)})") from None
     known = archive.NameToInfo

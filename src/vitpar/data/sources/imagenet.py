@@ -17,7 +17,7 @@ from vitpar.data.sources.matlab import read_table
 from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
 from vitpar.data.tar import Readable, members, open_tar, unpacked
 from vitpar.errors import DataError
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_JSON_BYTES
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_KIT_BYTES
 from vitpar.text import shown
 
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -69,12 +69,14 @@ def imagenet(folder: Path, progress: Progress | None = None) -> Source:
 
 
 def _kit(path: Path) -> _Kit:
-    files = unpacked(path, (_TABLE, _TRUTH))
+    files = unpacked(path, (_TABLE, _TRUTH), MAX_KIT_BYTES)
     missing = next((name for name in (_TABLE, _TRUTH) if name not in files), None)
     if missing is not None:
         raise DataError(f"'{path}' has no {missing}: fetch it again")
     try:
-        rows = read_table(files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"), MAX_JSON_BYTES)
+        rows = read_table(
+            files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"), MAX_KIT_BYTES // 4
+        )
         # Rows with children are groups of synsets and have no images.
         known = sorted((row for row in rows if not row["num_children"]), key=lambda row: str(row["WNID"]))
         classes = [str(row["WNID"]) for row in known]

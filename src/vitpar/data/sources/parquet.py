@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
-from functools import lru_cache
+from collections import OrderedDict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, split_of
+from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, split_of
 from vitpar.errors import DataError
-from vitpar.io import parse_json, stat_regular
-from vitpar.limits import MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
+from vitpar.io import open_regular, parse_json
+from vitpar.limits import MAX_HEADER_BYTES, MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
 from vitpar.text import either, shown
 
 _IMAGES = ("image", "img")
 _MISSING = -1  # label of a row without one
 _BATCH = 16  # most rows that are read at a time
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
+_SMALL = 1 << 26  # bytes of a row group that any file may have, and a quarter of those that the cache may
+_EXPANSION = 4  # limit of a row group, and of the cache, in units of the bytes of the files: images do not compress
 
 
 def parquet(folder: Path) -> Source:
@@ -84,6 +87,7 @@ class _File:
     classes: names of the classes; None if the file does not name them.
     starts: first row of each row group, and then the number of rows.
     group_bytes: uncompressed size of the largest row group.
+    size: bytes of the file.
     """
 
     def __init__(self, path: Path, library: Any) -> None:
@@ -91,7 +95,8 @@ class _File:
 
         self.path = path
         try:
-            stat_regular(path)
+            self.size = _checked_size(path)
+            self._most = min(MAX_RECORD_BYTES, max(_SMALL, _EXPANSION * self.size))
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
             named = ("label", "labels", "fine_label")
@@ -106,10 +111,10 @@ class _File:
             meta = self._meta
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
-            if meta.num_rows > MAX_ROWS or self.group_bytes > MAX_RECORD_BYTES:
+            if meta.num_rows > MAX_ROWS or self.group_bytes > self._most:
                 raise DataError(
                     f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a row group: write "
-                    f"files of at most {MAX_ROWS:,} rows, in row groups of at most {MAX_RECORD_BYTES:,} bytes, as with "
+                    f"files of at most {MAX_ROWS:,} rows, in row groups of at most {self._most:,} bytes, as with "
                     "row_group_size=100"
                 )
             with library.ParquetFile(path, metadata=meta) as file:
@@ -134,18 +139,33 @@ class _File:
             # Read a few rows at a time and count their bytes: the file may store a repeated image once, while memory
             # holds every copy. No image is larger than what the group stores.
             stored = self._meta.row_group(number).total_byte_size
-            rows = min(_BATCH, max(1, MAX_RECORD_BYTES // 4 // max(1, stored)))
+            rows = min(_BATCH, max(1, self._most // 4 // max(1, stored)))
             with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
                 for piece in file.iter_batches(rows, row_groups=[number], columns=[self.column]):
                     size += piece.nbytes
-                    if size > MAX_RECORD_BYTES:
-                        raise DataError(f"a row group of '{self.path}' has more than {MAX_RECORD_BYTES:,} bytes")
+                    if size > self._most:
+                        raise DataError(f"a row group of '{self.path}' has more than {self._most:,} bytes")
                     pieces.append(piece)
             return Table.from_batches(pieces)[self.image]
         except DataError:
             raise
         except Exception as error:  # damaged files make pyarrow raise nearly anything
             raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
+
+
+def _checked_size(path: Path) -> int:
+    """Return the bytes of a Parquet file, after checking that its end, with its schema and metadata, is not long.
+
+    pyarrow and JSON take many times the memory.
+
+    Raises OSError.
+    """
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        if int.from_bytes(file.read(4), "little") > MAX_HEADER_BYTES:
+            raise OSError(f"its metadata has more than {MAX_HEADER_BYTES:,} bytes")
+    return size
 
 
 def _has_bytes(kind: Any) -> bool:
@@ -172,7 +192,8 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     begins = [0, *accumulate(len(file.labels) for file in files)]
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
-    group_of = lru_cache(maxsize=most)(lambda number, group: files[number].group(group))
+    kept = OrderedDict[tuple[int, int], Any]()
+    room = min(_KEPT_BYTES, max(4 * _SMALL, _EXPANSION * sum(file.size for file in files)))
     lock = threading.Lock()  # without it, two threads could read the same row group
 
     def read(i: int) -> bytes:
@@ -180,7 +201,13 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         file, row = files[number], i - begins[number]
         group = bisect_right(file.starts, row) - 1
         with lock:
-            image = group_of(number, group)[row - file.starts[group]].as_py()
+            if (number, group) not in kept:
+                kept[number, group] = file.group(group)
+                # Their true size, since the one that a file states may be wrong.
+                while len(kept) > most or (len(kept) > 1 and sum(one.nbytes for one in kept.values()) > room):
+                    kept.popitem(last=False)
+            kept.move_to_end((number, group))
+            image = kept[number, group][row - file.starts[group]].as_py()
         data: bytes | None = image["bytes"] if isinstance(image, dict) else image
         if not data:
             raise DataError(f"row {row} of '{file.path}' has no image bytes, only a path or nothing")
@@ -190,7 +217,10 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
             )
         return data
 
-    names = [f"{file.path}/row {row}" for file in files for row in range(len(file.labels))]
+    def name(i: int) -> str:
+        number = bisect_right(begins, i) - 1
+        return f"{files[number].path}/row {i - begins[number]}"
+
     block = max(b - a for file in files for a, b in zip(file.starts, file.starts[1:], strict=False))
     window = most // 2 * block  # halved, since a run of a block's length may straddle two row groups
-    return SourceSplit(names, labels.astype(np.int32), read, block, window)
+    return SourceSplit(Names(len(labels), name), labels.astype(np.int32), read, block, window)

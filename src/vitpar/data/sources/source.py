@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,30 @@ SPLIT_WORDS = {
 
 Progress = Callable[[str, int, int], None]
 """Callback (description of the work, number done, total number), called by one thread at a time."""
+
+
+class Names(Sequence[str]):
+    """Names of images that are made when they are asked for, since millions of them would take much memory.
+
+    count: number of images.
+    name: function from the number of an image to its name.
+    """
+
+    def __init__(self, count: int, name: Callable[[int], str]) -> None:
+        self._numbers, self._name = range(count), name
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        chosen = self._numbers[place]
+        return self._name(chosen) if isinstance(chosen, int) else [*map(self._name, chosen)]
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class SourceSplit:
 
     def subset(self, indices: NDArray[np.int64]) -> "SourceSplit":
         """Return the split that consists of the images `indices`, in that order."""
-        names = [self.names[i] for i in indices]
+        names = Names(len(indices), lambda i: self.names[int(indices[i])])
         labels, order = self.labels[indices], (self.block, self.window, self.origin)
         return SourceSplit(names, labels, lambda i: self.read(int(indices[i])), *order)
 

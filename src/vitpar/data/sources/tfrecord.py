@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, read_span, reading
+from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, read_span, reading
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import MAX_MEMBERS, MAX_RECORD_BYTES
@@ -28,7 +28,7 @@ _HEADER, _FOOTER = 12, 4  # bytes before and after the protocol buffer of a reco
 _IMAGE, _LABEL, _NAME = b"image/encoded", b"image/class/label", b"image/class/synset"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Record:
     """Place and label of an image in a TFRecord file."""
 
@@ -75,7 +75,7 @@ def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
             raise DataError(f"the record at byte {record.begin - _HEADER} of '{path}' is damaged: fetch it again")
         return data[record.image]
 
-    names = [f"{path}/byte {record.begin - _HEADER}" for path, record in records]
+    names = Names(len(records), lambda i: f"{records[i][0]}/byte {records[i][1].begin - _HEADER}")
     return SourceSplit(names, np.array([record.label - first for _, record in records], np.int32), read)
 
 

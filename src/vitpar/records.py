@@ -61,8 +61,10 @@ def text(value: Any) -> str:
     return value
 
 
-def first_wrong(error: ValidationError) -> str:
-    """Return the first error of a validation: the key and what is wrong with it."""
+def first_wrong(error: ValueError) -> str:
+    """Return the first error of reading a record: the key and what is wrong with it, if the text could be parsed."""
+    if not isinstance(error, ValidationError):
+        return f"Invalid JSON: {shown(error)}"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     said = first["msg"].removeprefix("Value error, ")
     place = ".".join(map(str, first["loc"]))

@@ -23,22 +23,21 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from vitpar.errors import DataError
-from vitpar.io import open_regular, read_bytes, write_text
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_SHARDS
-from vitpar.records import Record, table_of
+from vitpar.io import open_regular, read_json, write_text
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_SHARDS
+from vitpar.records import Record, first_wrong, table_of
 from vitpar.text import shown
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
 """Row of an index: number of the shard, label, byte offset and size of the encoded image, and its CRC-32 (zlib)."""
 MANIFEST = "dataset.json"
 """File name of the manifest."""
-_CHUNK = 1 << 18  # rows read at a time; mapping the file would make resident memory grow with the data set
+_CHUNK = 1 << 18  # rows read at a time
 
 
 class ShardEntry(Record):
@@ -117,8 +116,8 @@ class AnyManifest(BaseModel):
 def read_any_manifest(folder: Path) -> AnyManifest:
     """Return the content of the manifest in `folder`, of any version; an empty one if it is missing or damaged."""
     try:
-        return AnyManifest.model_validate_json(read_bytes(folder / MANIFEST, MAX_JSON_BYTES))
-    except (OSError, ValidationError):
+        return AnyManifest.model_validate(read_json(folder / MANIFEST))
+    except (OSError, ValueError):
         return AnyManifest()
 
 
@@ -129,7 +128,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        return Manifest.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
+        return Manifest.model_validate(read_json(path))
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index existing "
@@ -137,11 +136,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = shown(".".join(str(part) for part in first["loc"]) or "the file")
+    except ValueError as error:
         raise DataError(
-            f"'{path}' is damaged or from another version ({where}: {shown(first['msg'])}): rewrite it with "
+            f"'{path}' is damaged or from another version ({shown(first_wrong(error))}): rewrite it with "
             f"`vitpar data index {folder}`"
         ) from None
 
@@ -177,13 +174,15 @@ def write_split(
 
 
 def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
-    """Map the index of a split into memory, ROW [samples], after checking all of it.
+    """Read the index of a split, ROW [samples].
+
+    Not a mapping of the file: if that is cut while it is used, the kernel ends the process.
 
     Raises DataError if its checksum is not that in the manifest, or if it does not fit the shards.
     """
     path = folder / f"{split}.index.npy"
     again = f"rewrite it with `vitpar data index {folder}`"
-    digest, start = hashlib.sha256(), 0
+    digest, start, pieces = hashlib.sha256(), 0, [np.empty(0, ROW)]
     try:
         with open_regular(path) as file:
             offset, size = _header_bytes(file, entry.samples), os.fstat(file.fileno()).st_size
@@ -198,14 +197,12 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
                 if not _fits(start, rows, entry):
                     raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
                 start += len(rows)
+                pieces.append(rows)
     except OSError as error:
         raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
     if digest.hexdigest() != entry.index_sha256:
         raise DataError(f"index '{path}' is not the one recorded in {MANIFEST}: {again}")
-    if not entry.samples:
-        return np.empty(0, ROW)
-    rows = np.memmap(path, ROW, mode="r", offset=offset, shape=(entry.samples,))
-    return rows.view(np.ndarray)  # a plain array: np.memmap's own indexing is slow
+    return np.concatenate(pieces)
 
 
 def _header_bytes(file: BinaryIO, samples: int) -> int | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from vitpar import records
 from vitpar.errors import PlannerError
-from vitpar.io import read_bytes, write_text
+from vitpar.io import read_json, write_text
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE, MIN_SUSTAINED
 from vitpar.records import first_wrong, table_of, text
 from vitpar.text import shown
@@ -48,13 +48,13 @@ class Profile(ProfileRecord):
     def read(cls, path: Path) -> Self:
         """Return the profile in the JSON file `path`. Raises PlannerError, which names an invalid key."""
         try:
-            return cls.model_validate_json(read_bytes(path, MAX_PROFILE_BYTES))
+            return cls.model_validate(read_json(path, MAX_PROFILE_BYTES))
         except OSError as error:
             raise PlannerError(
                 f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with vitpar profile "
                 f"{cls.kind}, or plan from a data sheet with --cluster 8xH100"
             ) from None
-        except ValidationError as error:
+        except ValueError as error:
             wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"
             raise PlannerError(f"{wrong}: make one with vitpar profile {cls.kind}") from None
 

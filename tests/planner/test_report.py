@@ -202,6 +202,16 @@ def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
     assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
 
 
+def test_frontier_has_a_plan_with_less_memory_if_the_table_has_one() -> None:
+    searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=()), costs_of())
+    result = searching.best(20e9)
+    searching.frontier(result.plans[0], until=0.0)  # the time of the search is over
+    found = findings(searching, result, 20e9, ORIGIN)
+    assert min(price.memory_bytes for price in found.result.plans) < found.result.plans[0].memory_bytes
+    assert len(found.frontier) > 1 and "No plan with less memory than" not in page(found, 2)
+    assert all(searching.space.covers(price.plan) for price in found.frontier if price.plan.is_uniform)
+
+
 def test_frontier_of_one_plan_is_text_instead_of_a_chart(found: Findings) -> None:
     lone = replace(found, frontier=found.frontier[:1])
     assert "No plan with less memory than" in page(lone, 2)

@@ -63,7 +63,7 @@ class Search:
         self._options = Options(space, costs, moments)
         self._prices: dict[tuple[Plan, int], Price] = {}
         self._shares: dict[tuple[object, ...], Array] = {}
-        self._frontiers: dict[tuple[Plan, int], tuple[Price, ...]] = {}
+        self._searched: set[tuple[Plan, int]] = set()  # plans whose `frontier` was searched
 
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
@@ -277,34 +277,36 @@ class Search:
         return moves
 
     def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
-        """Return the fastest plans for decreasing memory, `best` first. Cached per plan.
+        """Return the fastest plans of the space for decreasing memory, `best` first.
 
-        Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices;
-        the plans are then chosen from all cached prices.
+        Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices,
+        once per plan; the plans are then chosen from all cached prices. If none needs that little, the plan with the
+        least memory follows the best.
 
         points: number of plans at most
         until: `time.perf_counter` value after which no search starts
         """
-        key = best.plan, best.batch_size
-        if key in self._frontiers:
-            return self._frontiers[key]
-        budget, short = best.memory_bytes, self._short
-        for _ in range(points - 1):
+        key, budget, short = (best.plan, best.batch_size), best.memory_bytes, self._short
+        for _ in range(0 if key in self._searched else points - 1):
             now = time.perf_counter()
             plans = self._best(step * budget, short, min(until, now + short.seconds)).plans if now < until else ()
             if not plans:
                 break
             budget = plans[0].memory_bytes
+        self._searched.add(key)
         # Choose from all prices only now: a search for a smaller budget may have found the fastest for a larger one.
+        # Uniform plans may be priced without being in the space (`reasons`).
+        known = [one for one in self._prices.values() if not one.plan.is_uniform or self.space.covers(one.plan)]
         found = [best]
         while len(found) < points:
-            budget = step * found[-1].memory_bytes
-            fitting = [price for price in self._prices.values() if price.memory_bytes <= budget]
+            fitting = [one for one in known if one.memory_bytes <= step * found[-1].memory_bytes]
             if not fitting:
                 break
             found.append(max(fitting, key=lambda price: price.images_per_second))
-        self._frontiers[key] = tuple(found)
-        return self._frontiers[key]
+        if len(found) == 1:
+            least = min(known, key=lambda price: price.memory_bytes, default=best)
+            found += [least] if least.memory_bytes < best.memory_bytes else []
+        return tuple(found)
 
     def price(self, plan: Plan, batch_size: int) -> Price:
         """Return the price of a validated plan, cached."""

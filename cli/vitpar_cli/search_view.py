@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from vitpar.text import count, size
+from vitpar.text import count, either, size
 from vitpar_cli.outputs import ProgressLines
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def show_choice(found: "Findings") -> None:
 
 def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
+    from vitpar.planner.remedies import less_memory
     from vitpar.planner.report.data import provenance, speed_words
     from vitpar.planner.report.uncertainty import uncertainty
 
@@ -87,7 +88,9 @@ def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     for note in (*provenance(costs.hardware, costs.model), *([doubt.source] if doubt else [])):
         console.print(note, style="yellow", soft_wrap=True)
     over = price.memory_bytes - found.budget
-    fits = "yes" if found.fits else f"no: {size(over)} too much; use more ranks, +ckpt, fsdp or more micro-batches"
+    fullest = max(price.memory, key=lambda memory: memory.total)
+    ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
+    fits = "yes" if found.fits else f"no: {size(over)} too much; use {either(ways)}"
     print_rows(console, [("speed", speed_words(price, costs)), *cost_rows(price, found.budget), ("fits", fits)])
 
 

@@ -213,8 +213,9 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
     assert told["strategy"] == "tp2xdp4" and told["fits"] and told["precision"] == "bf16"
     assert told["step_seconds"] == pytest.approx(expected.seconds)
     assert told["memory_bytes"] == pytest.approx(expected.memory_bytes)
-    shown = run("fsdp4", *H100, "--memory", "100MB")  # four of the eight devices
-    assert "on 4 ranks of NVIDIA H100" in shown and "fits       no" in shown and "MFU" in shown
+    shown = run("fsdp4+ckpt", *H100, "--memory", "100MB", "--microbatches", "64")  # four of the eight devices
+    assert "on 4 ranks of NVIDIA H100" in shown and "MFU" in shown
+    assert "fits       no" in shown and "too much; use more GPUs with fsdp or +offload\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_fastest_attention_is_chosen_on_gpus_and_kept_on_resume(alone: None, mon
     assert without.backend is None and without.warning is not None
     assert "no attention kernel supports heads of 8 features in torch.bfloat16 on this GPU" in without.warning
     assert "(tried cudnn, flash, efficient)" in without.warning
+    assert without.warning.endswith("per head: use heads of 64 or 128 features")
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(
         RecipeError, match=r"'flash' does not support heads of 8 features in torch.bfloat16 on this cuda"

@@ -58,7 +58,7 @@ def test_message_compares_needed_with_available_memory(monkeypatch: pytest.Monke
     (memory,) = estimate_memory(config, asked.plan(config), 256, "bf16", 2)
     assert f"CUDA is out of memory on rank 0: a step is predicted to need {memory.total / 1e9:.3g} GB (act" in words
     assert "the GPU has 24 GB, of which other programs and the CUDA runtime take 5 GB" in words
-    assert words.endswith("use --microbatches 2, +ckpt in --mesh, fsdp in place of dp or +zero1")
+    assert words.endswith("use --microbatches 2, +ckpt, fsdp in place of dp or +zero1")
     assert words.count("\n") == 0
 
     def broken(device: torch.device) -> None:
@@ -74,12 +74,13 @@ def test_message_compares_needed_with_available_memory(monkeypatch: pytest.Monke
         (
             "dp2",
             {"precision": "fp32"},
-            "--microbatches 2, +ckpt in --mesh, --precision bf16, fsdp in place of dp or +zero1",
+            "--microbatches 2, +ckpt, --precision bf16, fsdp in place of dp or +zero1",
         ),
         ("dp2+ckpt+zero1", {}, "--microbatches 2 or fsdp in place of dp"),
-        ("fsdp2", {"batch_size": 2}, "more GPUs with fsdp, +offload or +ckpt in --mesh"),
-        ("fsdp2+ckpt+offload", {"batch_size": 2}, "a smaller --batch-size"),
-        ("pp2", {"batch_size": 64}, "--microbatches 8, +ckpt in --mesh, more GPUs with fsdp or +offload"),
+        ("fsdp2", {"batch_size": 2}, "more GPUs with fsdp, +offload or +ckpt"),
+        ("fsdp2+ckpt+offload", {"batch_size": 2}, "a smaller model"),
+        ("dp2+ckpt+zero2", {"batch_size": 2}, "fsdp in place of dp"),
+        ("pp2", {"batch_size": 64}, "--microbatches 8, +ckpt, more GPUs with fsdp or +offload"),
     ],
 )
 def test_message_suggests_the_most_effective_change_first(mesh: str, train: dict[str, Any], ways: str) -> None:

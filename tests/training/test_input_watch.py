@@ -19,8 +19,13 @@ def rows(first: int, count: int, data: float) -> list[dict]:
     return [{"step": step, "data_ms": data, "step_ms": 100.0} for step in range(first, first + count)]
 
 
+def recipe_of(**sections: dict[str, object]) -> Recipe:
+    least: dict[str, object] = {"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}}
+    return Recipe.model_validate(least | sections)
+
+
 def test_slow_input_is_reported_once_with_a_remedy() -> None:
-    watch = InputWatch(workers=2, cores=8)
+    watch = InputWatch(recipe_of(), workers=2, cores=8)
     assert watch.look([{"step": 1, "data_ms": 9000.0, "step_ms": 9000.0}, *rows(2, WATCHED_STEPS - 1, 40)]) is None
     words = watch.look(rows(WATCHED_STEPS + 1, 5, 40))
     assert words == (
@@ -28,17 +33,33 @@ def test_slow_input_is_reported_once_with_a_remedy() -> None:
         "(it is 2, and a rank has 8 cores here)"
     )
     assert watch.look(rows(90, 50, 90)) is None
-    words = InputWatch(8, 8).look(rows(2, WATCHED_STEPS, 50))
+    words = InputWatch(recipe_of(), 8, 8).look(rows(2, WATCHED_STEPS, 50))
     assert words is not None and "8 decoding threads on 8 cores" in words and "--short-side" in words
     assert "about 16 decoding threads a rank would keep up)" in words
-    words = InputWatch(0, 4).look(rows(2, WATCHED_STEPS, 50))
+    words = InputWatch(recipe_of(), 0, 4).look(rows(2, WATCHED_STEPS, 50))
     assert words is not None and "it is 0" in words and "would keep up" not in words
-    words = InputWatch(1, 0.25).look(rows(2, WATCHED_STEPS, 100))
-    assert words is not None and "1 decoding threads on 0.25 cores a rank: pack smaller images" in words
+
+
+PACK, CACHE = "pack smaller images (`vitpar data pack --short-side`)", "set data.cache to memory"
+STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "classes": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "remedies"),
+    [
+        ({"augment": {"policy": "3a"}}, f"{PACK}, {CACHE}, augment less or use more cores"),
+        ({}, f"{PACK}, {CACHE} or use more cores"),
+        ({"data": {"path": "unused", "cache": "memory"}}, f"{PACK} or use more cores"),
+        ({"data": {}, "stream": STREAM}, "use more cores"),
+    ],
+)
+def test_slow_input_suggests_only_what_is_not_done_yet(sections: dict[str, dict[str, object]], remedies: str) -> None:
+    words = InputWatch(recipe_of(**sections), 1, 0.25).look(rows(2, WATCHED_STEPS, 100))
+    assert words == f"training waits for images 100% of the time, with 1 decoding thread on 0.25 cores a rank: {remedies}"
 
 
 def test_fast_input_is_not_reported() -> None:
-    assert InputWatch(2, 8).look(rows(1, 500, 10)) is None
+    assert InputWatch(recipe_of(), 2, 8).look(rows(1, 500, 10)) is None
 
 
 @pytest.mark.parametrize(
@@ -46,7 +67,7 @@ def test_fast_input_is_not_reported() -> None:
     [("cuda", 16, 15), ("cuda", 24, 16), ("cuda", 1, 1), ("cuda", 12.5, 11), ("cpu", 16, 2), ("cpu", 0.25, 1)],
 )
 def test_decoding_threads_follow_the_cores_of_a_rank(device: str, cores: float, threads: int) -> None:
-    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "steps": 1}})
+    recipe = recipe_of()
     assert decoding_threads(recipe, device, cores) == threads
     assert "workers" not in recipe.to_toml()
     named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})

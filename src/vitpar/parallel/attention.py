@@ -32,6 +32,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.text import either
 
 CANDIDATES = ("cudnn", "flash", "efficient")
 """Kernels that are timed on a GPU if the recipe names none."""
@@ -99,9 +100,11 @@ def choose_attention(
             "use auto"
         )
     use_attention(None)
+    ways = ["bf16"] if precision.compute not in (torch.bfloat16, torch.float16) else []
+    ways += ["heads of 64 or 128 features"] if not {*dims} <= {64, 128} else []
     warning = (
         f"no attention kernel supports {shape} on this GPU (tried {', '.join(seconds)}), only matrix products, which "
-        "store tokens x tokens weights per head: use bf16, or heads of 64 or 128 features"
+        f"store tokens x tokens weights per head: use {either(ways or ['another GPU'])}"
     )
     return AttentionChoice(None, tuple(seconds.items()), warning)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, StrategyError
+from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
@@ -18,8 +17,9 @@ from vitpar.planner.cost.price import price
 from vitpar.planner.measure.device import memory_bytes
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
-from vitpar.text import count, divisors, either, size
+from vitpar.planner.remedies import less_memory, smaller_batch
+from vitpar.strategy import Plan, place_of_rank
+from vitpar.text import count, either, size
 from vitpar.training.optim.optimizer import moments
 from vitpar.training.recipe import Recipe
 
@@ -98,9 +98,10 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
         return
     need, there = max(memory, key=lambda one: one.total), memory_bytes(torch.device("cpu"))
     if local_ranks * need.total > IMPOSSIBLE * there:
+        batch = smaller_batch(plan, recipe.train.batch_size)
         raise RecipeError(
             f"{memory_words(need)} a rank, but {count(local_ranks, 'rank')} of this machine share {size(there)}: use "
-            f"{either(['a smaller --batch-size', *_ways(need, recipe, config, plan)])}"
+            f"{either(dict.fromkeys(filter(None, [batch, *_ways(need, recipe, config, plan)])))}"
         )
 
 
@@ -160,29 +161,4 @@ def _available(device: torch.device) -> str | None:
 
 
 def _ways(need: Memory | None, recipe: Recipe, config: ModelConfig, plan: Plan) -> list[str]:
-    """Return options that reduce the memory of a rank, most helpful first."""
-    more = _more_microbatches(recipe, config, plan)
-    acts = [] if more is None else [f"--microbatches {more}"]
-    if any(kind.checkpoint is None for kind in plan.kinds):
-        acts.append("+ckpt in --mesh")
-    if recipe.train.precision in ("fp64", "fp32"):
-        acts.append("--precision bf16")
-    kept = []
-    if plan.data_parallel > 1 and not any(kind.has("fsdp") for kind in plan.kinds):
-        kept += ["fsdp in place of dp", *(["+zero1"] if not any(kind.zero for kind in plan.kinds) else [])]
-    elif not any(kind.offload for kind in plan.kinds):
-        kept += ["more GPUs with fsdp", "+offload"]
-    state = 0.0 if need is None else need.parameters + need.optimizer + need.gradients
-    ways = [*kept, *acts] if need is not None and state > need.total / 2 else [*acts, *kept]
-    return ways or ["a smaller --batch-size"]
-
-
-def _more_microbatches(recipe: Recipe, config: ModelConfig, plan: Plan) -> int | None:
-    """Return the next larger number of micro-batches that the plan can run; None if there is none."""
-    batch = batch_arithmetic(plan, recipe.train.batch_size)
-    for number in divisors(batch.local_batch):
-        if number > batch.microbatches:
-            with suppress(StrategyError):
-                validate(replace(plan, microbatches=number, microbatch_size=None), config, recipe.train.batch_size)
-                return number
-    return None
+    return less_memory(need, config, plan, recipe.train.batch_size, recipe.train.precision)

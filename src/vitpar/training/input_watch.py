@@ -4,6 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from vitpar.text import count, either
+from vitpar.training.recipe import Recipe
+
 WATCHED_STEPS = 20
 """Steps to measure before a warning, without the first, which fills the queue."""
 WAITING_SHARE = 0.15
@@ -18,8 +23,8 @@ class InputWatch:
     first: number of the first step.
     """
 
-    def __init__(self, workers: int, cores: float, first: int = 1) -> None:
-        self._workers, self._cores, self._first = workers, cores, first
+    def __init__(self, recipe: Recipe, workers: int, cores: float, first: int = 1) -> None:
+        self._recipe, self._workers, self._cores, self._first = recipe, workers, cores, first
         self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
 
     def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
@@ -47,7 +52,18 @@ class InputWatch:
                 f"{share}{enough}: raise data.workers (it is {self._workers}, and a rank has {self._cores:.3g} cores "
                 "here)"
             )
-        return (
-            f"{share}, with {self._workers} decoding threads on {self._cores:.3g} cores a rank{enough}: pack smaller "
-            "images (`vitpar data pack --short-side`), set data.cache to memory, augment less, or use more cores"
-        )
+        threads = count(self._workers, "decoding thread")
+        return f"{share}, with {threads} on {self._cores:.3g} cores a rank{enough}: {either(_remedies(self._recipe))}"
+
+
+def _remedies(recipe: Recipe) -> list[str]:
+    """Return what makes decoding cheaper and is not done yet."""
+    packed, augment = recipe.data.path is not None, recipe.augment
+    augments = augment.policy or np.any(augment.color_jitter) or augment.random_erasing
+    ways = {
+        "pack smaller images (`vitpar data pack --short-side`)": packed,
+        "set data.cache to memory": packed and recipe.data.cache == "none",
+        "augment less": augments,
+        "use more cores": True,
+    }
+    return [way for way, possible in ways.items() if possible]

@@ -140,7 +140,7 @@ class Trainer:
             kernels["threads"] = torch.get_num_threads()
             self.folder.begin(recipe, plan, command, self.done, kernels)
             self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
-        self.watch = InputWatch(self.input.workers, self.input.local.cores, first=self.done + 1)
+        self.watch = InputWatch(recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
         for message in (*messages, *filter(None, [cached])):
             self.reporter.info(message)
         self._note(*notes, *trained.warnings, self.attention.warning)

@@ -1,5 +1,6 @@
 """Export as ONNX: the logits of ONNX Runtime equal torch's for any number of images."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,4 +30,24 @@ def test_swin_is_exported_too(tmp_path: Path) -> None:
     config = model_config("swin_nano_patch2_window4_32", num_classes=5, init="perturbed")
     model = LayeredModel(config)
     initialise(model, 0, config)
-    assert export_onnx(weights_of(model, config, tmp_path / "here"), tmp_path / "there") < 1e-5
+    weights = weights_of(model, config, tmp_path / "here")
+    (tmp_path / "here/classes.json").write_text(json.dumps(["ant", "bee", "cat", "dög", "eel"]))
+    assert export_onnx(weights, tmp_path / "there") < 1e-5
+    assert _metadata(tmp_path / "there") == {
+        "num_classes": "5",
+        "input_size": "[3, 32, 32]",
+        "mean": "[0.1, 0.2, 0.3]",
+        "std": "[0.4, 0.5, 0.6]",
+        "interpolation": "bilinear",
+        "crop_pct": "0.9",
+        "crop_mode": "center",
+        "label_names": json.dumps(["ant", "bee", "cat", "dög", "eel"]),
+    }
+
+
+def _metadata(folder: Path) -> dict[str, str]:
+    """Return the model's metadata as ONNX Runtime reads them."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
+    return dict(session.get_modelmeta().custom_metadata_map)

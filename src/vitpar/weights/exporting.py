@@ -75,7 +75,7 @@ def export_weights(
         name: 4 * sum(torch.Size(shapes[ours]).numel() for ours in tensor.names)
         for name, tensor in made.tensors.items()
     }
-    images = _images(weights)
+    images = image_settings(weights)
     apart = {name: _made(tensor, weights) for name, tensor in made.classifier.items()}
     classifier = {CLASSIFIER: save(apart)} if apart else {}
     files = write_weights(
@@ -109,39 +109,36 @@ def _made(tensor: ExportedTensor, weights: Weights) -> Tensor:
     return tensor.make(*map(weights.read, tensor.names)).float().contiguous()
 
 
-def _images(weights: Weights) -> dict[str, Any]:
-    """Return how images are prepared: mean, std, interpolation, crop_pct and crop_mode of the folder's recipe."""
+def image_settings(weights: Weights) -> dict[str, Any]:
+    """Return what a user of the model must know, by timm's names: its input, how images are prepared, and its classes.
+
+    mean, std, interpolation, crop_pct and crop_mode are those of the folder's recipe. label_names is missing for classes
+    without names.
+    """
     try:
         recipe = tomllib.loads(read_text(weights.folder / RECIPE, MAX_TOML_BYTES))
     except (OSError, ValueError) as error:
         raise DataError(f"{RECIPE} in '{weights.folder}' cannot be read: {error}") from None
-    said = recipe.get("data")
+    said, c = recipe.get("data"), weights.config
     usual = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
-    return usual | {name: value for name, value in (said if isinstance(said, dict) else {}).items() if name in usual}
+    given = {name: value for name, value in (said if isinstance(said, dict) else {}).items() if name in usual}
+    names = read_class_names(weights.folder, c.num_classes)
+    labels = {} if names is None else {"label_names": names}
+    size = [c.channels, c.image_size, c.image_size]
+    return {"num_classes": c.num_classes, "input_size": size, **usual, **given, **labels}
 
 
 def _texts(made: Exported, weights: Weights, format: Format, images: Mapping[str, Any]) -> dict[str, str]:
-    """Return the content of the JSON files, by file name."""
-    config = weights.config
-    size, crop, names = config.image_size, images["crop_pct"], read_class_names(weights.folder, config.num_classes)
+    """Return the content of the JSON files, by file name. images: as of `image_settings`."""
+    size, names = weights.config.image_size, images.get("label_names")
     if format == "timm":
         labels = {} if names is None else {"label_names": names}
-        pretrained = {
-            "num_classes": config.num_classes,
-            "input_size": [config.channels, size, size],
-            "fixed_input_size": True,
-            "interpolation": images["interpolation"],
-            "crop_pct": crop,
-            "crop_mode": images["crop_mode"],
-            "mean": images["mean"],
-            "std": images["std"],
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        }
+        pretrained = {name: value for name, value in images.items() if name != "label_names"}
+        pretrained |= {"fixed_input_size": True, "first_conv": "patch_embed.proj", "classifier": "head"}
         return {CONFIG: json.dumps({**made.config, **labels, "pretrained_cfg": pretrained}, indent=1)}
     if images["crop_mode"] == "border":
         raise DataError("data.crop_mode is 'border', which transformers lacks: use --format timm or vitpar")
-    side = math.floor(size / crop)
+    side = math.floor(size / images["crop_pct"])
     squashed = images["crop_mode"] == "squash"
     processor = {
         "image_processor_type": "BitImageProcessor",

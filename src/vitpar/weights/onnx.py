@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from vitpar.errors import CheckpointError, DataError
 from vitpar.models.families import config_to_json
 from vitpar.models.initial import copy_whole_
 from vitpar.models.layers import LayeredModel
+from vitpar.weights.exporting import image_settings
 from vitpar.weights.folder import Weights, parameter_shapes, refuse_used
 from vitpar.weights.shards import refuse_other_shapes
 
@@ -48,7 +50,7 @@ def export_onnx(weights: Weights, folder: Path) -> float:
     """Write the model to the new `folder` as ``model.onnx``, with config.json, and check it with ONNX Runtime.
 
     The input ``images`` is float32 [batch, channels, size, size], normalised as in training; the output ``logits`` is
-    float32 [batch, classes].
+    float32 [batch, classes]. The model's metadata are the `image_settings`, lists as JSON.
 
     Returns the largest difference of logits between ONNX Runtime and torch, relative to the largest logit.
 
@@ -58,12 +60,15 @@ def export_onnx(weights: Weights, folder: Path) -> float:
     _refuse_missing()
     refuse_used(folder)
     c, half = weights.config, partial(folder)
+    metadata = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in image_settings(weights).items()
+    }
     model = whole_model(weights)
     shape = (_IMAGES, c.channels, c.image_size, c.image_size)
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     try:
         begin(folder)
-        _export(model, images, half / FILE)
+        _export(model, images, metadata, half / FILE)
         (half / CONFIG).write_text(json.dumps(config_to_json(c), indent=1))
         error = _difference(half / FILE, model, images)
         if not error <= TOLERANCE:
@@ -88,20 +93,22 @@ def _refuse_missing() -> None:
         raise DataError(f"ONNX needs {', '.join(missing)}: pip install 'vitpar[onnx]'")
 
 
-def _export(model: nn.Module, images: Tensor, path: Path) -> None:
+def _export(model: nn.Module, images: Tensor, metadata: Mapping[str, str], path: Path) -> None:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
-        torch.onnx.export(
+        program = torch.onnx.export(
             model,
             (images,),
-            str(path),
             input_names=["images"],
             output_names=["logits"],
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             dynamo=True,
-            external_data=sum(p.nbytes for p in model.parameters()) >= 2**30,  # protobuf's limit is 2 GiB
             verbose=False,
         )
+        assert program is not None, "torch.export gives a program"
+        program.model.metadata_props.update(metadata)
+        # protobuf's limit is 2 GiB.
+        program.save(str(path), external_data=sum(p.nbytes for p in model.parameters()) >= 2**30)
     flush(path)
 
 

@@ -29,6 +29,7 @@ from vitpar.io import parse_json
 from vitpar.launch.world import Device
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
+from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
@@ -238,9 +239,9 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
         command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
         raise PlannerError(
             f"no profile of {what} found ({paths[0]}), and ranks of a launcher cannot measure one: run "
-            f"{command} first, or  plan from a data sheet with --cluster"
+            f"`{command}` first, or plan from a data sheet with --cluster"
         )
-    typer.echo(f"measuring {what}, once: a few minutes, saved to {target}", err=True)
+    complain(f"measuring {what}, once: a few minutes, saved to {target}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

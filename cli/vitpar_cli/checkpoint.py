@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
+from vitpar.terminal import say
 from vitpar.text import count
-from vitpar_cli.outputs import data_table, progress_bar
+from vitpar_cli.outputs import data_table, progress_bar, warn
 
 if TYPE_CHECKING:
     from vitpar.checkpoint import Checkpoint
@@ -275,7 +276,7 @@ def export_command(
     what = str(path) if checkpoint is None else f"step {checkpoint.facts.step:,}"
     typer.echo(f"{what} written to {out}: {count(len(files), 'file')}")
     for note in notes:
-        typer.echo(f"  {note}")
+        say(f"  {note}", indent=4)
 
 
 @app.command("import")
@@ -332,7 +333,7 @@ def import_command(
     from vitpar.weights.importing import import_weights
 
     if trust:
-        typer.echo(f"warning: '{source}' is trusted: if it is a pickle, code from it runs now", err=True)
+        warn(f"'{source}' is trusted: if it is a pickle, code from it runs now")
     with progress_bar("importing") as moved:
         done = import_weights(
             source,
@@ -356,6 +357,6 @@ def import_command(
         f"{c.image_size} pixels, {c.num_classes:,} classes"
     )
     for note in done.notes:
-        typer.echo(f"  {note}")
+        say(f"  {note}", indent=4)
     use = "train --weights" if done.new_classifier else "eval --checkpoint"
     typer.echo(f"vitpar {use} {shlex.quote(str(out))} --data DIR")

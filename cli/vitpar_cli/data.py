@@ -18,6 +18,7 @@ from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
+from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import data_table, refuse_unwritable, warn
 from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
@@ -124,7 +125,7 @@ def pack_command(
 
     def print_found(found: Source) -> None:
         for line in describe(source, found):
-            typer.echo(printable(line))
+            say(printable(line))
 
     if dry_run:
         with _progress() as progress:
@@ -228,7 +229,7 @@ def verify_command(
     else:
         for problem in found:
             number = "" if problem.sample is None else f"{problem.sample:,} "
-            typer.echo(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
+            say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
         typer.echo(f"{count(len(found), 'problem')} in '{folder}'" if found else f"'{folder}' is complete")
     if found:
         raise typer.Exit(1)

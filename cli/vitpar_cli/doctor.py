@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from vitpar_cli.outputs import print_words
+
 COLOURS = {"error": "red", "warning": "yellow"}
 """Colour of messages by severity."""
 
@@ -33,8 +35,7 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
             table.add_row(name, value)
         console.print(table)
         for severity, message in found:
-            console.print(f"[{COLOURS[severity]}]{severity}:[/] ", end="")
-            console.print(message, markup=False, highlight=False, soft_wrap=True)
+            print_words(console, f"{severity}: {message}", COLOURS[severity])
         if not found:
             console.print("[green]no problems found[/]")
     if any(severity == "error" for severity, _ in found):

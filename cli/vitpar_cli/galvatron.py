@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vitpar.sizes import parse_size
+from vitpar.terminal import say
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
@@ -62,7 +63,7 @@ def import_command(
     parts = count(read.plan.microbatches or 1, "micro-batch")
     typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} per step")
     for note in read.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     if out is not None:
         typer.echo(f"plan written to {out}: train with --mesh {out} --batch-size {read.batch_size}")
 
@@ -144,4 +145,4 @@ def profiles_command(
     typer.echo(
         f"{found.model['name']} in {found.precision}, {', '.join(found.tensors)}, {batches}, written to {model_out}"
     )
-    typer.echo(f"note: {UNMEASURED}")
+    say(f"note: {UNMEASURED}")

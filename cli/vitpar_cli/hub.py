@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
 from vitpar.errors import LaunchError
 from vitpar.launch import find_world
+from vitpar.terminal import complain
 from vitpar.weights.hub import HubName, hub_name, imported
 from vitpar_cli.outputs import progress_bar
 
@@ -34,5 +33,5 @@ def _local(name: HubName) -> Path:
     with progress_bar("importing") as progress:
         folder, notes = imported(name, RUNS / "hub", offline=ours, progress=progress)
     for note in notes:
-        typer.echo(note, err=True)
+        complain(note)
     return folder

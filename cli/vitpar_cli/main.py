@@ -13,6 +13,7 @@ import typer
 from typer.exceptions import TyperException
 
 from vitpar.errors import FaultError, LaunchError, UserError
+from vitpar.terminal import complain
 from vitpar_cli import (
     bench,
     check,
@@ -123,7 +124,7 @@ def main() -> None:
     except (UserError, FaultError) as error:
         if os.environ.get("VITPAR_DEBUG"):
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         sys.exit(2 if isinstance(error, UserError) else 1)
 
 

@@ -18,9 +18,11 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
+from vitpar.terminal import complain, wrap
 from vitpar.text import printable
 
 if TYPE_CHECKING:
@@ -83,14 +85,23 @@ def report_bad(problems: Mapping[int, str]) -> int:
     problems: messages by the image's number.
     """
     for _, problem in sorted(problems.items()):
-        typer.echo(f"error: {printable(problem)}", err=True)
+        complain(f"error: {printable(problem)}")
     return 1 if problems else 0
 
 
 def warn(*sentences: str | None) -> None:
     """Print warnings to stderr; None and empty ones are left out."""
     for sentence in filter(None, sentences):
-        typer.echo(f"warning: {sentence}", err=True)
+        complain(f"warning: {sentence}")
+
+
+def print_words(console: Console, text: str, style: str = "", indent: int = 2) -> None:
+    """Print a line, broken between words on a terminal; elsewhere it stays whole, so that it can be searched.
+
+    indent: columns before each further line.
+    """
+    words = wrap(text, console.width, indent) if console.is_terminal else text
+    console.print(Text(words, style), soft_wrap=True, highlight=False)
 
 
 def data_table(*headings: str, title: str | None = None) -> Table:

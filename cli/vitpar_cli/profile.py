@@ -17,7 +17,7 @@ from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import count
 from vitpar.training.recipe.recipe import Chosen
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, refuse_unwritable
+from vitpar_cli.outputs import data_table, print_words, refuse_unwritable
 from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve, run_in_world
 
 if TYPE_CHECKING:
@@ -233,10 +233,8 @@ def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
     spread = statistics.median(timing.spread for timing in timings)
     console.print(f"spread     {spread:.0%} of a point (median of all points)", highlight=False)
     if spread > BUSY:
-        console.print(
-            "warning: timings vary because ranks share cores or other programs run: measure again on an idle machine",
-            style="yellow",
-        )
+        words = "timings vary because ranks share cores or other programs run: measure again on an idle machine"
+        print_words(console, f"warning: {words}", "yellow")
     console.print(f"written    {out}", highlight=False, soft_wrap=True)
 
 

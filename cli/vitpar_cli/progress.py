@@ -22,6 +22,7 @@ from rich.text import Text
 from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
+from vitpar_cli.outputs import print_words
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
@@ -114,11 +115,11 @@ class ConsoleReporter(Reporter):
 
     def note(self, text: str) -> None:
         """Print a warning."""
-        self._print(f"warning: {text}", style="yellow")
+        print_words(self._console, f"warning: {text}", "yellow")
 
     def info(self, text: str) -> None:
         """Print a message."""
-        self._print(text, style="bold")
+        print_words(self._console, text, "bold")
 
     def finished(self, summary: dict[str, Any]) -> None:
         """Print the course of the loss, the result, the path of the weights and the command that evaluates them."""

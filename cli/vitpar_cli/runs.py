@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vitpar.text import printable, shown
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, print_words
 from vitpar_cli.recipe_options import AsJson
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def runs(
     for run in found:
         if run.note:
             line = f"{printable(shown(run.name))}: {printable(shown(run.note))}"
-            console.print(Text(line, "dim"), soft_wrap=True)
+            print_words(console, line, "dim")
 
 
 def _cells(run: "RunSummary") -> list[str]:

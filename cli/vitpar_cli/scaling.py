@@ -12,7 +12,7 @@ from vitpar.sizes import parse_size
 from vitpar.text import count
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
+from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_unwritable, write
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def scaling(
     console.print(f"[bold]{title}[/bold]", soft_wrap=True)
     print_origin(console, said)
     for note in provenance(whole.hardware, whole.model):
-        console.print(note, style="yellow", soft_wrap=True)
+        print_words(console, note, "yellow")
     for kind, points in found.items():
         print_plans(console, f"{kind} scaling: {WORDS[kind]}", SCALING_COLUMNS, scaling_rows(points, whole))
     if report is not None:

@@ -9,6 +9,7 @@ import typer
 
 from vitpar.limits import MAX_BATCH_SIZE
 from vitpar.sizes import parse_size
+from vitpar.terminal import complain
 from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
@@ -114,7 +115,7 @@ def search(
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not left_out & {*name.split("+")}]:
-            typer.echo(f"not searched, because the profiles lack it: {', '.join(missing)}", err=True)
+            complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
 
 
 def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe: Path | None, model: str | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import ProgressLines
+from vitpar_cli.outputs import ProgressLines, print_words
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -58,7 +58,8 @@ def show(found: "Findings", out: Path | None, report: Path | None = None, trace:
     _print_prices(console, "with less memory", found.frontier[1:], found)
     _show_reasons(console, found)
     if found.doubt:
-        console.print(f"\n{noise_words(found.doubt)}", soft_wrap=True)
+        console.print()
+        print_words(console, noise_words(found.doubt), indent=0)
     console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
     for path in (out, report, trace):
         if path is not None:
@@ -86,7 +87,7 @@ def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     )
     print_origin(console, origin)
     for note in (*provenance(costs.hardware, costs.model), *([doubt.source] if doubt else [])):
-        console.print(note, style="yellow", soft_wrap=True)
+        print_words(console, note, "yellow")
     over = price.memory_bytes - found.budget
     fullest = max(price.memory, key=lambda memory: memory.total)
     ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
@@ -103,7 +104,7 @@ def _show_best(console: Console, found: "Findings") -> None:
     console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
     print_origin(console, found.origin)
     for note in (*found.notes, *([doubt.source] if doubt else [])):
-        console.print(note, style="yellow", soft_wrap=True)
+        print_words(console, note, "yellow")
     pipeline = ""
     if best.plan.pipeline_degree > 1:
         blocks = "" if isinstance(best.plan.split, str) else f", blocks per stage {','.join(map(str, best.plan.split))}"
@@ -131,13 +132,13 @@ def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
 def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     """Print rows of a name and a sentence."""
     for name, words in rows:
-        console.print(f"{name:<10} {words}", soft_wrap=True)
+        print_words(console, f"{name:<10} {words}", indent=11)
 
 
 def _show_reasons(console: Console, found: "Findings") -> None:
     console.print("\nwhy not")
     for reason in found.reasons:
-        console.print(f"  {reason.plan:<14} {found.why(reason)}", soft_wrap=True)
+        print_words(console, f"  {reason.plan:<14} {found.why(reason)}", indent=17)
 
 
 def _parts(time: Mapping[str, float], seconds: float) -> str:

@@ -25,12 +25,12 @@ def sentence(error: TyperException) -> str:
         return f"{command} has no option {shown(unknown)}{_instead(unknown, options)}"
     if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.message):
         name = POSITIONAL.get(context.info_name if context else "")
-        remedy = f"give it as {name} {shown(extra[1])}" if name else f"see {command} --help"
+        remedy = f"give it as {name} {shown(extra[1])}" if name else f"see `{command} --help`"
         return f"unexpected argument {shown(extra[1])}: {remedy}"
     text = error.format_message().rstrip(".")
     if (name := POSITIONAL.get(context.info_name if context else "")) and name in text and (given := _positional()):
         return f"unexpected argument {shown(given)}: give it as {name} {shown(given)}"
-    return f"{text[:1].lower()}{text[1:]}: see {command} --help"
+    return f"{text[:1].lower()}{text[1:]}: see `{command} --help`"
 
 
 def _positional() -> str | None:

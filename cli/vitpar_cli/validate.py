@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from vitpar.errors import PlannerError
+from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
@@ -112,7 +112,7 @@ def validate(
             better = found.of(machine, profile)
             better[0].save(corrected[0])
             better[1].save(corrected[1])
-            print(f"corrected profiles written to {correct}: {found}", file=sys.stderr)
+            complain(f"corrected profiles written to {correct}: {found}")
         print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
     end(world)
 

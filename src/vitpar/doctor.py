@@ -226,11 +226,11 @@ def _tight_limits(report: Mapping[str, Any]) -> Iterator[Problem]:
     limits, available = report["limits"], report["system"]["memory_available_bytes"]
     files, processes, shared = (limits[key] for key in ("open_files", "user_processes", "shared_memory_bytes"))
     if files is not None and files < ENOUGH_OPEN_FILES:
-        yield "warning", f"the limit of open files is {files}: raise it with ulimit -n {ENOUGH_OPEN_FILES}"
+        yield "warning", f"the limit of open files is {files}: raise it with `ulimit -n {ENOUGH_OPEN_FILES}`"
     if processes is not None and processes < ENOUGH_PROCESSES:
-        yield "warning", f"the limit of processes is {processes}: raise it with ulimit -u {ENOUGH_PROCESSES}"
+        yield "warning", f"the limit of processes is {processes}: raise it with `ulimit -u {ENOUGH_PROCESSES}`"
     if shared is not None and shared < ENOUGH_SHARED_MEMORY:
-        fix = "remount it larger (docker run --shm-size=8g)"
+        fix = "remount it larger (`docker run --shm-size=8g`)"
         yield "warning", f"/dev/shm, which NCCL uses between ranks, has {shared / GB:.2g} GB: {fix}"
     if available is not None and available < ENOUGH_MEMORY:
         yield "warning", f"only {available / GB:.2g} GB of memory is free: stop other programs or start fewer ranks"

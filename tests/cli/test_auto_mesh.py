@@ -142,6 +142,6 @@ INVALID = [
 
 def test_invalid_options_are_refused(place: Path, refused: Refused) -> None:
     refused(place, INVALID, "train", "--recipe", "recipe.toml")
-    message = "parallel.mesh is 'auto', which only vitpar train supports"
+    message = "parallel.mesh is 'auto', which only `vitpar train` supports"
     others = [["check", "--mesh", "auto"], ["bench", "--mesh", "auto"], ["plan", "auto"]]
     refused(place, [([*words, "--recipe", "recipe.toml"], message) for words in others])

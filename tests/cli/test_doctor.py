@@ -79,7 +79,7 @@ Change = Callable[[dict[str, Any]], None]
         (
             lambda r: r["limits"].update(open_files=256),
             "warning",
-            "the limit of open files is 256: raise it with ulimit",
+            "the limit of open files is 256: raise it with `ulimit",
         ),
         (lambda r: r["limits"].update(user_processes=64), "warning", "the limit of processes is 64: raise it with"),
         (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),

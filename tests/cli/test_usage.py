@@ -25,13 +25,13 @@ MISTAKES = [
     ("train dp2", "unexpected argument dp2: give it as --mesh dp2"),
     ("eval --checkpoint x runs/x", "unexpected argument runs/x: give it as --checkpoint runs/x"),
     ("eval runs/x/weights", "unexpected argument runs/x/weights: give it as --checkpoint runs/x/weights"),
-    ("eval", "missing option '--checkpoint': see vitpar eval --help"),
-    ("scaling dp2", "unexpected argument dp2: see vitpar scaling --help"),
+    ("eval", "missing option '--checkpoint': see `vitpar eval --help`"),
+    ("scaling dp2", "unexpected argument dp2: see `vitpar scaling --help`"),
     ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
     ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
     (
         "search --hardware no.json",
-        "make one with vitpar profile hardware, or plan from a data sheet with --cluster",
+        "make one with `vitpar profile hardware`, or plan from a data sheet with --cluster",
     ),
     (
         "train --set optimizer.learning_rate=1",

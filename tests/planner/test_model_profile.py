@@ -120,7 +120,7 @@ def test_profile_round_trips_through_its_file(profile: ModelProfile, tmp_path: P
     profile.save(tmp_path / "model.json")
     assert ModelProfile.read(tmp_path / "model.json") == profile
     (tmp_path / "other.json").write_text('{"format": "vitpar hardware 1"}')
-    with pytest.raises(PlannerError, match=r"other.json is not a model profile, format: .* vitpar profile model"):
+    with pytest.raises(PlannerError, match=r"other.json is not a model profile, format: .* `vitpar profile model`"):
         ModelProfile.read(tmp_path / "other.json")
 
 

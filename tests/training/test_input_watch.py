@@ -55,7 +55,9 @@ STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "cla
 )
 def test_slow_input_suggests_only_what_is_not_done_yet(sections: dict[str, dict[str, object]], remedies: str) -> None:
     words = InputWatch(recipe_of(**sections), 1, 0.25).look(rows(2, WATCHED_STEPS, 100))
-    assert words == f"training waits for images 100% of the time, with 1 decoding thread on 0.25 cores a rank: {remedies}"
+    assert (
+        words == f"training waits for images 100% of the time, with 1 decoding thread on 0.25 cores a rank: {remedies}"
+    )
 
 
 def test_fast_input_is_not_reported() -> None:

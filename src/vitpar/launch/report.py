@@ -32,6 +32,7 @@ from typing import Literal, NoReturn
 
 from vitpar.errors import FaultError, UserError
 from vitpar.launch.world import REPORTS
+from vitpar.terminal import complain
 
 TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file in which torchrun looks for the error of this rank."""
@@ -140,7 +141,7 @@ def reporting() -> Iterator[None]:
         _tell_torchrun(report)
         if not report.peer_lost or os.environ.get("VITPAR_DEBUG"):
             raise
-        print(f"rank {report.rank} lost its connection to another rank: {report.headline}", file=sys.stderr, flush=True)
+        complain(f"rank {report.rank} lost its connection to another rank: {report.headline}")
         sys.exit(1)
 
 

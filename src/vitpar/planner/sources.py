@@ -58,7 +58,7 @@ def profiled_costs(
         if field not in NO_COSTS and value != wanted.get(field):
             raise PlannerError(
                 f"{path} was profiled with model {field} {value} but the recipe has {wanted.get(field)}: profile the "
-                "recipe's model with vitpar profile model --recipe, or use the profiled recipe"
+                "recipe's model with `vitpar profile model --recipe`, or use the profiled recipe"
             )
     if precision == "auto":
         precision = automatic_precision(profile.precision, profile.device)

@@ -102,7 +102,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def plan_from_json(data: dict[str, Any]) -> Plan:
     """Return the plan that `data` describes. Raises StrategyError naming the key that is missing, unknown or wrong."""
     if isinstance(data, dict) and "tp_sizes_enc" in data:
-        raise StrategyError("this is a Galvatron strategy file: convert it with 'vitpar galvatron import'")
+        raise StrategyError("this is a Galvatron strategy file: convert it with `vitpar galvatron import`")
     said = checked(_PlanRecord, data, "the plan")
     if said.vitpar_plan != FORMAT:
         raise StrategyError(f"'vitpar_plan' is {shown(said.vitpar_plan)}: this vitpar reads plans of format {FORMAT}")

@@ -311,9 +311,9 @@ class Trainer:
         self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
         by = signal.name if signal else "a signal to another rank"
-        further = (
-            f"vitpar train --resume {self.path}" if path else "nothing was saved, since the recipe disables checkpoints"
-        )
+        further = "nothing was saved, since the recipe disables checkpoints"
+        if path:
+            further = f"`vitpar train --resume {self.path}` resumes it"
         self.reporter.info(f"stopped by {by} after step {self.done:,}: {further}")
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 

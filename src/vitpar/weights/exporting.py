@@ -112,8 +112,8 @@ def _made(tensor: ExportedTensor, weights: Weights) -> Tensor:
 def image_settings(weights: Weights) -> dict[str, Any]:
     """Return what a user of the model must know, by timm's names: its input, how images are prepared, and its classes.
 
-    mean, std, interpolation, crop_pct and crop_mode are those of the folder's recipe. label_names is missing for classes
-    without names.
+    mean, std, interpolation, crop_pct and crop_mode are those of the folder's recipe. Without names of the classes,
+    label_names is missing.
     """
     try:
         recipe = tomllib.loads(read_text(weights.folder / RECIPE, MAX_TOML_BYTES))

@@ -106,7 +106,8 @@ def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.S
     assert (STOPPING in errors) == (number == signal.SIGINT)
     (saved,) = (run_dir / "checkpoints").iterdir()
     assert saved.name == f"step_{max(step for _, step in rows(run_dir))}"
-    assert f"after step {saved.name[5:]}: vitpar train --resume {run_dir.name}" in " ".join((out + errors).split())
+    said = f"after step {saved.name[5:]}: `vitpar train --resume {run_dir.name}` resumes it"
+    assert said in " ".join((out + errors).split())
 
 
 @pytest.mark.slow

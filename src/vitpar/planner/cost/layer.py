@@ -259,7 +259,7 @@ class LayerCosts:
         if self.hardware.host is None:
             raise PlannerError(
                 f"{self.hardware.name} has no transfer rate between device and host, which +offload needs: profile "
-                "again with vitpar profile hardware, or add [host] to the cluster file"
+                "again with `vitpar profile hardware`, or add [host] to the cluster file"
             )
         return self.hardware.host.seconds(size)
 

@@ -54,7 +54,7 @@ class Links:
         if not candidates:
             raise PlannerError(
                 f"the hardware profile '{self._hardware.name}' has no {operation}, which plans of more than one rank "
-                "need: measure more ranks with vitpar profile hardware --ranks"
+                "need: measure more ranks with `vitpar profile hardware --ranks`"
             )
 
         # Crossing nodes matters most, then the numbers of ranks and nodes, then the stride.

@@ -51,12 +51,12 @@ class Profile(ProfileRecord):
             return cls.model_validate(read_json(path, MAX_PROFILE_BYTES))
         except OSError as error:
             raise PlannerError(
-                f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with vitpar profile "
-                f"{cls.kind}, or plan from a data sheet with --cluster 8xH100"
+                f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with `vitpar profile "
+                f"{cls.kind}`, or plan from a data sheet with --cluster 8xH100"
             ) from None
         except ValueError as error:
             wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"
-            raise PlannerError(f"{wrong}: make one with vitpar profile {cls.kind}") from None
+            raise PlannerError(f"{wrong}: make one with `vitpar profile {cls.kind}`") from None
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, atomically: a reader sees the old file or the complete new one.

@@ -88,7 +88,7 @@ class Recipe(Section):
             )
         if data is None and not self.stream:
             raise RecipeError(
-                "the recipe lacks 'data.path': name a folder made by 'vitpar data pack' with --data DIR, or shards to "
+                "the recipe lacks 'data.path': name a folder made by `vitpar data pack` with --data DIR, or shards to "
                 "stream in [stream]"
             )
         if data is not None and self.stream:
@@ -201,8 +201,8 @@ class Recipe(Section):
         mesh, fallbacks = fields.pop("mesh"), fields.pop("fallback_meshes")
         if mesh == AUTO:
             raise StrategyError(
-                f"parallel.mesh is '{AUTO}', which only vitpar train supports: name a strategy, such as one that "
-                "vitpar search finds"
+                f"parallel.mesh is '{AUTO}', which only `vitpar train` supports: name a strategy, such as one that "
+                "`vitpar search` finds"
             )
         if not mesh.endswith(".json"):
             return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in fallbacks)]

@@ -62,7 +62,7 @@ def find(key: str) -> list[Setting]:
     found = found or [one for one in every if key in (one.key, one.key.partition(".")[2])]
     if not found:
         names = {name for one in every for name in (one.key, *one.key.split("."))}
-        raise RecipeError(f"unknown setting '{shown(key)}'{nearest(key, names)}: vitpar settings lists all")
+        raise RecipeError(f"unknown setting '{shown(key)}'{nearest(key, names)}: `vitpar settings` lists all")
     return found
 
 

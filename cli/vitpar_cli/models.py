@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from vitpar.text import shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table
 
@@ -27,28 +28,35 @@ def models(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A model, or a family of models, or a model of your own as FILE.py:NAME.",
+            help="A model, or a model of your own as FILE.py:NAME; or a family, a part of names or a pattern, which "
+            "shortens the list.",
             callback=o.own_model,
         ),
     ] = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """List the published models of all families, or show the layers and options of one.
+    """List the published models of all families or those of some names, or show the layers and options of one.
 
     FLOPs are those of one image's forward: matrix products, where a multiply-add counts as two.
 
     Example: vitpar models
 
+    Example: vitpar models 'base*dinov3'
+
     Example: vitpar models vit_base_patch16_224
     """
+    from vitpar.errors import ModelError
     from vitpar.models import model_config
     from vitpar.models.catalog import published
     from vitpar.models.families import FAMILIES
 
-    if name is not None and not (name in FAMILIES and FAMILIES[name].published()):
+    known = name is not None and any(family.knows(name) for family in FAMILIES.values())
+    found = [] if known else published(name or "")
+    if name is not None and not found:
+        if not known and {*"*?["} & {*name}:
+            raise ModelError(f"no published name has a part like '{shown(name)}': `vitpar models` lists all")
         _show_one(model_config(name), as_json)
         return
-    found = published(name)
     if as_json:
         typer.echo(json.dumps({"models": [asdict(one) for one in found]}))
         return
@@ -62,6 +70,8 @@ def models(
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{FORWARD}\nOther patch and image sizes of a family are names too: docs/models.md.")
+    if name is None:
+        console.print("A part of names shortens the list: vitpar models dinov3.")
 
 
 def _show_one(config: "ModelConfig", as_json: bool) -> None:

@@ -22,7 +22,7 @@ NAMES = ("vit_base_patch16_224", "swin_large_patch4_window12_384")
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the list of models, two single models, and one family as JSON, printed without torch."""
-    commands = [[], *([name] for name in NAMES), ["swin", "--json"]]
+    commands = [[], *([name] for name in NAMES), ["swin", "--json"], ["Base*dinov3", "--json"], ["7b"]]
     found = run_without_torch(tmp_path_factory.mktemp("models"), [["models", *words] for words in commands])
     assert [(done.returncode, done.stderr) for done in found] == [(0, "")] * len(found)
     return [done.stdout for done in found]
@@ -39,8 +39,10 @@ def test_list_and_models_fit_80_columns(printed: list[str]) -> None:
     assert (
         "stage3   blocks.5-21" in printed[2] and "model.window_size  12\n    Side of a window, in tokens." in printed[2]
     )
-    found = json.loads(printed[3])["models"]
-    assert [one["name"] for one in found] == list(FAMILIES["swin"].published())
+    swin, some = ([one["name"] for one in json.loads(text)["models"]] for text in printed[3:5])
+    assert swin == list(FAMILIES["swin"].published())
+    assert some == ["vit_base_patch16_dinov3", "vit_base_patch16_dinov3_qkvb"]
+    assert [line.split()[0] for line in printed[5].splitlines() if "vit_" in line] == ["vit_7b_patch16_dinov3"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ MISTAKES = [
     (["plan", "dp2", "--hardware", "gone.json"], "cannot read the hardware profile gone.json"),
     (["search"], "cannot read the hardware profile hardware.json"),
     (["scaling"], "cannot read the hardware profile hardware.json"),
+    (["models", "dino*v4"], "no published name has a part like 'dino*v4': `vitpar models` lists all"),
     (["models", "vit_bse_patch16_224"], "unknown model 'vit_bse_patch16_224' (did you mean 'vit_base_patch16_224'?)"),
     (["eval", "--checkpoint", "gone"], "'gone' holds no weights"),
     (["checkpoint", "list", "gone"], "there is no folder 'gone'"),

@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from vitpar.models.config import ModelConfig, block_index
@@ -72,10 +73,17 @@ class OptionEntry:
     """Effect of the field; empty if its class does not say."""
 
 
-def published(family: str | None = None) -> list[ModelEntry]:
-    """Return the models of a family, or of all families, that have a published name."""
-    families = FAMILIES.values() if family is None else [FAMILIES[family]]
-    return [entry(one.named(name, {})) for one in families for name in one.published()]
+def published(part: str = "") -> list[ModelEntry]:
+    """Return the models that have a published name.
+
+    part: name of a family, or part of a model's name, in which `*` and `?` stand for any text and any character.
+    """
+    every = [(one, name) for one in FAMILIES.values() for name in one.published()]
+    if part in {one.FAMILY for one, _ in every}:
+        wanted = [pair for pair in every if pair[0].FAMILY == part]
+    else:
+        wanted = [pair for pair in every if fnmatchcase(pair[1], f"*{part.lower()}*")]
+    return [entry(family.named(name, {})) for family, name in wanted]
 
 
 def entry(config: ModelConfig) -> ModelEntry:

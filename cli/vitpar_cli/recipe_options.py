@@ -77,6 +77,16 @@ def refuse_early(given: Mapping[str, object]) -> None:
             read_manifest(data)
 
 
+def refuse_missing_data(path: Path | None, given: Mapping[str, object], assignments: list[str] | None) -> None:
+    """Refuse data that only the recipe names and that do not exist, before torch is imported.
+
+    Raises DataError, and RecipeError for a recipe that cannot be read.
+    """
+    if not _names_data(given, assignments):
+        without = ("parallel",) * (given.get("parallel.mesh") == AUTO)
+        refuse_early({"data.path": merged_recipe(path, given, assignments, without=without).data.path})
+
+
 def checked_settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` after `refuse_early`."""
     found = settings(command, arguments)
@@ -282,9 +292,7 @@ def training_recipe(
 
     Raises RecipeError and DataError.
     """
-    keys = [key for key, value in given.items() if value is not None] + _keys(assignments)
-    named = any(key == "data.path" or key.startswith("stream.") for key in keys)
-    if path is not None or not named:
+    if path is not None or not _names_data(given, assignments):
         return merged_recipe(path, given, assignments, without=without), None
     from vitpar.training.recipe.defaults import with_defaults
 
@@ -302,6 +310,12 @@ def training_recipe(
     # Images are opened only to choose a model.
     side = None if "name" in begun.model.model_fields_set else shorter_side(shards)
     return with_defaults(begun, len(shards), side), len(shards)
+
+
+def _names_data(given: Mapping[str, object], assignments: list[str] | None) -> bool:
+    """Return whether options name data. given: settings by dotted key."""
+    keys = [key for key, value in given.items() if value is not None] + _keys(assignments)
+    return any(key == "data.path" or key.startswith("stream.") for key in keys)
 
 
 def decide(recipe: Recipe, config: "ModelConfig", device: Device) -> "tuple[Recipe, Chosen]":

@@ -163,6 +163,8 @@ def train(
     given = o.checked_settings(train, locals())
     if not dry_run:
         outlive_reader()  # log.txt of the run has what it prints
+    if resume in (None, "never") and weights is None:
+        o.refuse_missing_data(recipe, given, assignments)
     from vitpar.training.saving.resume import counting_images, resumed, same_run
 
     resumed_run = resumed(resume, run_dir)

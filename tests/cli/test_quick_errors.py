@@ -7,6 +7,7 @@ from helpers.command_line import run_without_torch
 MISTAKES = [
     (["train", "--mesh", "foo"], "unknown role 'foo'"),
     (["train", "--data", "gone"], "no data set at 'gone'"),
+    (["train", "--mesh", "pp2xtp2xdp2"], ": make it with `vitpar data pack digits data_shards/digits`\n"),
     (["train", "--track", "mlflow"], "unknown tracker 'mlflow': use tensorboard, wandb or trackio"),
     (["check", "--mesh", "dp2xfoo"], "unknown role 'foo'"),
     (["bench", "--mesh", "foo"], "unknown role 'foo'"),

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.tiny_images import CLASSES, encoded, write_tree
 from vitpar.data import ShardSet, pack, scan
+from vitpar.data.shards import manifest
 from vitpar.errors import DataError
 
 
@@ -109,6 +110,15 @@ def edit_index(folder, change, signed=True):
     if signed:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         edit_manifest(folder, lambda m: m["splits"]["train"].update(index_sha256=digest))
+
+
+def test_missing_digits_are_made_by_their_own_command(monkeypatch, tmp_path):
+    folder = tmp_path / "digits"
+    with pytest.raises(DataError, match=rf": make it with `vitpar data pack digits {folder}`$"):
+        ShardSet.open(folder, "train")
+    monkeypatch.setattr(manifest, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"`, after pip install 'vitpar\[digits\]'$"):
+        ShardSet.open(folder, "train")
 
 
 def with_value(rows, column, row, value):

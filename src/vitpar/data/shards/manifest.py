@@ -14,6 +14,7 @@ import json
 import os
 import tarfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Annotated, BinaryIO, Literal, Self
 
@@ -130,10 +131,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         return Manifest.model_validate(read_json(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(
-            f"no data set at '{folder}': make one with `vitpar data pack SOURCE {folder}`, or index existing "
-            f"shards with `vitpar data index {folder}`"
-        ) from None
+        raise DataError(f"no data set at '{folder}': {_how_to_make(Path(folder))}") from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     except ValueError as error:
@@ -141,6 +139,19 @@ def read_manifest(folder: str | Path) -> Manifest:
             f"'{path}' is damaged or from another version ({shown(first_wrong(error))}): rewrite it with "
             f"`vitpar data index {folder}`"
         ) from None
+
+
+def _how_to_make(folder: Path) -> str:
+    """Return how to make a data set in `folder`, which has none."""
+    from vitpar.data.sources.arrays import DIGITS, DIGITS_PACKAGE, INSTALL_DIGITS
+
+    if folder.name != DIGITS:  # the folder of the shipped recipe
+        return (
+            f"make one with `vitpar data pack SOURCE {folder}`, or index existing shards with "
+            f"`vitpar data index {folder}`"
+        )
+    first = "" if find_spec(DIGITS_PACKAGE) else f", after {INSTALL_DIGITS}"
+    return f"make it with `vitpar data pack {DIGITS} {folder}`{first}"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -27,6 +27,8 @@ from vitpar.text import shown
 
 DIGITS = "digits"
 """Name of the source of scikit-learn's digits."""
+DIGITS_PACKAGE, INSTALL_DIGITS = "sklearn", "pip install 'vitpar[digits]'"
+"""Module that has the digits, and the command that installs it."""
 _PIXELS = 3 * 32 * 32  # bytes of an image of CIFAR
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _WHOLE = (
@@ -50,7 +52,7 @@ def digits() -> Source:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise DataError(f"the `{DIGITS}` data set needs scikit-learn: pip install 'vitpar[digits]'") from None
+        raise DataError(f"the `{DIGITS}` data set needs scikit-learn: {INSTALL_DIGITS}") from None
     data = load_digits()
     images = np.rint(data.images * (255 / 16)).astype(np.uint8)  # 0..16 -> 0..255
     return Source([str(name) for name in data.target_names], {"train": _split(DIGITS, images, data.target)})

@@ -1,6 +1,7 @@
 """`vitpar runs`: list the runs in a folder."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vitpar.text import printable, shown
+from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import data_table, print_words
 from vitpar_cli.recipe_options import AsJson
 
@@ -53,10 +54,22 @@ def runs(
     for run in found:
         table.add_row(*map(Text, _cells(run)))
     console.print(table)
+    for line in _notes(found):
+        print_words(console, line, "dim")
+
+
+def _notes(found: "list[RunSummary]") -> list[str]:
+    """Return the notes of runs, the newest first; once for several runs whose notes differ in numbers at most."""
+    alike: dict[str, list[RunSummary]] = {}
     for run in found:
         if run.note:
-            line = f"{printable(shown(run.name))}: {printable(shown(run.note))}"
-            print_words(console, line, "dim")
+            alike.setdefault(re.sub(r"\d[\d.,]*", "0", run.note), []).append(run)
+    lines = []
+    for runs in alike.values():
+        newest = runs[0]
+        others = f" and {count(len(runs) - 1, 'more run')}" if len(runs) > 1 else ""
+        lines.append(f"{printable(shown(newest.name))}{others}: {printable(shown(newest.note))}")
+    return lines
 
 
 def _cells(run: "RunSummary") -> list[str]:

@@ -232,7 +232,7 @@ def train(
     if dry_run:
         from vitpar_cli.dry_run import show_dry_run
 
-        show_dry_run(merged, config, plan, kind, as_json)
+        show_dry_run(merged, config, chosen, len(train_set), kind, searched=searched, as_json=as_json)
         return
 
     def work(device: "torch.device") -> int:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import urllib.request
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def test_runs_are_listed_in_80_columns(vitpar: Command) -> None:
     found = json.loads(vitpar("runs", "runs", "--json").stdout)
     assert {one["name"]: one["state"] for one in found["runs"]}["trained"] == "complete"
     assert vitpar("runs", "data").stdout == "no runs in data\n"
+
+
+def test_a_note_of_several_runs_is_said_once(vitpar: Command, place: Path) -> None:
+    for name, step in (("a", 9), ("b", 10)):
+        log = write_run(place / "alike" / name, [train_row(1)], log=[f"error: hot at step {step}"]) / "log.txt"
+        os.utime(log, (time.time() - step, time.time() - step))
+    printed = vitpar("runs", "alike").stdout
+    assert printed.endswith("\na and 1 more run: hot at step 9\n") and printed.count("hot") == 1
 
 
 def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:

@@ -74,7 +74,9 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     done = vitpar(*words)
     assert done.returncode == 0, done.stderr
     assert 'mesh = "fsdp2xtp2"' in done.stdout and "batch_size = 8" in done.stdout
-    assert "a step is predicted to need" in done.stdout and "rank" in done.stdout
+    model, mesh, memory, last = done.stdout.splitlines()[-4:]
+    assert model.startswith("model      vit_custom, 0.0") and mesh == "mesh       fsdp2xtp2 on 4 ranks of cpu, fp32"
+    assert memory.startswith("memory     a step is predicted to need ") and last == "dry run: no training was started"
     found = json.loads(vitpar(*words, "--json").stdout)
     assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]
     assert not (place / "dry").exists()

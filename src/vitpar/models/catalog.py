@@ -80,7 +80,7 @@ def published(part: str = "") -> list[ModelEntry]:
     """
     every = [(one, name) for one in FAMILIES.values() for name in one.published()]
     if part in {one.FAMILY for one, _ in every}:
-        wanted = [pair for pair in every if pair[0].FAMILY == part]
+        wanted = [pair for pair in every if part == pair[0].FAMILY]
     else:
         wanted = [pair for pair in every if fnmatchcase(pair[1], f"*{part.lower()}*")]
     return [entry(family.named(name, {})) for family, name in wanted]

@@ -13,7 +13,7 @@ import typer
 from typer.exceptions import TyperException
 
 from vitpar.errors import FaultError, LaunchError, UserError
-from vitpar.terminal import complain
+from vitpar.terminal import complain, forwarded
 from vitpar_cli import (
     bench,
     check,
@@ -119,6 +119,8 @@ def main() -> None:
                     share_cores(world)  # must precede the import of torch
                     if world.size > 1:
                         outlive_reader()  # other ranks wait for this one
+                    if world.launcher == "openmpi":
+                        forwarded()
             code = _run()
         sys.exit(code)
     except (UserError, FaultError) as error:

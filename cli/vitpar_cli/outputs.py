@@ -22,7 +22,7 @@ from rich.text import Text
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
-from vitpar.terminal import complain, wrap
+from vitpar.terminal import complain, is_terminal, wrap
 from vitpar.text import printable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ProgressLines:
 
     def __call__(self, line: str) -> None:
         now = self._clock()
-        if sys.stderr.isatty() or now - self._printed >= CADENCE:
+        if is_terminal(sys.stderr) or now - self._printed >= CADENCE:
             self._printed = now
             typer.echo(line, err=True)
 
@@ -68,7 +68,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
     It is a bar on a terminal, and lines elsewhere.
     """
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         lines = ProgressLines(eager=False)
         yield lambda done, total: lines(f"{label} {done:,}/{total:,}")
         return
@@ -100,7 +100,8 @@ def print_words(console: Console, text: str, style: str = "", indent: int = 2) -
 
     indent: columns before each further line.
     """
-    words = wrap(text, console.width, indent) if console.is_terminal else text
+    live = console.is_terminal and not console.is_dumb_terminal
+    words = wrap(text, console.width, indent) if live else text
     console.print(Text(words, style), soft_wrap=True, highlight=False)
 
 

@@ -1,6 +1,7 @@
 """`vitpar profile`: measure a machine and a model for the planner."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.terminal import is_terminal
 from vitpar.text import count
 from vitpar.training.recipe.recipe import Chosen
 from vitpar_cli import recipe_options as o
@@ -154,16 +156,16 @@ def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
 
     On a terminal it is a bar, otherwise an occasional plain line.
     """
-    console = Console(stderr=True)
+    console, live = Console(stderr=True), is_terminal(sys.stderr)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bar:
+    with Progress(*columns, console=console, disable=not (shown and live), transient=True) as bar:
         task = bar.add_task("", total=None)
         said = time.monotonic()
 
         def progress(done: int, total: int, words: str) -> None:
             nonlocal said
             bar.update(task, completed=done, total=total, description=words)
-            if shown and not console.is_terminal and time.monotonic() - said > CADENCE:
+            if shown and not live and time.monotonic() - said > CADENCE:
                 said = time.monotonic()
                 console.print(f"{done} of {total} points, now {words}", highlight=False)
 

@@ -1,5 +1,6 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
+from vitpar.terminal import is_terminal
 from vitpar.text import count, either, size
 from vitpar_cli.outputs import ProgressLines, print_words
 
@@ -27,8 +29,9 @@ class SearchProgress:
 
     def __init__(self, shown: bool) -> None:
         console = Console(stderr=True)
-        self._status = console.status("searching …") if shown and console.is_terminal else None
-        self._lines = None if console.is_terminal else ProgressLines(eager=False)
+        live = is_terminal(sys.stderr)
+        self._status = console.status("searching …") if shown and live else None
+        self._lines = None if live else ProgressLines(eager=False)
 
     def __enter__(self) -> Self:
         if self._status:

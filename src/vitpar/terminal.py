@@ -29,6 +29,19 @@ def wrap(text: str, width: int, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
+def forwarded() -> None:
+    """Note that what this process prints is forwarded, so that no stream counts as a terminal.
+
+    OpenMPI gives ranks a pseudo-terminal as stdout and forwards what they print, also to a pipe or a file.
+    """
+    os.environ["TERM"] = "dumb"  # rich writes no escape codes then
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether `stream` writes to a terminal that can move the cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def complain(text: str) -> None:
     """Print a warning or an error to stderr, broken between words if that is a terminal."""
     _print(text, sys.stderr, 2)
@@ -40,7 +53,7 @@ def say(text: str, indent: int = 2) -> None:
 
 
 def _print(text: str, stream: TextIO, indent: int) -> None:
-    width = _columns(stream) if stream.isatty() else None
+    width = _columns(stream) if is_terminal(stream) else None
     print(text if width is None else wrap(text, width, indent), file=stream, flush=True)
 
 

@@ -1,14 +1,16 @@
-"""Long lines on a terminal: broken between words, with paths and commands whole."""
+"""Output to terminals: lines broken between words, with paths and commands whole; no escape codes elsewhere."""
 
 import fcntl
 import os
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
 
 import pytest
 
+from helpers.command_line import clean_environment
 from vitpar.terminal import complain, wrap
 
 LONG = "/home/someone/data/" + "deep/" * 20
@@ -43,3 +45,19 @@ def test_only_a_terminal_gets_broken_lines(monkeypatch: pytest.MonkeyPatch, tmp_
         assert file.read() == "error: eleven more words are here\n"
         assert os.read(ours, 99).decode().splitlines() == ["error: eleven more", "  words are here"]
     os.close(ours)
+
+
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_NAMESPACE": "job@1"}
+OPENMPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+@pytest.mark.parametrize("launcher", [{}, OPENMPI], ids=["none", "mpirun"])
+def test_ranks_of_mpirun_write_no_escape_codes_though_their_stdout_is_a_terminal(launcher: dict[str, str]) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-P", "-m", "vitpar_cli.main", "settings", "train.steps"]
+    env = clean_environment() | {"TERM": "xterm"} | launcher
+    subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, env=env, check=True, timeout=100)
+    printed = os.read(ours, 9999)
+    assert b"train.steps" in printed and (b"\x1b" in printed) == (not launcher)
+    for end in (ours, theirs):
+        os.close(end)

@@ -30,7 +30,7 @@ from vitpar.launch.resources import allow_open_files, cpu_share
 from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
-from vitpar.terminal import complain
+from vitpar.terminal import complain, is_terminal
 
 POLL = 0.02
 """Seconds between two polls of the workers."""
@@ -81,7 +81,7 @@ class Failure:
 
 
 def _print(message: str) -> None:
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
     complain(message)
 

@@ -65,8 +65,9 @@ def show_modules(layers: Sequence[LayerModules]) -> None:
         console.print(Text(f"\nmodules of {layer_words(consecutive(layer.layers))}: {layer.strategy}", "bold"))
         table = data_table("module", "style", "weight", "bias")
         table.padding = (0, 1, 0, 0)
-        for heading in ("before", "after"):
-            table.add_column(heading, min_width=len("reduce-scatter"))
+        for heading in ("before", "after"):  # words that must not break, but leave room for names if there are none
+            sent = any(getattr(row, heading) for row in layer.modules)
+            table.add_column(heading, min_width=len("reduce-scatter") if sent else None)
         for row in layer.modules:
             placements = (words.replace(", ", "\n") for words in (row.weight, row.bias))  # a line for each axis
             table.add_row(row.module, row.style, *placements, row.before, row.after)

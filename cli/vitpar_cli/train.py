@@ -163,7 +163,7 @@ def train(
     given = o.checked_settings(train, locals())
     if not dry_run:
         outlive_reader()  # log.txt of the run has what it prints
-    if resume in (None, "never") and weights is None:
+    if resume in (None, "never") and weights is None and not allow_change:
         o.refuse_missing_data(recipe, given, assignments)
     from vitpar.training.saving.resume import counting_images, resumed, same_run
 

@@ -87,6 +87,13 @@ def test_transfer_time_delays_the_next_stage() -> None:
     ]
 
 
+def test_messages_of_one_hop_queue() -> None:
+    """Four outputs are ready each second, and each takes three seconds to send."""
+    two = {0: actions("0F0 0F1 0F2 0F3"), 1: actions("1F0 1F1 1F2 1F3")}
+    events = replay(two, 2, lambda kind, stage, microbatch: 1.0, lambda source, target: 3.0)
+    assert [event.start for event in events if event.stage == 1] == [4, 7, 10, 13]
+
+
 def test_ranks_share_the_cores_of_a_cpu() -> None:
     apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
     one, two = (replay(apart, 2, lambda *part: 1.0, at_once=cores) for cores in (1, 2))

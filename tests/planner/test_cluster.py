@@ -97,6 +97,15 @@ def test_links_between_nodes_are_slower_and_shared() -> None:
         assert links.seconds(operation, RankGroup(8, 1, 1), size) < within
 
 
+@pytest.mark.parametrize("name", ["3xH100", "3x3xH100", "5x7xA100"])
+def test_odd_numbers_of_devices_send_between_stages(name: str) -> None:
+    """Equal pairs do not partition them, so messages of pairs follow from those of other groups."""
+    cluster = find_cluster(name)
+    links, even = Links(cluster.hardware()), Links(find_cluster("2x4x" + name.rpartition("x")[2]).hardware())
+    for pair in (RankGroup(2, 1, 1), RankGroup(2, cluster.devices_per_node, 2))[: cluster.nodes]:
+        assert links.seconds("p2p", pair, 10**8) == pytest.approx(even.seconds("p2p", pair, 10**8), rel=0.02)
+
+
 def mfu(cluster: str, model: str, precision: str = "bf16", compiled: bool = True, batch: int = 64) -> float:
     config, hardware = model_config(model), find_cluster(cluster).hardware()
     costs = LayerCosts(config, hardware, estimate_model(config, precision, hardware, ("tp1",), compiled=compiled))

@@ -7,7 +7,7 @@ import pytest
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Links, RankGroup, layer_groups
+from vitpar.planner.cost.links import Links, RankGroup, hops, layer_groups, shortest_hop
 from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
@@ -282,6 +282,35 @@ def test_groups_follow_the_order_of_the_strategy_string() -> None:
     assert (cube.shard, cube.j, cube.k) == (RankGroup(2, 4, 1), RankGroup(2, 2, 1), RankGroup(2, 1, 1))
     inner = layer_groups(parse("dp2xtp2").strategy, (1, 4), 16)  # dp2 x pp4 x tp2
     assert inner.j == RankGroup(2, 1, 1) and inner.replicate == RankGroup(2, 8, 1)
+
+
+def test_slowest_group_of_each_kind_is_priced() -> None:
+    """A node of 6 ranks holds groups of 4 that are on it alone and others that are on two nodes."""
+    assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 2)
+    assert layer_groups(parse("tp4").strategy, (-1, 3), 6).stage == RankGroup(4, 1, 2)  # the second of three stages
+    assert layer_groups(parse("tp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes"),
+    [
+        ("pp8", [1, 1, 1, 2, 1, 1, 1]),
+        ("pp4xdp2", [1, 2, 1]),
+        ("dp2xpp4", [1, 1, 1]),
+        ("dp4xpp2", [1]),
+        ("pp2xdp4", [2]),
+        ("pp4xdp3", [2, 2, 2]),
+    ],
+)
+def test_each_hop_of_a_pipeline_has_its_nodes(mesh: str, nodes: list[int]) -> None:
+    plan = parse(mesh)
+    found = hops(plan, 4)
+    assert [hop.nodes for hop in found] == nodes
+    if plan.pp_index == 0:
+        assert shortest_hop(plan.pipeline_degree, plan.stage_size, 4).nodes == min(nodes)
+    # Both stages of the middle hop of a V are on the last rank.
+    middle = hops(replace(plan, schedule="zbvzerobubble", virtual_stages=2), 4)[plan.pipeline_degree - 1]
+    assert middle.alone
 
 
 def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:

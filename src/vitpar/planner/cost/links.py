@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from vitpar.errors import PlannerError
 from vitpar.planner.profile.profiles import STEPS, Hardware, Link
-from vitpar.strategy import Plan, Strategy
+from vitpar.strategy import Plan, Strategy, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
+
+_Axes = tuple[tuple[int, int], ...]
+"""(size, stride in ranks) of mesh axes."""
 
 
 class Links:
@@ -51,6 +55,8 @@ class Links:
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
         candidates = [link for link in self._hardware.links if link.operation == operation]
+        if not candidates and operation == "p2p":  # equal pairs do not partition an odd number of ranks
+            candidates = [link for link in self._hardware.links if link.operation == "all_gather"]
         if not candidates:
             raise PlannerError(
                 f"the hardware profile '{self._hardware.name}' has no {operation}, which plans of more than one rank "
@@ -67,7 +73,7 @@ class Links:
             )
 
         link = min(candidates, key=distance)
-        measured, wanted = STEPS[operation](link.ranks), STEPS[operation](group.ranks)
+        measured, wanted = STEPS[link.operation](link.ranks), STEPS[operation](group.ranks)
         return link, wanted[0] / measured[0], wanted[1] / measured[1]
 
 
@@ -108,20 +114,22 @@ class Groups:
 
 @cache
 def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int) -> Groups:
-    """Return the groups of a layer.
+    """Return the groups of a layer: of each kind the slowest, wherever its stage is.
 
     outer: (number of axes inside pp, pipeline degree), as `placed` returns it.
     """
-    axes, stride = {}, 1
+    stride = 1
     inner, pp = outer
     behind = _inner_ranks(strategy, inner)
+    axes = {"pp": (pp, behind)}
     for name, size in reversed(mesh_axes(strategy)):
         # Axes outside pp in rank order are farther apart by the pipeline degree.
         axes[name] = (size, stride * (pp if stride >= behind else 1))
         stride *= size
 
     def group(*names: str) -> RankGroup:
-        return _group(tuple(axes[name] for name in names if name in axes), ranks_per_node)
+        others = tuple(axis for name, axis in axes.items() if name not in names)
+        return _group(tuple(axes[name] for name in names if name in axes), others, ranks_per_node)
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -129,7 +137,7 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         j=group("j"),
         k=group("k"),
         partial=group(*replicating_axes(strategy), "j"),
-        stage=group(*axes),
+        stage=group(*(name for name in axes if name != "pp")),
     )
 
 
@@ -140,20 +148,37 @@ def placed(plan: Plan) -> tuple[int, int]:
     return len(plan.strategy.axes) - plan.pp_index, plan.pipeline_degree
 
 
-def pipeline_group(plan: Plan, ranks_per_node: int) -> RankGroup:
-    """Return the group of a rank and its neighbour along pp."""
-    inner, _ = placed(plan)
-    return neighbours(_inner_ranks(plan.kinds[0], inner), ranks_per_node)
+def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
+    """Return the slowest pair of ranks between each two neighbouring stages, in the order of stages."""
+    place = {stage: pp for pp in range(plan.pipeline_degree) for stage in stages_of_rank(pp, plan)}
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    pairs = pairwise(place[stage] for stage in range(plan.num_stages))
+    return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
 
 
-def neighbours(stride: int, ranks_per_node: int) -> RankGroup:
-    """Return a group of two ranks that are `stride` apart."""
-    return _group(((2, stride),), ranks_per_node)
+@cache
+def shortest_hop(pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
+    """Return the fastest pair of ranks of two neighbouring stages, if pp is the outermost axis."""
+    every = (_hop(a, a + 1, stage_size, pp, stage_size, ranks_per_node) for a in range(pp - 1))
+    return min(every, key=lambda group: group.nodes)
+
+
+@cache
+def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
+    """Return the pair, on most nodes, of a rank at index `a` of the pp axis and its counterpart at `b`.
+
+    inside: ranks inside pp in rank order.
+    """
+    if a == b:  # a schedule with both stages on one rank
+        return RankGroup()
+    stages = _places(((inside, 1), (stage_size // inside, inside * pp)), ranks_per_node)
+    apart = any((place + a * inside) // ranks_per_node != (place + b * inside) // ranks_per_node for place in stages)
+    return RankGroup(2, abs(b - a) * inside, 1 + apart)
 
 
 def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
     """Return the group of all ranks of a world."""
-    return _group(((ranks, 1),), ranks_per_node)
+    return _group(((ranks, 1),), (), ranks_per_node)
 
 
 def _inner_ranks(strategy: Strategy, inner: int) -> int:
@@ -165,13 +190,25 @@ def _inner_ranks(strategy: Strategy, inner: int) -> int:
 
 
 @cache
-def _group(axes: tuple[tuple[int, int], ...], ranks_per_node: int) -> RankGroup:
-    """Return the group that contains rank 0.
+def _group(axes: _Axes, others: _Axes, ranks_per_node: int) -> RankGroup:
+    """Return the group, of those along some mesh axes, that is on most nodes.
 
-    axes: (size, stride in ranks) of each mesh axis that spans the group.
+    axes: those that span the group.
+    others: all others.
     """
     members = [0]
     for size, stride in axes:
         members = [first + index * stride for first in members for index in range(size)]
     strides = [stride for size, stride in axes if size > 1]
-    return RankGroup(len(members), min(strides, default=1), len({member // ranks_per_node for member in members}))
+    places = _places(others, ranks_per_node)
+    nodes = max(len({(member + place) // ranks_per_node for member in members}) for place in places)
+    return RankGroup(len(members), min(strides, default=1), nodes)
+
+
+def _places(axes: _Axes, ranks_per_node: int) -> set[int]:
+    """Return the numbers within their nodes of the ranks that some mesh axes reach from rank 0."""
+    places = {0}
+    for size, stride in axes:
+        steps = range(min(size, ranks_per_node))  # further steps repeat the numbers
+        places = {(place + step * stride) % ranks_per_node for place in places for step in steps}
+    return places

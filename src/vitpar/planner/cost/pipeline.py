@@ -124,7 +124,8 @@ def replay(
 
     order: actions of each pipeline rank.
     seconds: returns the duration of a (kind, stage, micro-batch) on cores that no other pipeline rank shares.
-    sending: returns the seconds to send a micro-batch from one stage to another.
+    sending: returns the seconds to send a micro-batch from one stage to another. Messages from one stage to another
+        are sent one after the other.
     at_once: number of pipeline ranks that the cores can run at full speed.
     """
     lanes = {pp: _Lane(deque(actions)) for pp, actions in order.items()}
@@ -135,6 +136,7 @@ def replay(
     travelling: list[tuple[float, ActionPart]] = []  # heap of (second of arrival, input)
     there: set[ActionPart] = set()  # inputs that have arrived, and finished actions as "done F", "done I", ...
     waiting: dict[ActionPart, int] = {}  # rank by the input that it waits for
+    sent: dict[tuple[int, int], float] = {}  # second at which the last message from one stage to another arrives
     events = []
 
     def start(pp: int) -> None:
@@ -175,7 +177,8 @@ def replay(
                 there.add(("done " + each, stage, number))
                 target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(each, -1)
                 if 0 <= target < num_stages:
-                    moment = now + sending(stage, target)
+                    moment = max(now, sent.get((stage, target), 0.0)) + sending(stage, target)
+                    sent[stage, target] = moment
                     heappush(travelling, (moment, ("B" if each == "I" else each, target, number)))
             lane.part = 0
         start(pp)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import RankGroup, all_ranks, neighbours, pipeline_group, placed
+from vitpar.planner.cost.links import RankGroup, all_ranks, hops, placed, shortest_hop
 from vitpar.planner.cost.memory import Held, Memory
 from vitpar.planner.cost.pipeline import ActionOrder, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
@@ -249,9 +249,9 @@ def _pipelined(
             found[key] = sum(spent.values()), spent, streams.left
         return found[key]
 
-    link = pipeline_group(plan, costs.hardware.ranks_per_node)
     each = rows * costs.precision.compute.itemsize
-    sent = [_travel_seconds(costs, link, each * elements) for elements in _travelling(plan, costs.config)[1:-1]]
+    between = zip(hops(plan, costs.hardware.ranks_per_node), _travelling(plan, costs.config)[1:-1], strict=True)
+    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in between]
     events = replay(
         order,
         plan.num_stages,
@@ -285,12 +285,12 @@ def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
     return max(0.0, costs.links.seconds("p2p", link, size) - least)
 
 
-def travel_seconds(costs: LayerCosts, stage_size: int, size: float) -> float:
-    """Return the seconds to send `size` bytes to the next stage, if pp is the outermost axis.
+def least_travel_seconds(costs: LayerCosts, pp: int, stage_size: int, size: float) -> float:
+    """Return the seconds to send `size` bytes between the two closest stages, if pp is the outermost axis.
 
     stage_size: ranks of a stage, and so the distance between the two ranks.
     """
-    return _travel_seconds(costs, neighbours(stage_size, costs.hardware.ranks_per_node), size)
+    return _travel_seconds(costs, shortest_hop(pp, stage_size, costs.hardware.ranks_per_node), size)
 
 
 def norm_seconds(costs: LayerCosts, ranks: int) -> float:

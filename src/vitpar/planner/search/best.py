@@ -20,7 +20,7 @@ from itertools import count
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, crowded, memory_bytes, norm_seconds, price, travel_seconds
+from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
@@ -361,7 +361,7 @@ class Search:
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             # With frozen layers below, some stages neither send gradients nor receive them.
             send=lambda share: (
-                travel_seconds(costs, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
+                least_travel_seconds(costs, pp, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
             ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),

@@ -32,6 +32,7 @@ _TOML_TEXT = re.compile(
 """Strings and comments of TOML, including unterminated ones."""
 
 _MEMORY = 384 << 20
+"""Bytes that `limited_memory` grants in addition to those asked for."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_ESCAPE = re.compile(

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from helpers.ranks import RankPool
 from vitpar import model_config, tensor_parallel_plan
-from vitpar.errors import ModelError
+from vitpar.errors import ModelError, StrategyError
 from vitpar.models.role_names import role_of
 from vitpar.models.roles import ROLES, TABLE
 from vitpar.parallel.styles import FORWARDS
@@ -116,6 +116,9 @@ def test_plan_of_a_layer_names_its_modules() -> None:
         **dict.fromkeys(("attn.qkv", "mlp.fc1"), "ColumnLinear(1d)"),
         **dict.fromkeys(("attn.proj", "mlp.fc2"), "RowLinear(1d)"),
     }
+    assert tensor_parallel_plan(layers["blocks.0"], "dp2") == {}
+    with pytest.raises(StrategyError, match="has several strategies: name that of this layer"):
+        tensor_parallel_plan(layers["blocks.0"], "pp1: 0=tp2, *=dp2")
     assert str(tensor_parallel_plan(layers["embed"], "tp4+2d")[""]) == "Parameters(2d)"
     assert len({*styles.values()}) == len(styles), "torch writes into style objects, so each key has its own"
 

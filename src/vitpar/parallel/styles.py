@@ -11,7 +11,7 @@ In place of torch's own styles these
   these products take;
 - bind a method instead of hooks: compiled blocks stay one graph.
 
-upstream: ``parallelize_module`` (torch 2.11 to 2.15) matches names as patterns and only warns of a name that fits
+upstream: ``parallelize_module`` (torch 2.11 to 2.14) matches names as patterns and only warns of a name that fits
 nothing, so names are compared before the call; it has no check of the mesh's axes, which the two axes of 3d rely on; it
 drops `src_data_rank` for the key "" and writes it into the style, so these styles always slice the rank's own copy.
 """
@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from vitpar.errors import StrategyError
 from vitpar.models.description import LayerDescription, Part
 from vitpar.models.role_names import role_of
 from vitpar.models.roles import AXES, COPY, SUM, TABLE, UNSPLIT, TensorRole
@@ -45,6 +46,7 @@ from vitpar.parallel.float8 import linear as float8_linear
 from vitpar.parallel.linear import column_linear, gathered_linear
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy, parse
+from vitpar.text import shown
 
 
 class SplitModule(Protocol):
@@ -155,7 +157,8 @@ def tensor_parallel_plan(
 ) -> dict[str, ParallelStyle]:
     """Return the plan of a layer for ``parallelize_module``: styles by the module's name; "" is the layer itself.
 
-    Modules whose role the mode leaves out are not in it. The mesh has one axis, or two (j, k) under 3d.
+    Modules whose role the mode leaves out are not in it, and without tp it is empty. The mesh has one axis, or two (j, k)
+    under 3d.
 
     layer: description of a layer; or, for a module outside vitpar, the roles of its modules by name, as in
         `Layer.TENSOR_PARALLEL`. Then gradients of replicated parameters that see only a part of the batch (+sp, 3d) or
@@ -167,7 +170,11 @@ def tensor_parallel_plan(
     Example: ``parallelize_module(block, mesh, tensor_parallel_plan({"fc1": "column", "fc2": "row"}, "tp2"))``
     """
     if isinstance(strategy, str):
-        strategy = parse(strategy).strategy
+        if not (plan := parse(strategy)).is_uniform:
+            raise StrategyError(f"'{shown(strategy)}' has several strategies: name that of this layer, such as tp2")
+        strategy = plan.strategy
+    if not strategy.has("tp"):
+        return {}
     if isinstance(layer, Mapping):
         parts: Sequence[Part] = [Part(name, role_of(role, name)) for name, role in layer.items()]
     else:

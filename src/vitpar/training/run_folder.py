@@ -122,7 +122,7 @@ class RunFolder:
     def restore(self) -> str | None:
         """Write the files of the run again if its folder was removed or moved, and return a warning; else None.
 
-        The run goes on, since its state in memory is worth more than its files.
+        The run continues: it would lose more by stopping than it lost with its files.
 
         Raises RecipeError if the folder cannot be written.
         """

@@ -157,8 +157,8 @@ def tensor_parallel_plan(
 ) -> dict[str, ParallelStyle]:
     """Return the plan of a layer for ``parallelize_module``: styles by the module's name; "" is the layer itself.
 
-    Modules whose role the mode leaves out are not in it, and without tp it is empty. The mesh has one axis, or two (j, k)
-    under 3d.
+    Modules whose role the mode leaves out are not in it, and without tp it is empty. The mesh has one axis, or two
+    (j, k) under 3d.
 
     layer: description of a layer; or, for a module outside vitpar, the roles of its modules by name, as in
         `Layer.TENSOR_PARALLEL`. Then gradients of replicated parameters that see only a part of the batch (+sp, 3d) or

@@ -4,9 +4,9 @@
     python experiments/gpu_cifar.py --data PATH/TO/cifar10 --tiny --device cpu         # a rehearsal
 
 The model is about a ViT-Lite-7/4 (arXiv 2104.05704): 7 blocks, 256 features, MLP of 2, 3.7 M parameters. --data is
-anything that ``vitpar data pack`` reads; without a split val, a fifth of the images is held out. The number of steps is
-chosen after a few, so that training ends after --seconds, with loading, compiling and evaluation. Accuracy on `val` is
-of the parameters and of their running average, every tenth of the steps. The JSON file is written at each of them.
+anything that ``vitpar data pack`` reads; without a split val, a fifth of the images is held out. The program takes
+--seconds with loading, compiling and evaluation. Accuracy on `val` is of the parameters and of their running average,
+every tenth of the time. The JSON file is written at each of them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from vitpar.parallel.precision import resolve_precision
 from vitpar.strategy import parse, validate
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
-from vitpar.training.step import TrainStep
+from vitpar.training.step import Stepped, TrainStep
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 MIXED = 0.8
 """Share of the batches that are mixed."""
 LAST_LR = 1e-5
+WARM_UP = 0.05
+"""Share of the time in which the learning rate rises."""
 RESERVE_S = 3.0
 """Seconds kept for the end of the process."""
 EVALUATIONS = 10
@@ -138,50 +140,53 @@ def main() -> None:
 
 
 def train(training: Training, begun: float) -> None:
-    """Train until `--seconds` after `begun`."""
+    """Train until `--seconds` after `begun`. The learning rate follows the time, so that the schedule ends with it."""
     options = training.options
-    loaded = time.perf_counter() - begun
     untimed, warm = (1, 2) if options.tiny else (20, 60)
     report, rows = Report(options.json), list[dict[str, Any]]()
-    report.found |= {"loaded_seconds": loaded, "attention": training.attention}
-    feed, total, number = training.batches(), 10**9, 0
-    first = time.perf_counter()
-    while number < total:
-        if number == untimed:
-            settle(training.device)
-            first = time.perf_counter()
+    report.found |= {"loaded_seconds": time.perf_counter() - begun, "attention": training.attention}
+    feed, number = training.batches(), 0
+
+    def step(lr: float) -> Stepped:
+        nonlocal number
         number += 1
-        # The length of the schedule is not known before it is measured: warm up slowly until then.
-        lr = rate(options.lr, number, total) if number > warm else options.lr * number / 2000
-        done = training.step(number, lr, *next(feed))
-        if number == warm:
-            settle(training.device)
-            seconds = (time.perf_counter() - first) / (warm - untimed)
-            training.accuracies()  # compiles
-            evaluated = time.perf_counter()
-            training.accuracies()
-            now = time.perf_counter()
-            left = options.seconds - (now - begun) - RESERVE_S - EVALUATIONS * (now - evaluated)
-            epochs = max(1, int(left / seconds / training.steps_an_epoch))
-            total = epochs * training.steps_an_epoch
-            speed = options.batch_size / seconds
-            report.found |= {"step_seconds": seconds, "images_per_second": speed, "epochs": epochs}
-            report.found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
-            print(f"{speed:,.0f} images/s: {epochs} epochs; loaded in {loaded:.1f} s", flush=True)
-        if number % max(1, total // EVALUATIONS) == 0 or number == total:
-            epoch = number / training.steps_an_epoch
-            row = {"step": number, "epoch": epoch, "loss": done.loss.item(), **training.accuracies()}
-            rows.append(row | {"seconds": time.perf_counter() - begun})
+        return training.step(number, lr, *next(feed))
+
+    def timed(times: int) -> float:
+        settle(training.device)
+        since = time.perf_counter()
+        for _ in range(times):
+            step(options.lr * number / 2000)
+        settle(training.device)
+        return (time.perf_counter() - since) / times
+
+    timed(untimed)
+    seconds = timed(warm - untimed)
+    training.accuracies()  # compiles
+    start = time.perf_counter()
+    training.accuracies()
+    evaluation = time.perf_counter() - start
+    length = begun + options.seconds - RESERVE_S - evaluation - start
+    report.found |= {"step_seconds": seconds, "images_per_second": options.batch_size / seconds}
+    report.found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
+    print(f"{options.batch_size / seconds:,.0f} images/s; training begins after {start - begun:.1f} s", flush=True)
+    progress, evaluated = 0.0, 0
+    while progress < 1:
+        done = step(rate(options.lr, progress))
+        progress = (time.perf_counter() - start) / length
+        if progress >= 1 or progress * EVALUATIONS >= evaluated + 1:
+            evaluated += 1
+            row = {"step": number, "epoch": number / training.steps_an_epoch, "loss": done.loss.item()}
+            rows.append(row | training.accuracies() | {"seconds": time.perf_counter() - begun})
             print(rows[-1], flush=True)
             report.keep("rows", rows)
 
 
-def rate(most: float, number: int, total: int) -> float:
-    """Return the learning rate of step `number`: linear warm-up of a twentieth, then a cosine to LAST_LR."""
-    rising = max(1, total // 20)
-    if number <= rising:
-        return most * number / rising
-    return LAST_LR + (most - LAST_LR) * (1 + math.cos(math.pi * (number - rising) / max(1, total - rising))) / 2
+def rate(most: float, progress: float) -> float:
+    """Return the learning rate at a share of the time: linear warm-up of a twentieth, then a cosine to LAST_LR."""
+    if progress <= WARM_UP:
+        return most * progress / WARM_UP
+    return LAST_LR + (most - LAST_LR) * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2
 
 
 if __name__ == "__main__":

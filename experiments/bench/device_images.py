@@ -84,7 +84,9 @@ def _change_colour(x: Tensor, g: Generator) -> Tensor:
     operation = _choice(x, g, len(COLOURS))[:, None, None, None]
     factor = (1 + 0.9 * (2 * _uniform(x, g) - 1))[:, None, None, None]
     threshold = (0.3 + 0.7 * _uniform(x, g))[:, None, None, None]
-    grey = (x * torch.tensor(GREY, device=x.device)[:, None, None]).sum(1, keepdim=True)
+    # Without a tensor of the weights, whose transfer would wait for the device.
+    red, green, blue = (weight * x[:, n : n + 1] for n, weight in enumerate(GREY))
+    grey = red + green + blue
     mean = grey.mean((2, 3), keepdim=True)
     changed = {
         "brightness": x * factor,

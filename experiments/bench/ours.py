@@ -26,8 +26,8 @@ class VitparStep:
         self.optimizer = ShardedOptimizer(model.named_parameters(), OPTIMIZER, implementation=implementation)
         self._update = TrainStep(model, self.optimizer, clip_grad_norm=CLIP, before_update=before_update)
 
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        done = self._update(1, LR, images if self.model.takes_images else None, labels)
+    def __call__(self, images: Tensor, labels: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        done = self._update(1, LR, images if self.model.takes_images else None, labels, keys)
         return done.loss, done.norm
 
 

@@ -41,20 +41,29 @@ def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def kernel(gradients: torch.dtype, copies: torch.dtype | None, factor: float | None, averages: bool, at: int) -> None:
+def kernel(
+    gradients: torch.dtype,
+    copies: torch.dtype | None,
+    factor: float | None,
+    averages: bool,
+    at: int,
+    device: str = "cpu",
+) -> None:
     """Compare three passes over tensors of several shapes with AdamW's formulas in float64.
 
     at: elements before each gradient in its memory, which decide whether its address allows vector instructions.
     """
-    ours = {name: [drawn(n, shape) for n, shape in enumerate(SHAPES)] for name in ("p", "average")}
-    ours |= {name: [torch.zeros(shape) for shape in SHAPES] for name in ("m", "v")}
+    ours = {name: [drawn(n, shape).to(device) for n, shape in enumerate(SHAPES)] for name in ("p", "average")}
+    ours |= {name: [torch.zeros(shape, device=device) for shape in SHAPES] for name in ("m", "v")}
     wide = {name: [tensor.double() for tensor in tensors] for name, tensors in ours.items()}
-    narrow = [torch.zeros(shape, dtype=copies) for shape in SHAPES] if copies else []
-    average, scale = (ours["average"] if averages else []), None if factor is None else torch.tensor(factor)
+    narrow = [torch.zeros(shape, dtype=copies, device=device) for shape in SHAPES] if copies else []
+    average = ours["average"] if averages else []
+    scale = None if factor is None else torch.tensor(factor, device=device)
     before = [tensor.clone() for tensor in ours["average"]]
     for step in (1, 2, 3):
         given = [
-            drawn(10 * step + n, (at + torch.Size(s).numel(),), gradients)[at:].view(s) for n, s in enumerate(SHAPES)
+            drawn(10 * step + n, (at + torch.Size(s).numel(),), gradients).to(device)[at:].view(s)
+            for n, s in enumerate(SHAPES)
         ]
         kept = [gradient.clone() for gradient in given]
         count = [float(step)] * len(SHAPES)

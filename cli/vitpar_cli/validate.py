@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from vitpar.errors import PlannerError
+from vitpar.io import read_json
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar_cli import recipe_options as o
@@ -37,7 +38,12 @@ def validate(
     microbatches: o.Microbatches = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Approximate seconds per run of a plan.")] = 2.0,
     device: o.DeviceName = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON, after each run.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a stopped validation: keep the runs in the file of --out.")
+    ] = False,
     correct: Annotated[
         Path | None,
         typer.Option(
@@ -55,17 +61,21 @@ def validate(
     the fastest alternates with the fastest of the others. The output shows which share of the cores other programs
     used; above 10 %, the figures are not reliable.
 
+    A validation that was stopped continues with --resume and the same plans and profiles.
+
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.steps import example_plans
-    from vitpar.planner.report.accuracy import AccuracyRow, correction
+    from vitpar.planner.report.accuracy import AccuracyRow, correction, measured_before
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.optimizer import moments
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
         raise PlannerError("--microbatches is given, but these plans have their own: give it only with strategies")
+    if resume and out is None:
+        raise PlannerError("--resume requires --out: name the file with the rows of the stopped validation")
     corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
@@ -86,6 +96,7 @@ def validate(
             "--batch-size"
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
+    earlier = _rows_of(out, costs) if resume and out is not None else []
     resolve(chosen[0], kind)  # refuses more ranks than the launcher or the GPUs provide
     world = enter(machine.ranks, kind)
 
@@ -96,9 +107,10 @@ def validate(
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
-    rows: list[AccuracyRow] = []
-    favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
-    for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite), start=1):
+    known = measured_before(prices, runner.agree(earlier)) if resume else []
+    rows = [AccuracyRow(price, measured, profile.pace) for price, measured in zip(prices, known, strict=False)]
+    favourite, done = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
+    for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite, known), start=done + 1):
         rows[index : index + 1] = [
             AccuracyRow(prices[index], measured, profile.pace)
         ]  # appends in the first run of a plan, replaces in later ones
@@ -115,6 +127,27 @@ def validate(
             complain(f"corrected profiles written to {correct}: {found}")
         print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
     end(world)
+
+
+def _rows_of(out: Path, costs: "LayerCosts") -> list[dict]:
+    """Return the rows of a validation in progress; none if there is no file yet.
+
+    Raises PlannerError if it cannot be read, or is of other profiles.
+    """
+    from vitpar.planner.report.data import origin_to_json
+
+    try:
+        found = read_json(out)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise PlannerError(f"cannot resume from {out}: {shown(str(error))}: leave out --resume") from None
+    wanted = origin_to_json(origin(), costs)
+    same = ("model", "precision", "compiled", "hardware", "device", "notes")
+    if not isinstance(found, dict) or any(found.get(key) != wanted[key] for key in same):
+        raise PlannerError(f"cannot resume from {out}: it is of another model or other profiles: leave out --resume")
+    rows = found.get("rows")
+    return rows if isinstance(rows, list) else []
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:

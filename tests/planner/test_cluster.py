@@ -147,6 +147,7 @@ def test_estimates_assume_compiled_blocks_unless_disabled() -> None:
 
 def test_sustained_bandwidth_defaults_to_the_matmul_share() -> None:
     cluster = find_cluster("1xH100")
+    cluster = cluster.model_copy(update={"sustained_memory": None})
     half = cluster.model_copy(update={"sustained": 0.5, "sustained_bandwidth": None}).hardware()
     assert half.copy_ and half.copy_.rate == pytest.approx(cluster.memory_bandwidth / 2)
     whole = cluster.model_copy(update={"sustained": 0.5, "sustained_bandwidth": 1.0}).hardware()

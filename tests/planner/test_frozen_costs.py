@@ -15,7 +15,7 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.measure.device import LiveBytes
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.bounds import uniform_bounds
-from vitpar.planner.search.expand import SearchEffort
+from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import Plan

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
@@ -16,7 +17,7 @@ from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, N
 from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.report.accuracy import AccuracyRow, accuracy
+from vitpar.planner.report.accuracy import AccuracyRow, accuracy, measured_before
 from vitpar.strategy import parse, validate
 
 
@@ -116,8 +117,8 @@ def test_missing_proc_stat_counters_give_none(tmp_path: Path) -> None:
 class Unsteady(PlanRunner):
     """Runner whose second plan meets a slow minute in its second run."""
 
-    def __init__(self) -> None:
-        self.seconds = iter((1.0, 2.0, 1.05, 7.0, 2.2, *(1.0, 2.2) * TURNS))
+    def __init__(self, *first: float) -> None:
+        self.seconds = iter((*(first or (1.0, 2.0, 1.05, 7.0, 2.2)), *(1.0, 2.2) * TURNS))
 
     def memory(self, training: object, plan: object) -> tuple[int]:
         return (100,)
@@ -130,10 +131,18 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
     """At the end the fastest plans run in turns, so that slow phases of the machine hit all of them."""
     runs = list(Unsteady().measure(None, [parse("dp4"), parse("tp4")], 0))  # type: ignore[arg-type]
     assert [index for index, _ in runs] == [0, 1, 0, 1, 1, *[0, 1] * TURNS]
+    stopped = [runs[2][1], runs[1][1]]  # after three runs: a resumed validation repeats none of them
+    rest = Unsteady(1.05, 7.0, 2.2).measure(None, [parse("dp4"), parse("tp4")], 0, stopped)  # type: ignore[arg-type]
+    assert [index for index, _ in rest][:2] == [1, 1]
     first, second = runs[2][1], runs[-1][1]
     assert first.apart == pytest.approx(0.05) and second.apart == pytest.approx(2.5) and second.memory == (100,)
     config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
     hardware = find_cluster("4xA100").hardware()
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
     row = AccuracyRow(price(validate(parse("dp4"), config, 32), costs, 32), second)
+    assert measured_before([row.price], [row.to_json()]) == [second]
+    with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of dp4"):
+        measured_before([row.price], [row.to_json() | {"strategy": "dp2"}])
+    with pytest.raises(PlannerError, match=r"row 1 is damaged \(KeyError\)"):
+        measured_before([row.price], [{}])
     assert row.seconds == pytest.approx(2.2) and accuracy([row]).repeat == pytest.approx((2.5, 2.5))

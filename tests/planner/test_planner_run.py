@@ -89,6 +89,10 @@ def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitp
         and found["repeat"]["mean"] >= 0
         and found == json.loads((tmp_path / "rows.json").read_text())
     )
+    again = ("--seconds", "0.1", "--device", "cpu", "--json", "--out", "rows.json", "--resume")
+    resumed = json.loads(vitpar("validate", "plan.json", "pp2", *recipe, *again))["rows"]
+    for row, more in zip(found["rows"], resumed, strict=True):
+        assert more["runs"][: len(row["runs"])] == row["runs"]
     for row in found["rows"]:
         assert len(row["runs"]) >= 2 and all(len(run["seconds"]) == len(run["paces"]) >= 3 for run in row["runs"])
         assert row["measured_seconds"] > 0 and len(row["measured_memory_bytes"]) == 2

@@ -8,6 +8,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from helpers.searches import EVERYTHING, assert_as_fast
 from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.automatic import search
@@ -15,8 +16,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.bounds import Kind
-from vitpar.planner.search.expand import SearchEffort
-from vitpar.planner.search.relaxed import least_seconds, split_seconds
+from vitpar.planner.search.relaxed import least_seconds
 from vitpar.planner.search.space import Space
 from vitpar.planner.search.tables import received_shares
 from vitpar.planner.sources import estimated_costs
@@ -24,7 +24,6 @@ from vitpar.strategy import Plan, Strategy, parse, token_layout, validate
 from vitpar.strategy.layout import received_share
 from vitpar.strategy.support import refuse_clashes
 
-EVERYTHING = SearchEffort(tolerance=0.0, kinds=10**9, prices=10**9, nodes=10**9, runs=10**9, seconds=10**9)
 NANO = "swin_nano_patch2_window4_32"
 
 
@@ -107,8 +106,7 @@ def test_search_equals_exhaustive_enumeration(
         result = Search(space, costs, effort=EVERYTHING).best(budget)
         found = result.plans[0]
         assert result.exact
-        plans = str(best.plan), str(found.plan)
-        assert found.images_per_second == pytest.approx(best.images_per_second, rel=1e-9), plans
+        assert_as_fast(found, best)
         assert result.bound >= best.images_per_second * (1 - 1e-9)
         assert found.memory_bytes <= budget
         assert validate(found.plan, costs.config, batch_size) == found.plan
@@ -132,8 +130,6 @@ def _bounds_hold(searching: Search, prices: list[Price]) -> None:
             sections = searching.space.sections
             for steps in (0, 40):
                 assert least_seconds(kind, options, sections, machine, steps=steps) <= found.seconds * (1 + 1e-9)
-            if kind.pipeline.pipeline_degree > 1:
-                assert split_seconds(kind, options, sections, machine) <= found.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -192,7 +188,7 @@ def test_found_plans_are_accepted_by_the_runtime() -> None:
     found = {price.plan for price in (*points, *searching.best(largest.memory_bytes / 2).plans)}
     for plan in found:
         assert validate(plan, costs.config, 32) == plan
-        refuse_clashes(plan, "fp32", True)
+        refuse_clashes(plan, "fp32", False)
     assert len(found) > 3
     speeds = [point.images_per_second for point in points]
     assert speeds == sorted(speeds, reverse=True)

@@ -81,6 +81,11 @@ class _Stage(PipelineStage):
         self.bwd_cache.pop(bwd_chunk_id, None)
         return []
 
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        # upstream: torch 2.11 refuses the missing gradient of an output from the next stage, if both are on one rank.
+        if self._given:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:

@@ -115,7 +115,7 @@ def make_search(
     Raises PlannerError for unknown names and too many ranks.
     """
     from vitpar.planner.search.best import Search
-    from vitpar.planner.search.expand import SearchEffort
+    from vitpar.planner.search.ranking import SearchEffort
     from vitpar.planner.search.space import FLAGS, ROLES, Space
     from vitpar.planner.sources import known_flags
 

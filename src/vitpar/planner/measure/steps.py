@@ -22,7 +22,7 @@ from vitpar.launch.report import watch_parent
 from vitpar.launch.resources import freed_memory_given_back
 from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
-from vitpar.launch.world_group import all_gather_json, barrier
+from vitpar.launch.world_group import Json, all_gather_json, barrier, broadcast_json
 from vitpar.models.config import ModelConfig
 from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, others_share
 from vitpar.planner.measure.device import Peak
@@ -114,7 +114,13 @@ class PlanRunner:
         self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
         self._store = meeting_place(world)  # served by rank 0; every forked process opens its own connection
 
-    def measure(self, training: Training, plans: Sequence[Plan], favourite: int) -> Iterator[tuple[int, Measured]]:
+    def agree(self, value: Json) -> Any:
+        """Return the value of rank 0. Collective."""
+        return self._run(lambda device: broadcast_json(value))
+
+    def measure(
+        self, training: Training, plans: Sequence[Plan], favourite: int, known: Sequence[Measured] = ()
+    ) -> Iterator[tuple[int, Measured]]:
         """Measure plans and yield (index of a plan, its measurements until now) after each run.
 
         All plans run once, then all again, so that a slow minute of the machine affects one run of a plan only. Plans
@@ -123,9 +129,10 @@ class PlanRunner:
 
         plans: validated plans of as many ranks as the world.
         favourite: index of the plan to compare with the fastest others.
+        known: measurements of the first plans that an earlier call made; their runs are not repeated.
         """
-        found: list[Measured] = []
-        for index, plan in enumerate(plans):
+        found = list(known)
+        for index, plan in enumerate(plans[len(found) :], start=len(found)):
             memory = self.memory(training, plan)
             found.append(Measured((self.run(training, plan),), memory))
             yield index, found[-1]
@@ -135,8 +142,9 @@ class PlanRunner:
             found[index] = replace(found[index], runs=runs)
             return index, found[index]
 
-        yield from map(again, range(len(plans)))
-        yield from map(again, [index for index, measured in enumerate(found) if measured.apart > AGREED])
+        yield from map(again, [index for index, measured in enumerate(found) if len(measured.runs) < 2])
+        apart = [index for index, measured in enumerate(found) if measured.apart > AGREED]
+        yield from map(again, [index for index in apart if len(found[index].runs) < 3])
         order = sorted(range(len(plans)), key=lambda index: found[index].middle)
         leading = [favourite, *(index for index in order if index != favourite)][:LEADING]
         yield from map(again, leading * TURNS if len(leading) > 1 else [])

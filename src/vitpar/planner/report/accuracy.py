@@ -9,10 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from vitpar.errors import PlannerError
 from vitpar.planner.cost.price import Price
-from vitpar.planner.measure.steps import Measured
+from vitpar.planner.measure.steps import Measured, PlanSteps
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.text import shown
 
 COMPUTING = ("forward", "backward", "optimizer", "uneven", "other")
 """Parts of a step's time (`Price.time`) that are computing."""
@@ -142,6 +145,31 @@ class Accuracy:
     """Spearman's correlation of the orders by time; 1 for equal orders."""
     chosen: float
     """Relative time by which the plan predicted to be fastest is slower than the fastest."""
+
+
+def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
+    """Return the measurements in `rows`, made by `AccuracyRow.to_json` for the first of these predictions.
+
+    Raises PlannerError if `rows` are of other plans, or damaged.
+    """
+    found = list[Measured]()
+    for number, (price, row) in enumerate(zip(prices, rows, strict=False), start=1):
+        try:
+            of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
+            runs = tuple(PlanSteps(_numbers(r["seconds"]), _numbers(r["paces"]), r["others"]) for r in row["runs"])
+            found.append(Measured(runs, tuple(row["measured_memory_bytes"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlannerError(f"cannot resume, row {number} is damaged ({type(error).__name__}): start anew") from None
+        plan = price.plan
+        if of != (str(plan), plan.schedule, plan.microbatches, price.batch_size):
+            raise PlannerError(
+                f"cannot resume, row {number} is of {shown(of[0])}, not of '{plan}': give the same plans"
+            )
+    return found
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
 
 
 def others_used(rows: Sequence[AccuracyRow]) -> float | None:

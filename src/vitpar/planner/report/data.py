@@ -57,6 +57,10 @@ def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tupl
     )
 
 
+TIE = 0.001
+"""Relative difference of speed that outputs do not mention."""
+
+
 def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
     """Return the mark of a plan that is within the uncertainty of the best, empty for others."""
     return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
@@ -70,7 +74,13 @@ def noise_words(doubt: Uncertainty | None) -> str:
 
 def certainty(result: Result) -> str:
     """Return in words how much faster other plans may be."""
-    how = "no plan is more than 0.1 % faster" if result.exact else "not every plan was examined"
+    best = result.plans[0].images_per_second
+    faster = max(price.images_per_second for price in result.plans) / best - 1
+    how = "not every plan was examined"
+    if result.exact:
+        how = f"no plan of the searched space is more than {max(0.001, faster + 0.0005):.1%} faster"
+    if faster > TIE:
+        how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
 
 

@@ -27,7 +27,7 @@ from vitpar.planner.report.data import (
     speed_words,
 )
 from vitpar.planner.report.timeline import timeline
-from vitpar.planner.search.expand import form
+from vitpar.planner.search.ranking import form
 from vitpar.planner.search.scaling import Point
 from vitpar.text import size
 

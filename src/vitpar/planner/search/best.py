@@ -13,7 +13,6 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import replace
 from itertools import count
 
@@ -24,11 +23,11 @@ from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memo
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
-from vitpar.planner.search.expand import BestPlans, Expansion, SearchEffort
-from vitpar.planner.search.layered import LayeredExpansion
+from vitpar.planner.search.ends import with_other_ends
+from vitpar.planner.search.expand import Expansion
 from vitpar.planner.search.options import Array, Choices, Option, Options
-from vitpar.planner.search.relaxed import STEPS, least_seconds, split_seconds
-from vitpar.planner.search.restrictions import FEWER, part_of, smaller_budgets
+from vitpar.planner.search.ranking import BestPlans, SearchEffort
+from vitpar.planner.search.relaxed import STEPS, least_seconds
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
@@ -41,7 +40,13 @@ from vitpar.strategy.stages import split_blocks
 ROUNDING = 1e-9
 """Relative tolerance of the memory budget in bounds."""
 WORTH_MORE = 0.01
-"""`Result.gap` above which an inexact search runs the additional searches of `Search._again`."""
+"""`Result.gap` above which an inexact search looks for faster plans on its frontier, too."""
+ENDS = 3
+"""Number of best plans whose embed and head are tried with other strategies."""
+WORTH_OTHER_ENDS = 1e-3
+"""Relative time that another strategy of embed or head must save."""
+now = time.thread_time
+"""Clock of the limits, in seconds: on a busy machine a search takes longer, and finds the same."""
 Progress = Callable[[int, int, Price | None], None]
 """Progress callback: (steps done, total steps, best price so far or None)."""
 
@@ -72,41 +77,19 @@ class Search:
 
         Uniform plans (one strategy, even stages) come first. A patient search prices all of them that could be the
         best, whatever the other limits of the effort. Plans with several strategies or uneven stages follow, within the
-        limits of the effort. If a plan could still be faster by more than `WORTH_MORE`, a patient search also runs the
-        searches of `_again`.
+        limits of the effort, and last plans whose embed or head has another strategy than its neighbour.
         """
         effort = effort or self.effort
-        begun = time.perf_counter()
-        until = begun + effort.seconds
+        begun, until = time.perf_counter(), now() + effort.seconds
         found = self._best(budget, effort, until, progress)
-        if not found.exact and found.gap > WORTH_MORE and effort.patient:
-            found = self._again(found, budget, effort, until)
-        return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
-
-    def _again(self, found: Result, budget: float, effort: SearchEffort, until: float) -> Result:
-        """Return `found` with better plans from additional searches: restricted spaces and smaller budgets.
-
-        Every plan that one of them prices competes in the end, if it fits into `budget`.
-        """
-        for fewer in FEWER:
-            if time.perf_counter() > until:
-                break
-            # The shallow copy shares the cache of prices, through which its plans reach `_known` below.
-            part = copy(self)
-            part.space = part_of(self.space, fewer)
-            part._options = Options(part.space, self.costs, self._moments)
-            part._best(budget, effort, until)
-        for smaller in smaller_budgets(budget):
-            if time.perf_counter() > until:
-                break
-            self._best(smaller, self._short, until)
-        best = None
+        best = found.plans[0] if found.plans and not found.exact and found.gap > WORTH_MORE and effort.patient else None
         # Searching the frontier of the best plan can price a faster plan: repeat until the best stays the same.
-        while (known := self._known(budget, effort)).plans and known.plans[0] is not best:
-            best = known.plans[0]
-            self.frontier(known.ranked[0], until=until)
-        fastest = max((price.images_per_second for price in known.plans), default=0.0)
-        return replace(found, plans=known.ranked, bound=max(found.bound, fastest))
+        while best is not None and now() < until:
+            self.frontier(best, until=until)
+            known = self._known(budget, effort).ranked
+            found = replace(found, plans=known, bound=max(found.bound, *(one.images_per_second for one in known)))
+            best = known[0] if known[0] is not best else None
+        return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
     def _best(
         self,
@@ -117,9 +100,9 @@ class Search:
     ) -> Result:
         """Run one search over all kinds.
 
-        until: `time.perf_counter` value after which the search stops; a patient one only once it has found a plan
+        until: value of `now` after which the search stops; a patient one only once it has found a plan
         """
-        begun, found = time.perf_counter(), self._known(budget, effort)
+        found = self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
         # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
         unpriced = self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
@@ -127,6 +110,7 @@ class Search:
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
         least, exact = min(least, unpriced), exact and unpriced >= found.limit
+        self._free_ends(budget, found, until)
         fastest = max((price.images_per_second for price in found.plans), default=0.0)
         return Result(
             plans=found.ranked,
@@ -135,7 +119,7 @@ class Search:
             kinds=len(kinds),
             priced=len(self._prices),
             strategies=self._options.strategies,
-            seconds=time.perf_counter() - begun,
+            seconds=0.0,
         )
 
     def _known(self, budget: float, effort: SearchEffort) -> BestPlans:
@@ -153,9 +137,7 @@ class Search:
     def _short(self) -> SearchEffort:
         """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
         seconds = min(3.0, self.effort.seconds)
-        return replace(
-            self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, runs=4, seconds=seconds, patient=False
-        )
+        return replace(self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, seconds=seconds, patient=False)
 
     def _uniform(
         self, kinds: list[tuple[float, Kind]], budget: float, found: BestPlans, progress: Progress, until: float
@@ -172,7 +154,7 @@ class Search:
         heap: list[tuple[float, int, Kind, list[tuple[float, Groups]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
-        while heap and heap[0][0] < found.limit and time.perf_counter() < until:
+        while heap and heap[0][0] < found.limit and now() < until:
             _, _, kind, strategies = heapq.heappop(heap)
             if strategies is None:
                 strategies = self._uniform_plans(kind, budget)
@@ -224,7 +206,7 @@ class Search:
         exact, least, looked = True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
-            late = time.perf_counter() > until and (found.plans or not effort.patient)
+            late = now() > until and (found.plans or not effort.patient)
             if bound >= found.limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
@@ -241,22 +223,33 @@ class Search:
                 exact = False
                 break
             progress(2 * len(kinds) - len(heap), 2 * len(kinds), found.plans[0] if found.plans else None)
-            exact &= self._expansion(kind, budget, found, effort).run()
+            exact &= self._expansion(kind, budget, found, effort, until).run()
         return least, exact
 
-    def _expansion(
-        self, kind: Kind, budget: float, found: BestPlans, effort: SearchEffort
-    ) -> Expansion | LayeredExpansion:
+    def _expansion(self, kind: Kind, budget: float, found: BestPlans, effort: SearchEffort, until: float) -> Expansion:
         """Return the search of one kind's plans that offers them to `found`."""
         choices, machine, sections = self.options(kind), self.machine(kind, budget), self._sections
 
         def fits(plan: Plan, batch_size: int) -> bool:
             return self._fits(plan, batch_size, budget)
 
-        if len(sections.sections) == 1:
-            return Expansion(kind, choices, machine, sections.depth, fits, self.price, found, effort)
+        def late() -> bool:
+            return now() > until and (bool(found.plans) or not effort.patient)
+
         moves = self._moves(kind, machine)
-        return LayeredExpansion(kind, choices, machine, sections, moves, fits, self.price, found, effort)
+        return Expansion(kind, choices, machine, sections, moves, fits, self.price, found, effort, late)
+
+    def _free_ends(self, budget: float, found: BestPlans, until: float) -> None:
+        """Offer to `found` its best plans with other strategies of embed and head."""
+        for best in found.plans[:ENDS]:
+            pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
+            kind = Kind(pipeline, best.batch_size, best.plan.microbatches or 1)
+            for layer in ("embed", "head"):
+                for other in with_other_ends(best.plan, layer, self.options(kind), kind, self.costs.config):
+                    if now() < until and self._fits(other, kind.batch_size, budget):
+                        price = self.price(other, kind.batch_size)
+                        best = price if price.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
+            found.offer(best)
 
     def _moves(self, kind: Kind, machine: Machine) -> Moves:
         """Return the function of the seconds of redistribution between two blocks in plans of a kind."""
@@ -284,12 +277,14 @@ class Search:
         least memory follows the best.
 
         points: number of plans at most
-        until: `time.perf_counter` value after which no search starts
+        until: value of `now` after which no search starts
         """
         key, budget, short = (best.plan, best.batch_size), best.memory_bytes, self._short
         for _ in range(0 if key in self._searched else points - 1):
-            now = time.perf_counter()
-            plans = self._best(step * budget, short, min(until, now + short.seconds)).plans if now < until else ()
+            time_now = now()
+            plans = (
+                self._best(step * budget, short, min(until, time_now + short.seconds)).plans if time_now < until else ()
+            )
             if not plans:
                 break
             budget = plans[0].memory_bytes
@@ -338,9 +333,7 @@ class Search:
 
     def _uniform_options(self, kind: Kind) -> Choices:
         """Return the options of plans with one strategy, or with its counterparts where it does not fit."""
-        return (
-            self.options(kind) if len(self._sections.sections) == 1 else self._options.uniform(kind.pipeline, kind.rows)
-        )
+        return self._options.uniform(kind.pipeline, kind.rows)
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         """Return the cluster's rates and memory as the bounds of a kind need them."""
@@ -381,13 +374,11 @@ class Search:
         """Return a lower bound on the seconds per image of all plans of a kind; infinite if none fits into memory.
 
         limit: value of the bound that is high enough; tightening stops there
-        quick: whether to skip the relaxation over mixes and the bound over splits
+        quick: whether to skip the relaxation over mixes
         """
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
         found = least_seconds(kind, self.options(kind), self._sections, machine, steps=steps, enough=enough)
-        if kind.pipeline.pipeline_degree > 1 and not quick and found < enough:
-            found = max(found, split_seconds(kind, self.options(kind), self._sections, machine, enough))
         return found / kind.batch_size
 
     @property

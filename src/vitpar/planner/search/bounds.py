@@ -22,11 +22,9 @@ from vitpar.strategy.stages import split_blocks, stages_of_rank
 
 Array = NDArray[np.float64]
 TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
-"""Rows of `stage_sums`: seconds of a step, seconds of a micro-batch, bytes."""
+"""Rows of `layer_sums`: seconds of a step, seconds of a micro-batch, bytes."""
 LIMITED = [0, 1, 2, 3, 4, 6, 7]
-"""Rows of `stage_sums` with an upper limit: `TIMES` and `BYTES`."""
-BLOCK = 1
-"""Row of blocks in arrays by kind of layer, of models whose blocks are alike (embed, block, head)."""
+"""Rows of `layer_sums` with an upper limit: `TIMES` and `BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Costs of the layers of a stage, arrays with a column for each strategy. See `stage_sums` for the rows."""
+    """Costs of the layers of a stage, arrays with a column for each strategy. See `layer_sums` for the rows."""
 
     layers: Array
     """Costs of a layer by kind, [8, kinds, strategies]."""
@@ -131,7 +129,22 @@ class LayerSums:
 
 
 def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> LayerSums:
-    """Return the costs of single layers of stage `number`, as `stage_sums` adds them up."""
+    """Return the costs of single layers of stage `number`.
+
+    The stage costs at least their sum. Rows:
+
+    - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
+      stages can be added: the first micro-batch passes through them before, the last one after.
+    - 1: row 0 plus what the rank waits for after its last micro-batch
+    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
+    - 3: row 1 with a first forward that waits for gathered parameters
+    - 4: seconds of communication in the background, plus the optimizer
+    - 5: seconds of one micro-batch, forward and backward
+    - 6: bytes while the optimizer steps
+    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
+
+    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
+    """
     pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
     costs, pp = Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
@@ -157,32 +170,6 @@ def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> L
     working = a["working_once"] if m == 1 else a["working"] + a["fresh"] * (not waiting)
     working = np.maximum(0.0, working - a["saved"][-1] * (number == last))
     return LayerSums(np.stack([*times, costs.work, a["kept"] + a["reduced"], busy]), besides, working)
-
-
-def stage_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> tuple[Array, Array, Array]:
-    """Return the costs of (a block, what precedes the first block, what follows the last block) of stage `number`.
-
-    The blocks are alike. Each is an array [8, strategies]. A stage costs at least the sum over its blocks plus the two
-    others. Rows:
-
-    - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
-      stages can be added: the first micro-batch passes through them before, the last one after.
-    - 1: row 0 plus what the rank waits for after its last micro-batch
-    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
-    - 3: row 1 with a first forward that waits for gathered parameters
-    - 4: seconds of communication in the background, plus the optimizer
-    - 5: seconds of one micro-batch, forward and backward
-    - 6: bytes while the optimizer steps
-    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
-
-    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
-    """
-    found, last = layer_sums(kind, choices, machine, number), kind.pipeline.num_stages - 1
-    layers = found.layers
-    embed, block, head = layers[:, 0] * (number == 0), layers[:, BLOCK], layers[:, 2] * (number == last)
-    embed[BYTES] += found.besides
-    head[-1] += found.working[BLOCK]
-    return block, embed, head
 
 
 def uniform_bounds(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:

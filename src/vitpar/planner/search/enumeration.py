@@ -1,4 +1,4 @@
-"""Enumeration of all plans of one kind for a model with several sections, without those that bounds rule out."""
+"""Enumeration of all plans of one kind, without those that bounds rule out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import numpy as np
 from vitpar.planner.search.bounds import BYTES, EACH, LIMITED
 from vitpar.planner.search.mixes import Runs
 from vitpar.planner.search.options import Array
-from vitpar.planner.search.relaxed import WEIGHTS
 from vitpar.planner.search.tables import LayerTable
 
 Stages = list[tuple[int, Runs]]
 """(number of blocks, strategies) of each stage."""
+WEIGHTS = np.array(
+    [list(row) for row in np.eye(7)]
+    + [
+        [t / 8 * (row == at) for at in range(5)] + [(8 - t) / 8 * (1 - last), (8 - t) / 8 * last]
+        for t in range(1, 8)
+        for last in (0, 1)
+        for row in (0, 2, 3)
+    ]
+    + [[t / 4, *((4 - t) / 4 * (row == at) for at in (1, 2, 3, 4)), 0, 0] for t in range(1, 4) for row in (2, 3, 4)]
+)
+"""Dual weights that bounds are computed for, [tries, rows of `LIMITED`]; each row sums to 1.
+
+Single limits; a limit of time with one of memory; the computing of a stage with another limit of time.
+"""
 SLACK = 1e-9
 """Relative tolerance of limits, for rounding."""
 
@@ -24,6 +37,7 @@ class Enumeration:
     limits: returns the present limits in the order of `LIMITED`
     give: receives the stages of every plan that remains, with its bound; returns whether to go on
     nodes: number of nodes to visit at most
+    late: returns whether the time of the search is up
     """
 
     def __init__(
@@ -33,8 +47,10 @@ class Enumeration:
         limits: Callable[[], Array],
         give: Callable[[Stages, float], bool],
         nodes: int,
+        late: Callable[[], bool],
     ) -> None:
-        self._table, self._hop, self._limits, self._give, self._nodes = table, hop, limits, give, nodes
+        self._table, self._hop, self._limits, self._give = table, hop, limits, give
+        self._nodes, self._late = nodes, late
         self._sections, self._depth = table.sections, table.sections.depth
         self._stages = table.kind.pipeline.num_stages
         self._delays = not table.kind.pipeline.splits_backward
@@ -105,7 +121,7 @@ class Enumeration:
         runs: strategies of the stage so far
         """
         self._nodes -= 1
-        if self._nodes < 0:
+        if self._nodes < 0 or self._late():
             self.complete = False
         if not self.complete:
             return

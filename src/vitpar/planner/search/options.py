@@ -48,7 +48,7 @@ class Choices:
     kinds: tuple[LayerKind, ...]
     """The kinds of layers; arrays have one row for each, in this order."""
     fronts: tuple[NDArray[np.int64], ...] = ()
-    """Columns of the strategies of each section; empty if a model has one section."""
+    """Columns of the strategies of each section; empty for plans with one strategy in several sections."""
 
     @cached_property
     def loads(self) -> dict[str, Array]:
@@ -153,10 +153,8 @@ class Options:
         """Return the strategies for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
         if key not in self._found:
-            if len(self._sections) == 1:
-                self._found[key] = self.uniform(pipeline, rows)
-            else:
-                self._found[key] = self._joined(pipeline, rows)
+            one = len(self._sections) == 1
+            self._found[key] = self.uniform(pipeline, rows) if one else self._joined(pipeline, rows)
         return self._found[key]
 
     def uniform(self, pipeline: Plan, rows: int) -> Choices:
@@ -168,7 +166,8 @@ class Options:
         if key not in self._one:
             every = tuple(range(len(self._sections)))
             found = self._front(pipeline, rows, every)
-            self._one[key] = Choices(tuple(self._option(p, rows, pipeline, every) for p in found), self._kinds)
+            fronts = (np.arange(len(found)),) if len(every) == 1 else ()
+            self._one[key] = Choices(tuple(self._option(p, rows, pipeline, every) for p in found), self._kinds, fronts)
         return self._one[key]
 
     def least_work(self, pipeline: Plan, rows: int) -> tuple[float, ...]:

@@ -1,36 +1,19 @@
-"""Lower bounds on the seconds of all plans of one kind, with any mix of strategies and any split.
+"""Lower bound on the seconds of all plans of one kind, with any mix of strategies and any split.
 
-- `least_seconds`: Lagrangian relaxation of time and memory, in which every layer chooses its strategy independently.
-- `split_seconds`: the stages of a pipeline take complete blocks, each stage within its time and memory.
+It is a Lagrangian relaxation of time and memory, in which every layer chooses its strategy independently.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import BLOCK, LIMITED, Costs, Kind, Machine, in_flight, layer_sums
+from vitpar.planner.search.bounds import Costs, Kind, Machine, in_flight
 from vitpar.planner.search.options import Array, Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import SCHEDULES
 
 STEPS = 40
 """Maximum number of subgradient steps of `least_seconds`."""
-SPLIT_STEPS = 12
-"""Number of bisection steps of `split_seconds`."""
-WEIGHTS = np.array(
-    [list(row) for row in np.eye(7)]
-    + [
-        [t / 8 * (row == at) for at in range(5)] + [(8 - t) / 8 * (1 - last), (8 - t) / 8 * last]
-        for t in range(1, 8)
-        for last in (0, 1)
-        for row in (0, 2, 3)
-    ]
-    + [[t / 4, *((4 - t) / 4 * (row == at) for at in (1, 2, 3, 4)), 0, 0] for t in range(1, 4) for row in (2, 3, 4)]
-)
-"""Dual weights that `_StageLimits.blocks` tries, [tries, rows of `LIMITED`]; each row sums to 1.
-
-Single limits; a limit of time with one of memory; the computing of a stage with another limit of time.
-"""
 
 
 def least_seconds(
@@ -98,95 +81,6 @@ def least_seconds(
         weights = _on_simplex(weights + length * tilted / best**2)
         prices = np.maximum(0.0, prices + length * over_free)
     return best
-
-
-def split_seconds(
-    kind: Kind, choices: Choices, sections: Sections, machine: Machine, enough: float = float("inf")
-) -> float:
-    """Return a lower bound on the seconds of a step over every mix of `choices` and every split, one stage per rank.
-
-    In a step of T seconds each stage can hold at most a certain number of blocks (`_StageLimits.blocks`). If the stages
-    together cannot hold `depth` blocks, every plan takes longer than T. Bisection finds the largest such T, from below.
-
-    enough: value of the bound at which to stop
-    """
-    stages = [_StageLimits(kind, choices, sections, machine, number) for number in range(kind.pipeline.num_stages)]
-    depth = sections.depth
-    hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
-
-    def possible(seconds: float) -> bool:
-        """Return whether the stages may hold all blocks in a step of `seconds`."""
-        # Every stage takes as many blocks as it can, the first one first. No other split holds more: a block more in an
-        # earlier stage delays a stage by no more than one block of its own takes.
-        dealt, there, back = 0, 0.0, 0.0
-        for number, stage in enumerate(stages):
-            most = stage.blocks(dealt, seconds - machine.norm, there, back)
-            # Each of the later stages needs at least one block.
-            most = min(most, depth - dealt - (len(stages) - 1 - number))
-            if most < 1:
-                return False
-            forward, both = stage.each(dealt, most)
-            dealt += most
-            there, back = there + forward + hop / 2, back + both - forward + hop / 2
-        return dealt >= depth
-
-    high = min(enough, 4 * least_seconds(kind, choices, sections, machine, steps=0))
-    if high == float("inf") or not possible(high):
-        return high
-    low = 0.0
-    for _ in range(SPLIT_STEPS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if possible(middle) else (middle, high)
-    return low
-
-
-class _StageLimits:
-    """Maximum number of blocks of stage `number` within given seconds and the memory of a rank."""
-
-    def __init__(self, kind: Kind, choices: Choices, sections: Sections, machine: Machine, number: int) -> None:
-        found, last = layer_sums(kind, choices, machine, number), kind.pipeline.num_stages - 1
-        layers = found.layers[LIMITED]
-        start, end = layers[:, 0] * (number == 0), layers[:, -1] * (number == last)
-        start[5:] += found.besides
-        end[-1] += found.working[list(set(sections.rows))].min(0)
-        self._layers, self._rows, self._alike = layers, np.array(sections.rows), sections.alike
-        self._ends = start.min(1) + end.min(1)
-        m = kind.microbatches
-        # A stage runs 2m actions; the bounds of rows 2 and 3 leave out one of them.
-        self._ends[:4] += machine.action * np.array([2 * m, 2 * m, 2 * m - 1, 2 * m - 1])
-        self._budget = machine.budget
-        costs = Costs(choices, machine)
-        self._forward, self._work = costs.forward.min(1)[self._rows], costs.work.min(1)[self._rows]
-
-    def each(self, first: int, blocks: int) -> tuple[float, float]:
-        """Return the least seconds of a micro-batch in blocks from `first` on: (forward, forward and backward)."""
-        if self._alike:
-            return blocks * float(self._forward[0]), blocks * float(self._work[0])
-        inside = slice(first, first + blocks)
-        return float(self._forward[inside].sum()), float(self._work[inside].sum())
-
-    def blocks(self, first: int, seconds: float, there: float, back: float) -> int:
-        """Return an upper bound on the number of blocks of the stage in a step of `seconds`, within the rank's memory.
-
-        The number of blocks with any mix of strategies is at most the optimum of a linear program. Dual solutions bound
-        it: for any weights of the limits that sum to 1, each block takes at least the least weighted share of them
-        over strategies, and all blocks take at most 1.
-
-        first: number of the stage's first block
-        there: seconds of the step before the stage's first micro-batch arrives
-        back: seconds of the step after its last one has left
-        """
-        limits = [seconds - there - back, *[seconds - there] * 3, seconds, self._budget, self._budget]
-        left = np.array(limits) - self._ends
-        if (left <= 0).any():
-            return 0
-        if self._alike:
-            shares = self._layers[:, BLOCK] / left[:, None]
-            least = (WEIGHTS @ shares).min(1).max()
-            return int(1 / least + 1e-9) if least > 1e-9 else 10**9
-        shares = self._layers / left[:, None, None]
-        least = np.tensordot(WEIGHTS, shares, 1).min(2)  # [weights, kinds]
-        return int((least[:, self._rows[first:]].cumsum(1) <= 1 + 1e-9).all(0).sum())
 
 
 def _on_simplex(point: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Costs of the blocks of a model with several sections, by block and strategy, for plans of one kind.
+"""Costs of the blocks of a model, by block and strategy, for plans of one kind.
 
 A *mix* is one strategy for each section, as columns of `Choices`. Costs of neighbouring blocks under a mix are
 differences of prefix sums.
@@ -25,7 +25,7 @@ from each strategy to each, forward and backward."""
 
 
 class LayerTable:
-    """Costs of layers by block and strategy in the rows of `stage_sums`, and of redistribution between blocks."""
+    """Costs of layers by block and strategy in the rows of `layer_sums`, and of redistribution between blocks."""
 
     def __init__(self, kind: Kind, choices: Choices, sections: Sections, machine: Machine, moves: Moves) -> None:
         self.kind, self.choices, self.sections, self.machine = kind, choices, sections, machine
@@ -132,7 +132,7 @@ class MixTable:
 
 
 def seconds_of(sums: Array) -> Array:
-    """Return the least seconds of a stage from the rows of `stage_sums`."""
+    """Return the least seconds of a stage from the rows of `layer_sums`."""
     found: Array = sums[TIMES].max(0)
     return found
 

@@ -1,0 +1,86 @@
+"""Limits of a search, and the best plans that it found so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vitpar.planner.cost.price import Price
+
+
+@dataclass(frozen=True)
+class SearchEffort:
+    """Limits of a search. Uniform plans (one strategy, even stages) are limited only by `seconds`, unless `patient`."""
+
+    tolerance: float = 1e-3
+    """Relative speedup over the chosen plan that an exact search may miss."""
+    simpler: float = 0.01
+    """Relative speed that is given up for fewer strategies: predictions do not order plans that close."""
+    kinds: int = 40
+    """Kinds to expand at most."""
+    prices: int = 16
+    """Plans to price at most, per expanded kind."""
+    nodes: int = 2000
+    """Nodes of the tree of splits to visit at most, per expanded kind."""
+    alternatives: int = 10
+    """Plans to keep besides the best."""
+    seconds: float = 20.0
+    """Duration of the search at most."""
+    patient: bool = True
+    """Whether to exceed `seconds` until all uniform plans are done and a plan is found."""
+
+
+class BestPlans:
+    """The best prices so far, at most one per `form`.
+
+    plans: fastest first
+    plain: the fastest with one strategy for all layers; None if there is none
+    """
+
+    def __init__(self, effort: SearchEffort) -> None:
+        self.plans: list[Price] = []
+        self.plain: Price | None = None
+        # Half of the tolerance is for ruling out plans, half for preferring a simple plan (`ranked`): together they
+        # stay within it.
+        self._most, self._tolerance, self._simpler = 1 + effort.alternatives, effort.tolerance / 2, effort.simpler
+
+    @property
+    def limit(self) -> float:
+        """Seconds per image from which on a plan is not better than the best by more than the tolerance."""
+        return (1 - self._tolerance) / self.plans[0].images_per_second if self.plans else math.inf
+
+    def offer(self, found: Price) -> None:
+        """Add the price of a plan that fits into memory, if it is the fastest of its form."""
+        if len(found.plan.kinds) == 1 and (not self.plain or found.images_per_second > self.plain.images_per_second):
+            self.plain = found
+        mine = form(found)
+        if any(form(p) == mine and p.images_per_second >= found.images_per_second for p in self.plans):
+            return
+        self.plans = [other for other in self.plans if form(other) != mine]
+        self.plans.append(found)
+        self.plans.sort(key=lambda p: -p.images_per_second)
+        del self.plans[self._most :]
+
+    @property
+    def ranked(self) -> tuple[Price, ...]:
+        """The plan to choose, then the other plans, fastest first.
+
+        It has the fewest strategies of all that are nearly as fast as the fastest (`SearchEffort.simpler`), and among
+        the fastest of those, within the tolerance, the fewest micro-batches and the least memory.
+        """
+        if not self.plans:
+            return ()
+        every = [*self.plans, *((self.plain,) if self.plain and all(p is not self.plain for p in self.plans) else ())]
+        near = [p for p in every if p.images_per_second >= (1 - self._simpler) * self.plans[0].images_per_second]
+        fewest = min(len(p.plan.kinds) for p in near)
+        simple = [p for p in near if len(p.plan.kinds) == fewest]
+        enough = (1 - self._tolerance) * max(p.images_per_second for p in simple)
+        alike = [p for p in simple if p.images_per_second >= enough]
+        first = min(alike, key=lambda p: (p.plan.microbatches or 1, p.memory_bytes))
+        return first, *(found for found in every if found is not first)
+
+
+def form(price: Price) -> tuple:
+    """Return a key that is equal for plans that differ only in the split and in where strategies change."""
+    plan = price.plan
+    return plan.pp, plan.schedule, plan.virtual_stages, frozenset(plan.kinds), plan.microbatches, price.batch_size

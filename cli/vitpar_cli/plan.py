@@ -39,6 +39,8 @@ def plan(
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
     ] = None,
+    data: o.DataDir = None,
+    epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Number of ranks; fills an open degree.")
@@ -85,12 +87,9 @@ def plan(
 
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
-    o.refuse_idle(assignments, "a plan")
     given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
     o.refuse_early(given)
-    # A model that is named without a recipe is the published one, whose classes are not those of the digits.
-    published = recipe is None and given.get("model.name") is not None and given.get("data.path") is None
-    merged = o.merged_recipe(recipe, {**given, **o.NO_DATA} if published else given, assignments)
+    merged = profiled.planned_recipe(recipe, given, assignments, doing="a plan")
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
@@ -158,7 +157,9 @@ def _predict(
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.report.data import Prediction
+    from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.planner.training_time import training_length, training_time
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.optimizer import moments
 
@@ -180,7 +181,9 @@ def _predict(
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
     found = price(plan, costs, recipe.train.batch_size, moments(recipe))
-    return Prediction(found, costs, budget or usual_budget(costs))
+    limit = budget or usual_budget(costs)
+    training = training_time(found, training_length(recipe))
+    return Prediction(found, costs, limit, training, gains((found,), costs, limit, moments(recipe)))
 
 
 def _closed(plan: "Plan") -> "Plan":

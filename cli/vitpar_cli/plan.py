@@ -79,7 +79,8 @@ def plan(
     """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
 
     It needs no devices and no data. Put a strategy with spaces in quotes. With --cluster or profiles, it also predicts
-    the time of a step and its parts, the memory of the fullest rank, and whether that fits.
+    the time of a step and its parts, the memory of the fullest rank, whether that fits, the duration of the complete
+    training, and what would make it faster.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
 
@@ -93,8 +94,9 @@ def plan(
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
-    if memory is not None and not predicted:
-        raise PlannerError("--memory is given without a machine: add --cluster, or --hardware for profiles")
+    for option, value in (("--memory", memory), ("--epochs", epochs)):
+        if value is not None and not predicted:
+            raise PlannerError(f"{option} is given without a machine: add --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)
     whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
     asked = merged

@@ -122,6 +122,6 @@ class SearchRequest:
                     yield Compared(where, None, why)
                     continue
                 where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
-                progress.about = f"{done} of {total}, {where}: "
+                progress.about = f"{done} of {total}: {where}"
                 searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
                 yield compared(where, searching, self.budget(costs), training_length(recipe), progress)

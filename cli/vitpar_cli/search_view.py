@@ -37,7 +37,7 @@ class SearchProgress:
         live = is_terminal(sys.stderr)
         self._status = console.status("searching …") if shown and live else None
         self._lines = None if live else ProgressLines(eager=False)
-        self.about = ""  # what is searched, before the number of plans
+        self.about = ""  # the row of a table that is searched for, shown instead of the numbers of plans
 
     def __enter__(self) -> Self:
         if self._status:
@@ -50,7 +50,7 @@ class SearchProgress:
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
         found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
-        line = f"{self.about}{done} of {total} kinds of plans{found}"
+        line = self.about or f"{done} of {total} kinds of plans{found}"
         if self._status:
             self._status.update(line)
         elif self._lines:
@@ -213,9 +213,9 @@ def _parts(price: "Price") -> str:
     words = []
     for purpose, share in shares(price).items():
         parts = sorted(((price.time.get(name, 0.0) / price.seconds, name) for name in PURPOSES[purpose]), reverse=True)
-        shown = ", ".join(f"{name} {part:.1%}" for part, name in parts if part >= 0.01)
+        shown = [f"{name} {part:.1%}" for part, name in parts if part >= 0.01]
         if share >= 0.01:
-            words.append(f"{purpose} {share:.1%}" + (f" ({shown})" if len(parts) > 1 and shown else ""))
+            words.append(f"{purpose} {share:.1%}" + (f" ({', '.join(shown)})" if len(shown) > 1 else ""))
     return ", ".join(words)
 
 

@@ -39,7 +39,7 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
 def test_length_in_steps_assumes_nothing() -> None:
     found = training_time(priced(1024, 2.0), training_length(recipe(train__steps=500)))
     assert (found.steps, found.images, found.seconds, found.assumed) == (500, 512_000, 1000.0, "")
-    assert found.words("GPU-hours").startswith("0.278 hours, 2.22 GPU-hours: 500 steps, 512,000 images")
+    assert found.words("GPU-hours").startswith("16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 images")
 
 
 def test_recipe_without_length_has_the_default_epochs() -> None:

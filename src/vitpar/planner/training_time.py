@@ -61,7 +61,10 @@ class TrainingTime:
 
         hours: name of device-hours
         """
-        spent = f"{figure(self.days)} days" if self.days >= 1 else f"{figure(self.seconds / 3600)} hours"
+        units = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+        spent = next(
+            f"{figure(self.seconds / unit)} {name}" for name, unit in units if self.seconds >= unit or unit == 1
+        )
         length = f"{self.images:,} images"
         if self.epochs is not None:
             length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} images"

@@ -136,6 +136,7 @@ def _search(
     from vitpar.planner.report.data import Findings, speed_words
     from vitpar.planner.search.reasons import reasons
     from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.optimizer import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
 
@@ -162,7 +163,9 @@ def _search(
     best = result.plans[0]
     plan = recipe.under(best.plan).plan(config)
     if not quiet:
-        show_choice(Findings(result, limit, (), reasons(searching, best, limit), costs, origin()))
+        training = training_time(best, training_length(recipe))
+        why = reasons(searching, best, limit)
+        show_choice(Findings(result, limit, (), why, costs, origin(), training=training))
     words = f"{speed_words(best, costs)}, {size(best.memory_bytes)} of {size(limit)} per rank"
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 

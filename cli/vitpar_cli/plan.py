@@ -39,6 +39,8 @@ def plan(
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
     ] = None,
+    data: o.DataDir = None,
+    epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", min=1, help="Number of ranks; fills an open degree.")
@@ -77,7 +79,8 @@ def plan(
     """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
 
     It needs no devices and no data. Put a strategy with spaces in quotes. With --cluster or profiles, it also predicts
-    the time of a step and its parts, the memory of the fullest rank, and whether that fits.
+    the time of a step and its parts, the memory of the fullest rank, whether that fits, the duration of the complete
+    training, and what would make it faster.
 
     Example: vitpar plan pp2xtp2xdp2 --model vit_base_patch16_224 --batch-size 256
 
@@ -85,17 +88,15 @@ def plan(
 
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
-    o.refuse_idle(assignments, "a plan")
     given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
     o.refuse_early(given)
-    # A model that is named without a recipe is the published one, whose classes are not those of the digits.
-    published = recipe is None and given.get("model.name") is not None and given.get("data.path") is None
-    merged = o.merged_recipe(recipe, {**given, **o.NO_DATA} if published else given, assignments)
+    merged = profiled.planned_recipe(recipe, given, assignments, doing="a plan")
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
-    if memory is not None and not predicted:
-        raise PlannerError("--memory is given without a machine: add --cluster, or --hardware for profiles")
+    for option, value in (("--memory", memory), ("--epochs", epochs)):
+        if value is not None and not predicted:
+            raise PlannerError(f"{option} is given without a machine: add --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)
     whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
     asked = merged
@@ -158,7 +159,9 @@ def _predict(
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.report.data import Prediction
+    from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.planner.training_time import training_length, training_time
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.optimizer import moments
 
@@ -180,7 +183,9 @@ def _predict(
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
     found = price(plan, costs, recipe.train.batch_size, moments(recipe))
-    return Prediction(found, costs, budget or usual_budget(costs))
+    limit = budget or usual_budget(costs)
+    training = training_time(found, training_length(recipe))
+    return Prediction(found, costs, limit, training, gains((found,), costs, limit, moments(recipe)))
 
 
 def _closed(plan: "Plan") -> "Plan":

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.training.recipe import Recipe
 
+NO_DATA = {"data.path": "unused"}
+"""Value of the setting that every recipe must have, for recipes without data."""
 HardwareFile = Annotated[
     Path | None,
     typer.Option(
@@ -77,18 +79,29 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     return found
 
 
-def planned_recipe(recipe: Path | None, given: Mapping[str, object], assignments: list[str] | None) -> Recipe:
+def planned_recipe(
+    recipe: Path | None,
+    given: Mapping[str, object],
+    assignments: list[str] | None,
+    *,
+    doing: str = "a search",
+) -> Recipe:
     """Return the recipe to plan for, which needs no data.
 
-    If a model is named without a recipe, it is the published model.
+    If a model is named without a recipe, it is the published model, without a length unless `given` has one. If data
+    are named without a recipe, it is the recipe that `vitpar train` would use.
 
     given: settings by dotted key.
+    doing: kind of command, as for `refuse_idle`.
 
-    Raises RecipeError, also for a setting in `assignments` that has no effect on a search.
+    Raises RecipeError, also for a setting in `assignments` that has no effect on the command, and DataError.
     """
-    o.refuse_idle(assignments, "a search")
-    named = recipe is None and given.get("model.name")
-    return o.merged_recipe(recipe, {**given, **o.NO_DATA} if named else given, assignments)
+    o.refuse_idle(assignments, doing)
+    if recipe is None and given.get("model.name") and not o.names_data(given, assignments):
+        from vitpar.training.recipe import read_recipe
+
+        return read_recipe(None, {**given, **NO_DATA}, assignments or (), needs_length=False)
+    return o.training_recipe(recipe, given, assignments)[0]
 
 
 def costs_of(

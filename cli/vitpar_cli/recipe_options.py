@@ -82,7 +82,7 @@ def refuse_missing_data(path: Path | None, given: Mapping[str, object], assignme
 
     Raises DataError, and RecipeError for a recipe that cannot be read.
     """
-    if not _names_data(given, assignments):
+    if not names_data(given, assignments):
         without = ("parallel",) * (given.get("parallel.mesh") == AUTO)
         refuse_early({"data.path": merged_recipe(path, given, assignments, without=without).data.path})
 
@@ -146,6 +146,7 @@ OwnModel = Annotated[
         callback=own_model,
     ),
 ]
+Epochs = Annotated[float | None, setting("train.epochs", "--epochs", help="Passes over the training set.")]
 BatchSize = Annotated[
     int | None,
     setting("train.batch_size", "--batch-size", min=1, help="Global batch size: images per step over all ranks."),
@@ -292,7 +293,7 @@ def training_recipe(
 
     Raises RecipeError and DataError.
     """
-    if path is not None or not _names_data(given, assignments):
+    if path is not None or not names_data(given, assignments):
         return merged_recipe(path, given, assignments, without=without), None
     from vitpar.training.recipe.defaults import with_defaults
 
@@ -312,7 +313,7 @@ def training_recipe(
     return with_defaults(begun, len(shards), side), len(shards)
 
 
-def _names_data(given: Mapping[str, object], assignments: list[str] | None) -> bool:
+def names_data(given: Mapping[str, object], assignments: list[str] | None) -> bool:
     """Return whether options name data. given: settings by dotted key."""
     keys = [key for key, value in given.items() if value is not None] + _keys(assignments)
     return any(key == "data.path" or key.startswith("stream.") for key in keys)

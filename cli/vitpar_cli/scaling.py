@@ -54,7 +54,8 @@ def scaling(
     """
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
-    merged = profiled.planned_recipe(recipe, o.checked_settings(scaling, locals()), assignments)
+    given = o.checked_settings(scaling, locals())
+    merged = profiled.planned_recipe(recipe, given, assignments, doing="a prediction of scaling")
     limit = None if memory is None else parse_size(memory)
 
     from vitpar.planner.report.data import SCALING_COLUMNS, provenance, scaling_rows, scaling_to_json

@@ -1,19 +1,24 @@
 """`vitpar search`: find the plan with the most images per second that fits into memory."""
 
 import json
+import os
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitpar.limits import MAX_BATCH_SIZE
+from vitpar.errors import PlannerError
+from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
 from vitpar.sizes import parse_size
 from vitpar.terminal import complain
 from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_unwritable, write
+from vitpar_cli.search_request import SECONDS, SearchRequest
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -26,16 +31,47 @@ def search(
     recipe: o.RecipeFile = None,
     hardware: profiled.HardwareFile = None,
     model_profile: profiled.ModelFile = None,
-    cluster: profiled.ClusterName = None,
-    model: o.ModelName = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME[,NAME…]",
+            help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME[,NAME…]",
+            help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your "
+            "own as FILE.py:NAME, whose file is run. Several make a table.",
+            rich_help_panel=o.PANELS["model"],
+        ),
+    ] = None,
+    image_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--image-size",
+            metavar="N[,N…]",
+            help="Pixels a side, instead of the model's. Several make a table.",
+            rich_help_panel=o.PANELS["model"],
+        ),
+    ] = None,
     num_classes: profiled.NumClasses = None,
+    data: o.DataDir = None,
+    epochs: o.Epochs = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
     ] = None,
     batch_sizes: Annotated[
         str | None,
-        typer.Option("--batch-size", metavar="N[,N…]", help="Images per step; with several, the best is chosen."),
+        typer.Option(
+            "--batch-size",
+            metavar="N[,N…]",
+            help="Images per step; with several, a table shows each, and the best is chosen.",
+        ),
     ] = None,
     microbatches: Annotated[
         str | None,
@@ -49,8 +85,13 @@ def search(
         str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
     ] = "",
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Maximum search time in seconds, once a plan is found.")
-    ] = 20.0,
+        float | None,
+        typer.Option(
+            "--seconds",
+            min=0.1,
+            help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
+        ),
+    ] = None,
     report: profiled.ReportFile = None,
     trace_file: Annotated[
         Path | None,
@@ -62,45 +103,72 @@ def search(
     """Find the plan with the most images per second that fits into the memory of each rank.
 
     It reads two profiles and needs no devices. With --cluster it uses a data sheet instead, so all figures are
-    estimates.
+    estimates. It also says how long the complete training takes, what limits it, and what would help most. With several
+    clusters, models or image sizes it prints a table with the best plan of each combination.
 
     Example: vitpar search --memory 2GB --out plan.json && vitpar train --mesh plan.json
 
     Example: vitpar search --cluster 8xH100 --model vit_huge_patch14_224 --batch-size 1024 --precision bf16
+
+    Example: vitpar search --cluster 8xH100,4x8xA100,8xL40S --model vit_large_patch16_224 --batch-size 1024,4096
     """
+    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(_words(cluster or ""))
+    models = tuple(filter(None, map(o.own_model, _words(model or ""))))
+    sizes = profiled.numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE) if image_sizes else ()
+    batches = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else None
+    tabled = max(len(clusters), len(models), len(sizes)) > 1
+    if tabled:
+        _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
-    merged = profiled.planned_recipe(recipe, o.checked_settings(search, locals()), assignments)
-    sizes = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else (merged.train.batch_size,)
-    counts = profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None
-    budget = None if memory is None else parse_size(memory)
+    request = SearchRequest(
+        recipe,
+        o.checked_settings(search, locals()),
+        assignments,
+        hardware,
+        model_profile,
+        num_classes,
+        ranks,
+        None if memory is None else parse_size(memory),
+        profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None,
+        _words(roles),
+        frozenset(word.lstrip("+") for word in _words(without)),
+        seconds,
+    )
+    merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
-    from vitpar.planner.automatic import make_search, run_search
+    from vitpar_cli.search_view import SearchProgress, show, show_comparison
+
+    wanted = models or (None,), sizes or (None,), clusters or (None,), batches
+    if tabled:
+        with SearchProgress(shown=not as_json) as progress:
+            rows = list(request.table(*wanted, progress))
+        show_comparison(rows, origin(), as_json)
+        return
+
+    from vitpar.planner.automatic import run_search
+    from vitpar.planner.report.comparison import comparison_to_json
     from vitpar.planner.report.data import findings, trace
     from vitpar.planner.report.page import page
-    from vitpar.planner.sources import unprofiled, usual_budget
+    from vitpar.planner.search.gains import gains
+    from vitpar.planner.sources import unprofiled
+    from vitpar.planner.training_time import training_length, training_time
     from vitpar.strategy import validate
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.optimizer import moments
-    from vitpar_cli.search_view import SearchProgress, show
 
-    costs = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, ranks)
-    left_out = {word.lstrip("+") for word in _words(without)}
-    searching = make_search(
-        costs,
-        sizes,
-        moments(merged),
-        ranks=ranks,
-        microbatches=counts,
-        roles=_words(roles),
-        without=left_out,
-        seconds=seconds,
-    )
-    limit = budget or usual_budget(costs)
+    images = batches or (merged.train.batch_size,)
+    costs = request.costs(merged, cluster)
+    searching, limit = request.search(merged, costs, images, SECONDS), request.budget(costs)
     with SearchProgress(shown=not as_json) as progress:
         result = run_search(searching, limit, progress)
-        found = findings(searching, result, limit, origin(), _train_command(result.plans[0], costs, out, recipe, model))
-    best = result.plans[0]
+        best = result.plans[0]
+        found = replace(
+            findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
+            training=training_time(best, training_length(merged)),
+            gains=gains(result.plans, costs, limit, moments(merged), searching),
+        )
+        rows = list(request.table(*wanted, progress)) if len(images) > 1 else []
     chosen = validate(best.plan, costs.config, best.batch_size)
     if out is not None:
         write_plan(out, chosen)
@@ -109,16 +177,37 @@ def search(
     if trace_file is not None:
         write(trace_file, json.dumps(trace(best, costs, found.origin)) + "\n")
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json.dumps(found.to_json() | {"batch_sizes": comparison_to_json(rows)}))
     else:
-        show(found, out, report, trace_file)
+        show(found, rows, out, report, trace_file)
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
-        if missing := [name for name in useful if not left_out & {*name.split("+")}]:
+        if missing := [name for name in useful if not request.without & {*name.split("+")}]:
             complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
 
 
-def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe: Path | None, model: str | None) -> str:
+def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:
+    """Raise PlannerError for options that a table of several searches cannot use.
+
+    files: files of one search, by option.
+    cluster: whether --cluster is given.
+    """
+    for option, file in files.items():
+        if file is not None:
+            raise PlannerError(
+                f"{option} is of one search, but several clusters, models or image sizes are given: leave it out, or "
+                "give one of each"
+            )
+    if not cluster:
+        raise PlannerError(
+            "several models or image sizes are given, but profiles are of one model: add --cluster, as in --cluster "
+            "8xH100"
+        )
+
+
+def _train_command(
+    best: "Price", costs: "LayerCosts", out: Path | None, request: SearchRequest, model: str | None, resized: bool
+) -> str:
     """Return the command that trains with the best plan.
 
     It uses the file `out` if there is one, and otherwise options for all settings that the strategy does not contain.
@@ -131,9 +220,13 @@ def _train_command(best: "Price", costs: "LayerCosts", out: Path | None, recipe:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
+    recipe, given = request.recipe_file, request.given
     words += ["--recipe", str(recipe)] if recipe else []
     words += ["--model", model] if model else []
-    return shlex.join(words) + (" --data DIR" if model and not recipe else "")
+    words += ["--set", f"model.image_size={costs.config.image_size}"] if resized else []
+    words += ["--epochs", f"{given['train.epochs']:g}"] if given["train.epochs"] else []
+    words += ["--data", str(given["data.path"])] if given["data.path"] else []
+    return shlex.join(words) + (" --data DIR" if model and not recipe and not given["data.path"] else "")
 
 
 def _words(text: str) -> list[str]:

@@ -1,11 +1,13 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import typer
 from rich.console import Console
 
 from vitpar.terminal import is_terminal
@@ -13,9 +15,12 @@ from vitpar.text import count, either, size
 from vitpar_cli.outputs import ProgressLines, print_words
 
 if TYPE_CHECKING:
+    from vitpar.planner.comparison import Compared
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
     from vitpar.planner.report.data import Findings, Prediction, Provenance
+    from vitpar.planner.search.gains import Gain
+    from vitpar.planner.training_time import TrainingTime
 
 SHOWN = 5
 """Number of plans that are listed after the best one."""
@@ -32,6 +37,7 @@ class SearchProgress:
         live = is_terminal(sys.stderr)
         self._status = console.status("searching …") if shown and live else None
         self._lines = None if live else ProgressLines(eager=False)
+        self.about = ""  # the row of a table that is searched for, shown instead of the numbers of plans
 
     def __enter__(self) -> Self:
         if self._status:
@@ -44,19 +50,30 @@ class SearchProgress:
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
         found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
-        line = f"{done} of {total} kinds of plans{found}"
+        line = self.about or f"{done} of {total} kinds of plans{found}"
         if self._status:
             self._status.update(line)
         elif self._lines:
             self._lines(line)
 
 
-def show(found: "Findings", out: Path | None, report: Path | None = None, trace: Path | None = None) -> None:
-    """Print the best plan, its costs, the next best plans, why obvious plans are worse, and the files written."""
+def show(
+    found: "Findings",
+    batch_sizes: "Sequence[Compared]",
+    out: Path | None,
+    report: Path | None = None,
+    trace: Path | None = None,
+) -> None:
+    """Print the best plan, its costs, what would help, other plans, why obvious ones are worse, and the files written.
+
+    batch_sizes: the best plan for each batch size; empty for a single one.
+    """
     from vitpar.planner.report.data import noise_words
 
     console = Console(highlight=False)
     _show_best(console, found)
+    _show_gains(console, found.gains, found.result.plans[0])
+    _print_comparison(console, "best plan for each batch size", batch_sizes)
     _print_prices(console, "next best", found.result.plans[1 : 1 + SHOWN], found)
     _print_prices(console, "with less memory", found.frontier[1:], found)
     _show_reasons(console, found)
@@ -67,6 +84,37 @@ def show(found: "Findings", out: Path | None, report: Path | None = None, trace:
     for path in (out, report, trace):
         if path is not None:
             console.print(f"written    {path}", soft_wrap=True)
+
+
+def show_comparison(rows: "Sequence[Compared]", origin: "Provenance", as_json: bool) -> None:
+    """Print the best plan of each combination, as a table for each model and image size or as JSON."""
+    from vitpar.planner.report.comparison import comparison_notes, comparison_to_json
+
+    notes = comparison_notes(rows)
+    if as_json:
+        about = {"vitpar": origin.version, "command": origin.command, "notes": notes}
+        typer.echo(json.dumps(about | {"rows": comparison_to_json(rows)}))
+        return
+    console = Console(highlight=False)
+    print_origin(console, origin)
+    for note in notes:
+        print_words(console, note, "yellow")
+    for setup in dict.fromkeys(row.combination.setup for row in rows):
+        _print_comparison(console, setup, [row for row in rows if row.combination.setup == setup])
+
+
+def _print_comparison(console: Console, title: str, rows: "Sequence[Compared]") -> None:
+    """Print a table of the best plans of combinations."""
+    from vitpar.planner.report.comparison import comparison_columns, comparison_rows
+
+    print_plans(console, title, comparison_columns(rows), comparison_rows(rows))
+
+
+def _show_gains(console: Console, gains: "Sequence[Gain]", best: "Price") -> None:
+    """Print how much each change of the machine or the batch would help."""
+    from vitpar.planner.report.data import GAIN_COLUMNS, gain_rows
+
+    print_plans(console, "what would help", GAIN_COLUMNS, gain_rows(gains, best))
 
 
 def show_choice(found: "Findings") -> None:
@@ -80,7 +128,7 @@ def show_choice(found: "Findings") -> None:
 def show_prediction(found: "Prediction", origin: "Provenance") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.remedies import less_memory
-    from vitpar.planner.report.data import provenance, speed_words
+    from vitpar.planner.report.data import assumptions, provenance, speed_words
     from vitpar.planner.report.uncertainty import uncertainty
 
     console = Console(highlight=False)
@@ -89,24 +137,27 @@ def show_prediction(found: "Prediction", origin: "Provenance") -> None:
         f"\n[bold]predicted[/bold] for {model_words(costs, count(price.plan.world_size, 'rank'))}", soft_wrap=True
     )
     print_origin(console, origin)
-    for note in (*provenance(costs.hardware, costs.model), *([doubt.source] if doubt else [])):
+    notes = (*provenance(costs.hardware, costs.model), *assumptions(found.training))
+    for note in (*notes, *([doubt.source] if doubt else [])):
         print_words(console, note, "yellow")
     over = price.memory_bytes - found.budget
     fullest = max(price.memory, key=lambda memory: memory.total)
     ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
     fits = "yes" if found.fits else f"no: {size(over)} too much; use {either(ways)}"
-    print_rows(console, [("speed", speed_words(price, costs)), *cost_rows(price, found.budget), ("fits", fits)])
+    rows = [("speed", speed_words(price, costs)), *_training_rows(found.training, costs)]
+    print_rows(console, [*rows, *cost_rows(price, found.budget), ("fits", fits)])
+    _show_gains(console, found.gains, price)
 
 
 def _show_best(console: Console, found: "Findings") -> None:
     """Print the best plan, the source of its figures, and its costs."""
-    from vitpar.planner.report.data import speed_words
+    from vitpar.planner.report.data import assumptions, speed_words
 
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
     console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
     print_origin(console, found.origin)
-    for note in (*found.notes, *([doubt.source] if doubt else [])):
+    for note in (*found.notes, *assumptions(found.training), *([doubt.source] if doubt else [])):
         print_words(console, note, "yellow")
     pipeline = ""
     if best.plan.pipeline_degree > 1:
@@ -114,11 +165,19 @@ def _show_best(console: Console, found: "Findings") -> None:
         pipeline = f", {best.plan.schedule}{blocks}"
     rows = [
         ("speed", speed_words(best, costs)),
+        *_training_rows(found.training, costs),
         ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
         *cost_rows(best, found.budget),
         ("searched", _searched(found)),
     ]
     print_rows(console, rows)
+
+
+def _training_rows(training: "TrainingTime | None", costs: "LayerCosts") -> list[tuple[str, str]]:
+    """Return the row with the duration of the complete training; none if it is unknown."""
+    from vitpar.planner.training_time import hours_name
+
+    return [("training", training.words(hours_name(costs.hardware)))] if training else []
 
 
 def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
@@ -127,7 +186,7 @@ def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
     budget: memory of a rank in bytes.
     """
     return [
-        ("time", _parts(price.time, price.seconds)),
+        ("time", _parts(price)),
         ("memory", f"{size(price.memory_bytes)} of {size(budget)}: {_memory(price)}"),
     ]
 
@@ -144,10 +203,20 @@ def _show_reasons(console: Console, found: "Findings") -> None:
         print_words(console, f"  {reason.plan:<14} {found.why(reason)}", indent=17)
 
 
-def _parts(time: Mapping[str, float], seconds: float) -> str:
-    """Return text such as `backward 61.2%, forward 30.1%`, with the parts that take at least 1 %."""
-    items = sorted(time.items(), key=lambda item: -item[1])
-    return ", ".join(f"{what} {part / seconds:.1%}" for what, part in items if part >= 0.01 * seconds)
+def _parts(price: "Price") -> str:
+    """Return text such as `computing 98.9% (backward 65.2%, forward 33.7%), optimizer 1.2%`, largest first.
+
+    Purposes and parts that take less than 1 % are left out.
+    """
+    from vitpar.planner.search.gains import PURPOSES, shares
+
+    words = []
+    for purpose, share in shares(price).items():
+        parts = sorted(((price.time.get(name, 0.0) / price.seconds, name) for name in PURPOSES[purpose]), reverse=True)
+        shown = [f"{name} {part:.1%}" for part, name in parts if part >= 0.01]
+        if share >= 0.01:
+            words.append(f"{purpose} {share:.1%}" + (f" ({', '.join(shown)})" if len(shown) > 1 else ""))
+    return ", ".join(words)
 
 
 def _memory(price: "Price") -> str:

@@ -51,7 +51,7 @@ def train(
             "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe they bring their recipe.",
         ),
     ] = None,
-    epochs: Annotated[float | None, o.setting("train.epochs", "--epochs", help="Passes over the training set.")] = None,
+    epochs: o.Epochs = None,
     steps: Annotated[int | None, o.setting("train.steps", "--steps", min=1, help="Updates, instead of epochs.")] = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,

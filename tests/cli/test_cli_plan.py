@@ -213,6 +213,12 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
     assert told["strategy"] == "tp2xdp4" and told["fits"] and told["precision"] == "bf16"
     assert told["step_seconds"] == pytest.approx(expected.seconds)
     assert told["memory_bytes"] == pytest.approx(expected.memory_bytes)
+    training = told["training"]
+    assert (training["epochs"], training["samples"]) == (300, 1_281_167) and "are assumed" in training["assumed"]
+    assert training["device_hours"] == pytest.approx(8 * training["steps"] * told["step_seconds"] / 3600)
+    helpful = {change["change"]: change for change in told["what_would_help"]}
+    assert helpful["links twice as fast"]["strategy"] == told["strategy"]
+    assert helpful["links twice as fast"]["time_per_image"] < 0
     shown = run("fsdp4+ckpt", *H100, "--memory", "100MB", "--microbatches", "64")  # four of the eight devices
     assert "on 4 ranks of NVIDIA H100" in shown and "MFU" in shown
     assert "fits       no" in shown and "too much; use more GPUs with fsdp or +offload\n" in shown
@@ -226,6 +232,7 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
         (("pp2: 0-5=tp2, *=dp", *BASE), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
         (("dp2", "--world-size", "8", *BASE), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
         (("dp2", "--memory", "4GB"), PlannerError, "--memory is given without a machine"),
+        (("dp2", "--epochs", "3"), PlannerError, "--epochs is given without a machine"),
         (("dp16", *H100), PlannerError, "takes 16 ranks but 8xH100 has 8"),
         (
             ("dp2", "--hardware", "x.json", "--num-classes", "5"),

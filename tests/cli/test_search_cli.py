@@ -34,6 +34,7 @@ from vitpar_cli.validate import _to_json as accuracy_json
 from vitpar_cli.validate import validate
 
 Run = Callable[..., str]
+ROOT = Path(__file__).parents[2]
 H100 = ("--cluster", "8xH100", "--model", "vit_small_patch16_224", "--batch-size", "256", "--precision", "bf16")
 
 
@@ -96,6 +97,83 @@ def test_options_restrict_the_search_and_stand_in_the_suggested_command(run: Run
     assert f"--schedule {found['plans'][0]['plan']['schedule']}" in found["train"]
 
 
+def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run) -> None:
+    words = run(*H100, "--epochs", "90")
+    assert "90 epochs of 1,281,167 images; evaluation and checkpoints not included" in words
+    assert "ImageNet-1k's 1,281,167 images are assumed: name other data with --data" in words
+    assert "time       computing 9" in words
+    assert re.search(r"\nwhat would help\n.*\n +-\d.* devices that compute twice as fast ", words)
+    assert "--epochs 90" in words.partition("train   ")[2]
+    found = json.loads(run(*H100, "--epochs", "90", "--json"))
+    best, training = found["plans"][0], found["training"]
+    assert training["steps"] == 450_411  # 90 * 1,281,167 / 256
+    assert training["seconds"] == pytest.approx(450_411 * best["step_seconds"])
+    assert training["device_hours"] == pytest.approx(8 * training["seconds"] / 3600)
+    assert sum(best["step_shares"].values()) == pytest.approx(1)
+    assert found["what_would_help"][0]["change"] == "devices that compute twice as fast"
+    assert found["batch_sizes"] == []
+
+
+def test_every_batch_size_has_a_row(run: Run) -> None:
+    given = (*H100[:4], "--precision", "bf16", "--memory", "2GB", "--batch-size", "64,512")
+    words = run(*given)
+    assert re.search(
+        r"best plan for each batch size\n.*batch.*days.*GPU-hours.*\n +8xH100 +8 +64 .*\n( {6}.*\n)? +8x", words
+    )
+    found = json.loads(run(*given, "--json"))
+    rows = {row["batch_size"]: row for row in found["batch_sizes"]}
+    assert [*rows] == [64, 512] and found["plans"][0]["batch_size"] == 512
+    assert rows[512]["images_per_second"] == pytest.approx(found["plans"][0]["images_per_second"], rel=2e-3)
+    assert [rows[images]["training"]["steps"] for images in rows] == [6_005_471, 750_684]  # 300 * 1,281,167 / images
+
+
+def test_table_compares_clusters_models_and_sizes(run: Run, tmp_path: Path) -> None:
+    slow = (ROOT / "examples/clusters/4x8xH100-ethernet.toml").read_text()
+    file = tmp_path / "slow.toml"
+    file.write_text(slow.replace("nodes = 4\ndevices_per_node = 8", "nodes = 2\ndevices_per_node = 2"))
+    models, clusters = "vit_tiny_patch16_224,vit_huge_patch14_224", f"2x2xH100,{file},1xRTX3090"
+    given = ("--cluster", clusters, "--model", models, "--image-size", "224,336", "--batch-size", "64")
+    found = json.loads(run(*given, "--memory", "4GB", "--json", "--epochs", "1"))
+    rows = {(row["model"][4:8], row["image_size"], row["cluster"]): row for row in found["rows"]}
+    assert len(rows) == 12 and "times are estimates: nothing was measured" in found["notes"]
+    for size in (224, 336):
+        fast, ethernet = (rows["tiny", size, name] for name in ("2x2xH100", "slow"))
+        assert fast["devices"] == ethernet["devices"] == 4
+        assert fast["images_per_second"] > ethernet["images_per_second"] > 0
+        assert fast["training"]["device_hours"] == pytest.approx(4 / 3600 * fast["training"]["seconds"])
+        assert "no plan fits into 4 GB per rank" in rows["huge", size, "1xRTX3090"]["why"]
+    assert rows["tiny", 224, "slow"]["images_per_second"] > rows["tiny", 336, "slow"]["images_per_second"]
+    words = run(*given, "--memory", "4GB", "--epochs", "1")
+    assert words.count("no plan fits into 4 GB per rank\n") == sum("why" in row for row in found["rows"])
+    for title in ("vit_tiny_patch16_224, 224 pixels", "vit_huge_patch14_224, 336 pixels"):
+        assert f"\n{title}\n" in words
+    assert words.count("times are estimates") == 1 and "; computing" in words
+
+
+def test_combinations_that_no_model_or_device_allows_are_rows(run: Run) -> None:
+    given = (
+        "--cluster",
+        "8xH100,8xA100",
+        "--model",
+        "vit_huge_patch14_224",
+        "--batch-size",
+        "64",
+        "--image-size",
+        "224",
+    )
+    rows = json.loads(run(*given, "--precision", "fp8", "--json"))["rows"]
+    assert "why" not in rows[0] and "8xA100 has no rate of float8" in rows[1]["why"]
+    rows = json.loads(run(*given[:-1], "224,384", "--precision", "bf16", "--json"))["rows"]
+    assert [row["image_size"] for row in rows] == [224, 224, 384, 384]
+    assert all("patches of 14 pixels do not tile images of 384" in row["why"] for row in rows[2:])
+
+
+def test_image_size_stands_in_the_suggested_command(run: Run) -> None:
+    found = json.loads(run(*H100, "--image-size", "384", "--json"))
+    assert "--set model.image_size=384" in found["train"] and found["batch_sizes"] == []
+    assert found["plans"][0]["images_per_second"] < json.loads(run(*H100, "--json"))["plans"][0]["images_per_second"]
+
+
 def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.CaptureFixture[str]) -> None:
     now = iter([0.0, 1.0, CADENCE - 1, CADENCE, CADENCE + 1])
     lines = ProgressLines(clock=lambda: next(now))
@@ -145,7 +223,12 @@ def test_load_by_other_programs_is_reported(
         (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
         (("--hardware", "x.json"), "both --cluster and a profile are given"),
         (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
-        (("--set", "train.epochs=3"), "--set train.epochs changes nothing in a search"),
+        (("--set", "train.seed=3"), "--set train.seed changes nothing in a search"),
+        (("--image-size", "0"), "--image-size is 0: use 1 to"),
+        (("--cluster", "8xH100,9xnone"), "unknown cluster '9xnone'"),
+        (("--model", "vit_small_patch16_224,vit_none"), "unknown model 'vit_none'"),
+        (("--cluster", "8xH100,8xA100", "--out", "plan.json"), "--out is of one search, but several clusters"),
+        (("--image-size", "224,384", "--report", "r.html"), "--report is of one search, but several clusters"),
         (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
         (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: give a file in"),
     ],
@@ -159,6 +242,7 @@ def test_options_without_effect_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     rows: list[tuple[Any, tuple[str, ...], str]] = [
         (search, ("--num-classes", "5"), "--num-classes is given without --cluster"),
+        (search, ("--image-size", "8,16"), "profiles are of one model: add --cluster"),
         (validate, ("--microbatches", "2"), "--microbatches is given, but these plans have their own"),
         (validate, ("plan.json", "--microbatches", "2"), "--microbatches is given, but these plans have their own"),
         (validate, ("dp2", "--out", "no/rows.json"), r"cannot write no/rows\.json"),

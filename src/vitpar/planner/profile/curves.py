@@ -62,12 +62,17 @@ class Curve(ProfileRecord):
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
-        # A new object: model_copy would also copy the values that cached properties hold.
-        return type(self)(**{**dict(self), "timings": tuple(timing.slower(factor) for timing in self.timings)})
+        return self._with(tuple(timing.slower(factor) for timing in self.timings))
 
     def until_last(self) -> Self:
         """Return a copy whose seconds are those of the slowest process, without skew."""
-        return type(self)(**{**dict(self), "timings": tuple(timing.until_last() for timing in self.timings)})
+        return self._with(tuple(timing.until_last() for timing in self.timings))
+
+    def _with(self, timings: tuple[Timing, ...]) -> Self:
+        """Return a copy with other points."""
+        # A new object of the fields alone: model_copy and dict() would also copy what cached properties hold.
+        kept = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**kept, "timings": timings})
 
     def seconds(self, size: float) -> float:
         """Return the seconds for `size`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -13,9 +13,11 @@ from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Search
+from vitpar.planner.search.gains import Gain, shares
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.scaling import Point, efficiency
+from vitpar.planner.training_time import TrainingTime
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.text import count, size
@@ -24,6 +26,10 @@ COLUMNS = ("micro-batches", "images/s", "vs. best", "memory")
 """Headings of `figures`."""
 SCALING_COLUMNS = ("ranks", "batch", "images/s", "per rank", "MFU", "efficiency", "gap")
 """Headings of `scaling_rows`, without the last column, the plan."""
+GAIN_COLUMNS = ("time per image", "change")
+"""Headings of `gain_rows`, without the last column, the plan."""
+MOST_GAIN = 0.0005
+"""Change of the time per image below which a change of the machine counts as none."""
 
 
 def duration(seconds: float) -> str:
@@ -108,6 +114,11 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def assumptions(training: TrainingTime | None) -> tuple[str, ...]:
+    """Return the note on the assumed length of a training; empty if nothing is assumed."""
+    return (training.assumed,) if training and training.assumed else ()
+
+
 @dataclass(frozen=True)
 class Provenance:
     """The program that made an output."""
@@ -153,6 +164,10 @@ class Findings:
     """Version and command of the search."""
     train: str = ""
     """Command that trains the best plan; empty for none."""
+    training: TrainingTime | None = None
+    """Duration of the complete training with the best plan; None if its length is unknown."""
+    gains: tuple[Gain, ...] = ()
+    """Effects of a better machine or a larger batch on the best plan, the most helpful first."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -175,6 +190,8 @@ class Findings:
         return {
             **origin_to_json(self.origin, self.costs),
             "train": self.train,
+            "training": self.training and self.training.to_json(),
+            "what_would_help": gains_to_json(self.gains),
             "search_seconds": result.seconds,
             "memory_budget_bytes": self.budget,
             "exact": result.exact,
@@ -194,7 +211,7 @@ class Findings:
 
 
 def findings(search: Search, result: Result, budget: float, origin: Provenance, train: str = "") -> Findings:
-    """Collect the results of a search that found a plan.
+    """Collect the results of a search that found a plan, without the duration of a training and what would help.
 
     Obvious plans that fit and belong to the space join the list of plans.
     """
@@ -219,6 +236,7 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
         "uncertainty": doubt and {"share": doubt.share, "of": "estimates" if doubt.estimated else "timings"},
         "step_seconds": price.seconds,
         "step_breakdown_seconds": dict(price.time),
+        "step_shares": shares(price),
         "memory_bytes": price.memory_bytes,
         "memory_breakdown_bytes": [{"total": memory.total, **asdict(memory)} for memory in price.memory],
         "plan": plan_to_json(price.plan),
@@ -235,6 +253,10 @@ class Prediction:
     """Costs of layers that it was priced with."""
     budget: float
     """Memory limit of a rank, in bytes."""
+    training: TrainingTime
+    """Duration of the complete training."""
+    gains: tuple[Gain, ...]
+    """Effects of a better machine or a larger batch, the most helpful first."""
 
     @property
     def fits(self) -> bool:
@@ -248,6 +270,8 @@ def prediction_to_json(found: Prediction, origin: Provenance) -> dict[str, objec
         **origin_to_json(origin, found.costs),
         "memory_budget_bytes": found.budget,
         "fits": found.fits,
+        "training": found.training.to_json(),
+        "what_would_help": gains_to_json(found.gains),
         **price_to_json(found.price, found.costs),
     }
 
@@ -295,6 +319,33 @@ def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, 
             )
         )
     return rows
+
+
+def gain_rows(gains: Iterable[Gain], best: Price) -> list[tuple[str, ...]]:
+    """Return a row of `GAIN_COLUMNS` for each change, and the plan that is best after it."""
+    return [
+        (
+            "as before" if abs(gain.time) < MOST_GAIN else f"{gain.time:+.1%}",
+            gain.change,
+            "same plan" if gain.price.plan == best.plan else plan_title(gain.price.plan),
+        )
+        for gain in gains
+    ]
+
+
+def gains_to_json(gains: Iterable[Gain]) -> list[dict[str, object]]:
+    """Return the changes as JSON, the most helpful first."""
+    return [
+        {
+            "change": gain.change,
+            "time_per_image": gain.time,
+            "strategy": str(gain.price.plan),
+            "batch_size": gain.price.batch_size,
+            "images_per_second": gain.price.images_per_second,
+            "memory_bytes": gain.price.memory_bytes,
+        }
+        for gain in gains
+    ]
 
 
 def trace(price: Price, costs: LayerCosts, origin: Provenance) -> dict[str, object]:

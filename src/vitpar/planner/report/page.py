@@ -16,6 +16,7 @@ from vitpar.planner.report.data import (
     SCALING_COLUMNS,
     Findings,
     Provenance,
+    assumptions,
     certainty,
     duration,
     figures,
@@ -27,8 +28,10 @@ from vitpar.planner.report.data import (
     speed_words,
 )
 from vitpar.planner.report.timeline import timeline
+from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form
 from vitpar.planner.search.scaling import Point
+from vitpar.planner.training_time import hours_name
 from vitpar.text import size
 
 SIMULATED = "Simulated with the best plan for each number of devices"
@@ -86,10 +89,12 @@ def page(found: Findings, moments: float) -> str:
 def _facts(found: Findings) -> str:
     """Return the table of facts about the best plan."""
     best, costs, doubt = found.result.plans[0], found.costs, found.doubt
-    figures = [*(found.notes or ("measured",)), *([doubt.source] if doubt else [])]
+    figures = [*(found.notes or ("measured",)), *assumptions(found.training), *([doubt.source] if doubt else [])]
+    training = {"training": escape(found.training.words(hours_name(costs.hardware)))} if found.training else {}
     return facts(
         {
             "speed": escape(speed_words(best, costs)),
+            **training,
             "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, of {size(found.budget)} allowed"),
             **_source(costs, found.origin, best.plan.world_size),
             "figures": "<br>".join(map(escape, figures)),
@@ -163,9 +168,7 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
     """Return the images per second of each plan by title, with all links faster by each of FACTORS."""
     found: dict[str, list[float]] = {plan_title(p.plan): [] for p in prices}
     for factor in FACTORS:
-        links = tuple(link.slower(1 / factor) for link in costs.hardware.links)
-        hardware = costs.hardware.model_copy(update={"links": links})
-        scaled = LayerCosts(costs.whole, hardware, costs.model, costs.frozen)
+        scaled = with_links(costs, factor)
         for one, values in zip(prices, found.values(), strict=True):
             values.append(price(one.plan, scaled, one.batch_size, moments).images_per_second)
     return found

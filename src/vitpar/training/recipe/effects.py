@@ -146,6 +146,8 @@ def refuse_without_effect(recipe: Recipe) -> None:
     refuse_idle(EFFECTS, recipe, given, RecipeError)
 
 
+_PLANNED = _keys(model="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze")
+_LENGTH = _keys(train="epochs steps", data="path", stream="…")
 _PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
     model="…",
@@ -159,17 +161,9 @@ _BENCHED = _keys(
 )
 _OUTPUTS = _keys(data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention")
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _keys(
-        model="…",
-        parallel="…",
-        optimizer="name momentum",
-        train="batch_size precision fp8_min_features ema_decay freeze",
-    ),
-    "a search": _keys(
-        model="…",
-        optimizer="name momentum",
-        train="batch_size precision fp8_min_features ema_decay compile freeze",
-    ),
+    "a plan": _PLANNED + _LENGTH + _keys(parallel="…"),
+    "a search": _PLANNED + _LENGTH + _keys(train="compile"),
+    "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(

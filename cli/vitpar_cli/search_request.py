@@ -1,0 +1,127 @@
+"""Searches that a command line asks for: one, or one for each combination of clusters, models and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitpar.errors import UserError
+from vitpar.training.recipe import Recipe
+from vitpar_cli import profiled
+
+if TYPE_CHECKING:
+    from vitpar.planner.comparison import Compared
+    from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.search.best import Search
+    from vitpar_cli.search_view import SearchProgress
+
+SECONDS = 20.0
+"""Default limit of a search, in seconds."""
+ROW_SECONDS = 2.0
+"""Default limit of a search for one row of a table, in seconds."""
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """Options of `vitpar search` that all its searches share."""
+
+    recipe_file: Path | None
+    """Recipe file; None for a published model or the shipped recipe."""
+    given: Mapping[str, object]
+    """Settings by dotted key."""
+    assignments: list[str] | None
+    """Settings of ``--set``."""
+    hardware: Path | None
+    """Hardware profile; None for hardware.json, or with a cluster."""
+    model_profile: Path | None
+    """Model profile; None for model.json, or with a cluster."""
+    num_classes: int | None
+    """Classes of the model on a cluster; None for those of the data, or 1000."""
+    ranks: int | None
+    """Ranks to plan for; None for all."""
+    memory: float | None
+    """Memory limit of a rank in bytes; None for the default share of a device."""
+    microbatches: tuple[int, ...] | None
+    """Numbers of micro-batches; None for all that divide the batch."""
+    roles: Sequence[str]
+    """Roles that plans may use."""
+    without: frozenset[str]
+    """Flags and schedules to leave out."""
+    seconds: float | None
+    """Limit of a search in seconds; None for the default."""
+
+    def recipe(self, model: str | None, image_size: int | None) -> Recipe:
+        """Return the recipe with this model and image size; None for its own."""
+        named = {"model.name": model, "model.image_size": image_size}
+        return profiled.planned_recipe(self.recipe_file, {**self.given, **named}, self.assignments)
+
+    def costs(self, recipe: Recipe, cluster: str | None) -> LayerCosts:
+        """Return the costs of the recipe's model on a cluster; None for the profiled machine."""
+        return profiled.costs_of(recipe, cluster, self.hardware, self.model_profile, self.num_classes, self.ranks)
+
+    def search(self, recipe: Recipe, costs: LayerCosts, batch_sizes: tuple[int, ...], seconds: float) -> Search:
+        """Return the search for the best plan at one of the batch sizes."""
+        from vitpar.planner.automatic import make_search
+        from vitpar.training.optim.optimizer import moments
+
+        return make_search(
+            costs,
+            batch_sizes,
+            moments(recipe),
+            ranks=self.ranks,
+            microbatches=self.microbatches,
+            roles=self.roles,
+            without=self.without,
+            seconds=self.seconds or seconds,
+        )
+
+    def budget(self, costs: LayerCosts) -> float:
+        """Return the memory limit of a rank, in bytes."""
+        from vitpar.planner.sources import usual_budget
+
+        return self.memory or usual_budget(costs)
+
+    def table(
+        self,
+        models: Sequence[str | None],
+        image_sizes: Sequence[int | None],
+        clusters: Sequence[str | None],
+        batch_sizes: Sequence[int] | None,
+        progress: SearchProgress,
+    ) -> Iterator[Compared]:
+        """Yield the best plan of each combination, or why it has none.
+
+        batch_sizes: None for the recipe's
+
+        Raises UserError for names and options that no combination could use.
+        """
+        from vitpar.planner.comparison import Combination, Compared, compared
+        from vitpar.planner.profile.cluster import find_cluster
+        from vitpar.planner.training_time import training_length
+
+        named = {cluster: find_cluster(cluster).name for cluster in clusters if cluster}
+        for model in models:
+            self.recipe(model, None).config(1)  # refuses unknown names
+        total = len(models) * len(image_sizes) * len(clusters) * len(batch_sizes or (0,))
+        done = 0
+        for model, image_size, cluster in product(models, image_sizes, clusters):
+            recipe = self.recipe(model, image_size)
+            images, why = batch_sizes or (recipe.train.batch_size,), ""
+            try:
+                costs = self.costs(recipe, cluster)
+            except UserError as error:
+                why = str(error)
+            for batch_size in images:
+                done += 1
+                if why:
+                    pixels = image_size or recipe.model.image_size or 0
+                    where = Combination(recipe.model.name, pixels, named[cluster] if cluster else "", batch_size)
+                    yield Compared(where, None, why)
+                    continue
+                where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
+                progress.about = f"{done} of {total}: {where}"
+                searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
+                yield compared(where, searching, self.budget(costs), training_length(recipe), progress)

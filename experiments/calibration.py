@@ -1,15 +1,15 @@
 """Compare the planner's predictions from cluster data sheets with measured training runs.
 
-    python experiments/calibration.py > experiments/results/calibration_DATE.md
+    python experiments/calibration.py        # the page experiments/results/calibration_2026-11-26.md
 
 Takes seconds and needs no GPU. The runs are in bench/published_runs.toml, with sources. Constants are fitted to runs of
 PyTorch, in which vitpar is written:
 
-| constants                                          | runs                    |
-|----------------------------------------------------|-------------------------|
-| rate of RTX 3090, passes of eager blocks and of unfused attention | on an RTX 3090 |
-| rate of A100                                       | on A100                 |
-| loss by tensor parallelism                         | with tp, on other cards |
+| constants                                                         | fitted to runs of PyTorch |
+|-------------------------------------------------------------------|---------------------------|
+| rate of RTX 3090, passes of eager blocks and of unfused attention | on an RTX 3090            |
+| rate of A100                                                      | on A100                   |
+| loss by tensor parallelism                                        | with tp, on other cards   |
 
 Every run is predicted by constants that are fitted without it. These errors make `vitpar.planner.profile.bands`.
 """
@@ -62,6 +62,7 @@ REMARKS = """
 - Without any run: fp8, fp32, Swin, pipelines, +zero1 and +zero2, L40S, B200, RTX 4090.
 - Tensor parallelism is fitted to tp2 and tp4 of Llama on H200. The ratios of JAX, on A100, are a check.
 """
+"""Section of the page on what the tables do not say."""
 ANY = "any"
 """Stack of the bands for several GPUs: no run is vitpar's, and stacks differ most in what communication costs."""
 

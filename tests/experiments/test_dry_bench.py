@@ -152,8 +152,8 @@ def test_estimate_adds_up_rates_of_the_data_sheet() -> None:
     config, work = model_config(BASE), small_work()
     sheet, rates = find_cluster("1xH200"), rates_of("H200")
     found = estimate(config, 512, work, rates, "bf16")
-    assert sheet.sustained_bandwidth is not None
-    memory, products = sheet.memory_bandwidth * sheet.sustained_bandwidth, sheet.matmul["bfloat16"] * sheet.sustained
+    assert sheet.sustained_memory is not None
+    memory, products = sheet.memory_bandwidth * sheet.sustained_memory, sheet.matmul["bfloat16"] * sheet.sustained
     assert found.seconds.memory == pytest.approx(12 * 3060 / memory, rel=1e-3)
     assert found.seconds.products == pytest.approx(12 * (1e9 / products + 1024 / memory), rel=1e-3)
     assert found.mfu(found.seconds.step) == pytest.approx(512 * config.flops / found.seconds.step / 989.4e12)

@@ -58,7 +58,7 @@ def scaling(
     merged = profiled.planned_recipe(recipe, given, assignments, doing="a prediction of scaling")
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.data import SCALING_COLUMNS, provenance, scaling_rows, scaling_to_json
+    from vitpar.planner.report.data import SCALING_COLUMNS, scaling_notes, scaling_rows, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
@@ -100,7 +100,7 @@ def scaling(
     console = Console(highlight=False)
     console.print(f"[bold]{title}[/bold]", soft_wrap=True)
     print_origin(console, said)
-    for note in provenance(whole.hardware, whole.model):
+    for note in scaling_notes(found, whole):
         print_words(console, note, "yellow")
     for kind, points in found.items():
         print_plans(console, f"{kind} scaling: {WORDS[kind]}", SCALING_COLUMNS, scaling_rows(points, whole))

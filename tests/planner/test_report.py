@@ -16,6 +16,7 @@ from vitpar.pages.maps import layer_map, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
+from vitpar.planner.profile.bands import BANDS, VITPAR
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
@@ -58,25 +59,28 @@ def test_profile_spread_propagates_to_the_step() -> None:
     costs = LayerCosts(
         CONFIG,
         plain.hardware,
-        plain.model.model_copy(update={"layers": tuple(map(noisy, plain.model.layers)), "error_band": None}),
+        plain.model.model_copy(update={"layers": tuple(map(noisy, plain.model.layers)), "measured": {}}),
     )
     step = priced("dp8", costs)
     parts = {part: seconds for part, seconds in step.time.items() if part not in ("other", "waiting", "uneven")}
     expected = (0.1 * parts["forward"] + 0.2 * parts["backward"]) / sum(parts.values())
     found = uncertainty(step, costs)
-    assert found is not None and found.share == pytest.approx(expected) and not found.estimated
+    assert found is not None and found.share == pytest.approx(expected) and found.band is None
     links = tuple(spread(link, 0.5) for link in plain.hardware.links)
     slow = LayerCosts(CONFIG, plain.hardware.model_copy(update={"links": links}), costs.model)
     sends, quiet = (uncertainty(priced("tp2xdp4", each), each) for each in (slow, costs))
     assert sends is not None and quiet is not None and sends.share > 1.2 * quiet.share
 
 
-def test_estimates_carry_the_calibration_error() -> None:
-    costs = costs_of(error_band=0.25)
+def test_estimates_carry_the_band_of_their_runs() -> None:
+    costs = costs_of()
     found = uncertainty(priced("dp8", costs), costs)
-    assert found == Uncertainty(0.25, estimated=True) and str(found) == "± 25.0 %"
-    assert "calibrated" in found.source and "error of estimates" in noise_words(found)
-    bare = costs_of(error_band=None)
+    band = BANDS[False, True]
+    assert found == Uncertainty(band.share, band) and str(found) == f"± {100 * band.share:.0f} %"
+    assert f"{band.runs} {band.kind}" in found.source and "none is of vitpar" in found.source
+    assert found.to_json()["runs"] == band.runs and "error of estimates" in noise_words(found)
+    assert "none is from more than one GPU" in Uncertainty(VITPAR.share, VITPAR).source
+    bare = costs_of(measured={})
     assert uncertainty(priced("dp8", bare), bare) is None, "no spread is not a spread of nothing"
 
 
@@ -84,10 +88,10 @@ def test_plans_within_the_uncertainty_are_marked() -> None:
     costs = costs_of()
     best, close, far = (priced(words, costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
     apart = abs(close.images_per_second / best.images_per_second - 1)
-    doubt = Uncertainty(apart * 1.01, estimated=False)
+    doubt = Uncertainty(apart * 1.01)
     marked = [" ".join(figures(one, best, doubt)) for one in (best, close, far)]
     assert ["≈" in words for words in marked] == [False, True, False]
-    assert "≈" not in " ".join(figures(close, best, Uncertainty(apart * 0.99, estimated=False)))
+    assert "≈" not in " ".join(figures(close, best, Uncertainty(apart * 0.99)))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_rank_grid_places_every_rank() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Findings:
-    costs = costs_of(error_band=0.25)
+    costs = costs_of()
     searching = Search(Space(CONFIG, 8, (256,), "bf16", roles=("pp", "dp", "tp")), costs)
     result = searching.best(20e9)
     return findings(searching, result, 20e9, ORIGIN, "vitpar train --mesh plan.json")
@@ -177,7 +181,7 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
         "bf16",
         "batch 256",
         "MFU",
-        "± 25.0 %",
+        f"{BANDS[False, True].runs} published runs",
         "Layers and ranks",
         "Ranks on each axis",
         "vitpar train --mesh plan.json",
@@ -198,7 +202,7 @@ def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
     best = found.result.plans[0].images_per_second
     assert reason.price is not None
     apart = 1 - reason.price.images_per_second / best
-    assert found.why(reason).endswith("≈") == (apart < 0.25)
+    assert found.why(reason).endswith("≈") == (apart < BANDS[False, True].share)
     assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
 
 

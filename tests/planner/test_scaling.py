@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.profile.bands import BANDS
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.search.scaling import Kind, Point, best_on, efficiency, images
@@ -62,6 +63,8 @@ def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.M
     shown = CliRunner().invoke(app, [*base, "--ranks", "1,4", "--report", str(report)])
     assert "weak scaling" in shown.stdout and "100.0%" in shown.stdout and "estimates" in shown.stdout
     page = report.read_text()
+    for band in (BANDS[True, False], BANDS[True, True]):
+        assert all(f"{band}: error of {band.runs} {band.kind[:9]}" in words for words in (shown.stdout, page))
     assert page.count("<svg") == 1 and "Strong scaling" in page and "://" not in page
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]

@@ -50,21 +50,29 @@ LAUNCH = 5e-6
 BLOCK_LAUNCHES, LAUNCHES = 24, {"embed": 8, "head": 10}
 """Eager operations of a forward: of a block, and of other layers by name. Backward has twice as many; compiled blocks
 have half."""
-EAGER = 1.75
-"""Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`. Fitted to
-B/16 and H/14 on an RTX 3090."""
 QUANTISING = {True: 0.8, False: 14.0}
 """Passes over a product's inputs that scale them for fp8, by whether blocks are compiled. Counted by
 experiments/dry_bench.py, and in `parallel.float8`."""
 SCALING_LOSS = 0.012
 """Share of computing lost to stragglers with every doubling of the nodes. Published weak scaling from 8 to 128 GPUs is
 94 to 96 %."""
-ERROR_BAND = 0.16
-"""Mean relative error of images per second on published runs to which nothing here was fitted
-(experiments/results/calibration_2026-11-23.md)."""
 FLOAT8 = "float8_e4m3fn"
 """Key of the rate of fp8 products in a data sheet."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+class Fitted(NamedTuple):
+    """Constants fitted to published runs by experiments/calibration.py."""
+
+    eager: float = 1.87
+    """Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`."""
+    tensor: float = 0.41
+    """Share by which tensor parallelism prolongs computing: products of split widths are slower, and ranks wait for
+    each other at every exchange."""
+
+
+FITTED = Fitted()
+"""Constants of every prediction."""
 
 
 class _Product(NamedTuple):
@@ -129,6 +137,7 @@ def estimate_model(
     one_pass: bool | None = None,
     fp8_min_features: int = FP8_MIN_FEATURES,
     vitpar_blocks: bool = True,
+    fitted: Fitted = FITTED,
 ) -> ModelProfile:
     """Return the estimated profile of `config` in `precision`.
 
@@ -138,6 +147,7 @@ def estimate_model(
     one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``.
     vitpar_blocks: whether compiled blocks are vitpar's, which move fewer bytes than those of other libraries.
+    fitted: constants of the calibration.
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
@@ -170,7 +180,8 @@ def estimate_model(
             else:
                 touched = usual_elements(layer, strategy)
             size = numbers.compute.itemsize
-            time = _Time(matmul, kernels, float8, copy, plain, touched, size, operations, compiled)
+            time = _Time(matmul, kernels, float8, copy, plain, touched, size, operations, compiled, fitted)
+            slower = 1 + fitted.tensor * (strategy.degree("tp") > 1)
             for policy in CHECKPOINTS:
                 counts = _counts(layer, strategy, policy)
                 forward, backward = time.curves(row_parts(strategy), policy)
@@ -181,8 +192,8 @@ def estimate_model(
                             tensor=tensor,
                             checkpoint=policy,
                             wrapped=wrapped,
-                            forward=forward,
-                            backward=backward,
+                            forward=forward.slower(slower),
+                            backward=backward.slower(slower),
                             input_share=0.5 if layer.takes else 0.0,
                             saved=Bytes(fixed=0, per_row=counts.saved * time.itemsize),
                             # A weight's gradient is transient until it is accumulated. The largest weight of a block
@@ -213,7 +224,6 @@ def estimate_model(
         weights=tuple(weights),
         optimizer=Curve(timings=exact((n, copy.seconds(update * n)) for n in (2**20, 2**30))),
         microbatch=40 * LAUNCH,
-        error_band=ERROR_BAND,
         measured={"estimated": f"by arithmetic, from the rates of {hardware.name}, {blocks}"},
     )
     return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
@@ -241,6 +251,8 @@ class _Time:
     """Kernels of a forward."""
     compiled: bool
     """Whether blocks are compiled."""
+    fitted: Fitted
+    """Constants of the calibration."""
 
     def curves(self, parts: int, policy: str) -> tuple[Curve, Curve]:
         """Return the times of (forward, backward) over rows.
@@ -267,7 +279,7 @@ class _Time:
             computed += times * self.matmul.seconds(rows * counts.attention) / self.kernels.attention
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
-        touched = self.touched[0 if forward else 1] * (1 if self.compiled else EAGER)
+        touched = self.touched[0 if forward else 1] * (1 if self.compiled else self.fitted.eager)
         touched += sum(product.edges(forward) for product in counts.products)
         scaled = sum(p.taken if forward else p.given for p in counts.products if p.float8)
         touched += QUANTISING[self.compiled] * scaled

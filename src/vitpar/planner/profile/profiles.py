@@ -270,10 +270,13 @@ class ModelProfile(Profile):
     """Seconds that a micro-batch takes in addition to its layers."""
     pace: Measure = 0.0
     """Speed of the CPU cores, as in `Hardware`."""
-    error_band: Measure | None = None
-    """Mean relative error of estimated times in their calibration; None if the times were measured."""
     measured: Notes = Field(default_factory=dict)
     """Date, versions and sources of the figures."""
+
+    @property
+    def estimated(self) -> bool:
+        """Return whether the times are estimates by arithmetic; otherwise they were measured."""
+        return "estimated" in self.measured
 
     @property
     def tensors(self) -> tuple[str, ...]:

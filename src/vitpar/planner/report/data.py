@@ -74,7 +74,7 @@ def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
 
 def noise_words(doubt: Uncertainty | None) -> str:
     """Return the meaning of `≈` in a table of `figures`; empty if no uncertainty is known."""
-    within = "within the error of estimates" if doubt and doubt.estimated else "within the noise"
+    within = "within the error of estimates" if doubt and doubt.band else "within the noise"
     return f"≈ {within} ({doubt}) of the best: measure both to compare them" if doubt else ""
 
 
@@ -103,7 +103,7 @@ def plan_title(plan: Plan) -> str:
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
     """Return notes on the origin of the figures; empty if all was measured."""
     notes = []
-    if "estimated" in model.measured:
+    if model.estimated:
         notes.append("times are estimates: nothing was measured")
     if assumed := model.measured.get("assumed"):
         notes.append(f"{assumed} is assumed: set another with --precision")
@@ -233,7 +233,7 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
         "batch_size": price.batch_size,
         "images_per_second": price.images_per_second,
         "mfu": price.mfu(costs),
-        "uncertainty": doubt and {"share": doubt.share, "of": "estimates" if doubt.estimated else "timings"},
+        "uncertainty": doubt and doubt.to_json(),
         "step_seconds": price.seconds,
         "step_breakdown_seconds": dict(price.time),
         "step_shares": shares(price),
@@ -296,6 +296,16 @@ def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, ori
         for kind, points in found.items()
     }
     return {**origin_to_json(origin, costs), **points}
+
+
+def scaling_notes(found: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
+    """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
+
+    found: points by kind of scaling
+    """
+    prices = [point.price for points in found.values() for point in points if point.price is not None]
+    doubts = filter(None, (uncertainty(price, costs) for price in prices))
+    return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
 
 
 def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, ...]]:

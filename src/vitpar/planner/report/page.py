@@ -22,7 +22,7 @@ from vitpar.planner.report.data import (
     figures,
     noise_words,
     plan_title,
-    provenance,
+    scaling_notes,
     scaling_rows,
     schedule_words,
     speed_words,
@@ -182,7 +182,7 @@ def scaling_page(title: str, found: Mapping[str, Sequence[Point]], costs: LayerC
     points = next(iter(found.values()))
     ticks = [str(point.ranks) for point in points]
     series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in found.items()}
-    notes = "; ".join((SIMULATED, *provenance(costs.hardware, costs.model)))
+    notes = "; ".join((SIMULATED, *scaling_notes(found, costs)))
     parts = [
         f"<h1>{escape(title)}</h1>",
         facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),

@@ -1,4 +1,4 @@
-"""Uncertainty of predicted step times: the spread of the timings behind them, or the error of estimates.
+"""Uncertainty of predicted step times: the spread of the timings behind them, or the error band of estimates.
 
 The relative spread of a timing is half its interquartile range over its median. Every part of a step (`Price.time`) has
 the spread of its timings, and the step has the mean of its parts, weighted by seconds. Spreads are not combined in
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
+from vitpar.planner.profile.bands import VITPAR, Band, error_band
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile, Operation
 from vitpar.strategy import batch_arithmetic
@@ -41,18 +42,27 @@ class Uncertainty:
 
     share: float
     """Relative uncertainty: the step may take this share of its time more or less."""
-    estimated: bool
-    """Whether it is the calibration error of estimated times; otherwise it is the spread of measured ones."""
+    band: Band | None = None
+    """Error band of an estimate, whose share it is; None if it is the spread of measured times."""
 
     def __str__(self) -> str:
-        return f"± {self.share:.1%}".replace("%", " %")
+        return str(self.band) if self.band else f"± {100 * self.share:.1f} %"
 
     @property
     def source(self) -> str:
         """Origin of the uncertainty, in words."""
-        if self.estimated:
-            return f"{self}: mean error of estimates on the runs they were calibrated on"
-        return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
+        if self.band is None:
+            return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
+        words = f"{self}: error of {self.band.runs} {self.band.kind}, each predicted without it"
+        if self.band == VITPAR:
+            return f"{words}; none is from more than one GPU"
+        return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.kind}, compiled: {VITPAR})"
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON: the share, what it is of, and the runs that an error band rests on."""
+        if self.band is None:
+            return {"share": self.share, "of": "timings"}
+        return {"share": self.share, "of": "estimates", "runs": self.band.runs, "source": self.source}
 
     def covers(self, price: Price, other: Price) -> bool:
         """Return whether two plans are too close to say which is faster."""
@@ -60,9 +70,10 @@ class Uncertainty:
 
 
 def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
-    """Return the uncertainty of a step's time; None if the profiles have neither spreads nor a calibration error."""
-    if costs.model.error_band is not None:
-        return Uncertainty(costs.model.error_band, estimated=True)
+    """Return the uncertainty of a step's time; None if the profiles are measured, but without spreads."""
+    if costs.model.estimated:
+        band = error_band(costs.config, costs.model, price.plan.world_size)
+        return Uncertainty(band.share, band)
     spreads = {
         "forward": _layer_spread(price, costs, "forward"),
         "backward": _layer_spread(price, costs, "backward"),
@@ -74,7 +85,7 @@ def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
     }
     known = {part: seconds for part, seconds in price.time.items() if part in spreads and seconds > 0}
     share = sum(spreads[part] * seconds for part, seconds in known.items()) / sum(known.values())
-    return Uncertainty(share, estimated=False) if share else None
+    return Uncertainty(share) if share else None
 
 
 def _median(curves: list[Curve]) -> float:

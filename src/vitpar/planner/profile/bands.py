@@ -1,0 +1,46 @@
+"""Error bands of speeds that are estimated from data sheets, by the runs that resemble a prediction.
+
+experiments/calibration.py predicts every run by constants that are fitted without it. The band of n runs is the error
+of rank ⌈0.8 (n + 1)⌉, in full percent: it holds 80 % of further runs that are drawn like these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vitpar.models.config import ModelConfig
+from vitpar.models.vit.config import ViTConfig
+from vitpar.planner.profile.profiles import ModelProfile
+
+
+class Band(NamedTuple):
+    """Error band, and the runs that it rests on."""
+
+    share: float
+    """Measured speeds are within this share of the predicted ones."""
+    runs: int
+    """Number of runs."""
+    kind: str
+    """Kind of the runs, in words."""
+
+    def __str__(self) -> str:
+        return f"± {100 * self.share:.0f} %"
+
+
+VITPAR = Band(0.08, 5, "runs of vitpar on one H100")
+"""Band of vitpar's compiled Vision Transformers in bf16 on one such device."""
+BANDS = {
+    (True, False): Band(0.15, 5, "published runs of compiled PyTorch on one GPU"),
+    (True, True): Band(0.31, 20, "published runs of compiled blocks on several GPUs"),
+    (False, False): Band(0.08, 19, "published runs of eager PyTorch on one GPU (18 on an RTX 3090)"),
+    (False, True): Band(0.29, 9, "published runs of eager blocks on several GPUs"),
+}
+"""Bands of runs by other code, by whether blocks are compiled and whether there are several devices."""
+
+
+def error_band(config: ModelConfig, model: ModelProfile, ranks: int) -> Band:
+    """Return the band of a prediction for `ranks` devices: that of vitpar's runs if they resemble it."""
+    plain = isinstance(config, ViTConfig) and model.precision == "bf16"
+    if plain and model.compiled and ranks == 1 and model.device_name == "NVIDIA H100 80GB HBM3":
+        return VITPAR
+    return BANDS[model.compiled, ranks > 1]

@@ -141,7 +141,7 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
     costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
     row = AccuracyRow(price(validate(parse("dp4"), config, 32), costs, 32), second)
     assert measured_before([row.price], [row.to_json()]) == [second]
-    with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of dp4"):
+    with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of 'dp4'"):
         measured_before([row.price], [row.to_json() | {"strategy": "dp2"}])
     with pytest.raises(PlannerError, match=r"row 1 is damaged \(KeyError\)"):
         measured_before([row.price], [{}])

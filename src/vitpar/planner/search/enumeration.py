@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vitpar.planner.search.bounds import BYTES, EACH, LIMITED
+from vitpar.planner.search.bounds import BYTES, EACH, LIMITED, TIMES
 from vitpar.planner.search.mixes import Runs
 from vitpar.planner.search.options import Array
 from vitpar.planner.search.tables import LayerTable
@@ -137,24 +137,27 @@ class Enumeration:
             next_sums += self._table.waits[:, None] * self._table.edges(block, column, columns)
         for share, place in self._possible(number, block, next_sums, before):
             if not share <= 1 + SLACK:
-                break
+                continue
             one = int(columns[place])
             mine = runs if one == column else [*runs, (block, one)]
             late = not fresh and (switched or one != column)
             here = next_sums[:, place]
-            if number < self._stages - 1:
-                self._leave(number, block, here, one, mine, before, longest, stages)
-            if block + 1 < self._depth:
-                # Each of the later stages needs a block behind the next one.
-                if self._depth - block - 2 >= self._stages - 1 - number:
+            behind, first = self._stages - 1 - number, mine[0][0]
+            leaves = block + 1 == self._depth if behind == 0 else block + 1 < self._depth
+            # Each of the later stages needs a block behind the next one.
+            stays = block + 1 < self._depth and self._depth - block - 2 >= behind
+            # Nearly even splits first: they are usually best, and a good price early rules out others.
+            short = block + 1 - first < (self._depth - first) // (behind + 1)
+            for leaving in (False, True) if short else (True, False):
+                if leaving and leaves:
+                    self._leave(number, block, here, one, mine, before, longest, stages)
+                elif not leaving and stays:
                     self._place(number, block + 1, here, one, late, mine, before, longest, stages)
-            elif number == self._stages - 1:
-                self._leave(number, block, here, one, mine, before, longest, stages)
             if not self.complete:
                 return
 
     def _possible(self, number: int, block: int, sums: Array, before: float) -> list[tuple[float, int]]:
-        """Return (share of the limits that is used at least, place) of each of `sums` [8, places], smallest first."""
+        """Return (share of the limits that is used at least, place) of each of `sums` [8, places], fastest first."""
         limits = self._bounds()
         if (limits <= 0).any():
             return []
@@ -165,7 +168,7 @@ class Enumeration:
             shares = shares + self._rest[:, [block + 1]]
             through = through + self._behind[block + 1]
         worst = np.maximum(shares.max(0), through / limits[0])
-        order = worst.argsort(kind="stable")
+        order = sums[TIMES].max(0).argsort(kind="stable")
         return list(zip(worst[order].tolist(), order.tolist(), strict=True))
 
     def _leave(

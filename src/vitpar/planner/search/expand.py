@@ -23,6 +23,11 @@ ALONE = 4
 """Factor on `SearchEffort.prices` without a pipeline, where a price is quick."""
 MISFITS = 4
 """Plans of a kind that may be found not to fit, for each plan that may be priced."""
+ROOMS = (1.0, 0.93, 0.86, 0.8, 0.7)
+"""Shares of the memory that proposals get by the bounds, one after the other while some do not fit: prices count more.
+"""
+MOST_MISFITS = 8
+"""Proposals of one of `ROOMS` that may be found not to fit."""
 
 
 class Expansion:
@@ -83,12 +88,16 @@ class Expansion:
         if not (np.isfinite(scale).all() and (scale > 0).all()):
             return
         mixes = MixTable(self._table, cheapest_mixes(self._table, scale))
-        proposals = Proposals(mixes, self._overhead, self._hop)
-        kept = self._left // 2
-        for proposal in proposals.single() if self._kind.pipeline.pipeline_degree == 1 else proposals.pipelined():
-            if proposal.seconds >= self._limits()[0] or self._left <= kept:
-                break
-            if not self._give(list(proposal.stages), proposal.seconds):
+        kept, pipelined = self._left // 2, self._kind.pipeline.pipeline_degree > 1
+        for share in ROOMS:
+            before = self._misfits
+            proposals = Proposals(mixes, self._overhead, self._hop, share * self._machine.budget)
+            for proposal in proposals.pipelined() if pipelined else proposals.single():
+                if proposal.seconds >= self._limits()[0] or self._left <= kept:
+                    break
+                if not self._give(list(proposal.stages), proposal.seconds) or before - self._misfits > MOST_MISFITS:
+                    break
+            if before == self._misfits:
                 break
         self._cut, self._misfits = False, max(self._misfits, MISFITS * kept)
 

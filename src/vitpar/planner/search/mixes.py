@@ -102,11 +102,12 @@ class Proposals:
 
     overhead: seconds of a step outside layers
     hop: seconds of a micro-batch between two stages, there and back
+    memory: bytes of a rank by the bounds
     """
 
-    def __init__(self, mixes: MixTable, overhead: float, hop: float) -> None:
+    def __init__(self, mixes: MixTable, overhead: float, hop: float, memory: float) -> None:
         self._mixes, self._overhead, self._hop = mixes, overhead, hop
-        self._kind, self._memory = mixes.table.kind, mixes.table.machine.budget
+        self._kind, self._memory = mixes.table.kind, memory
         self._stages, self._depth = self._kind.pipeline.num_stages, mixes.depth
 
     def single(self) -> Iterator[Proposal]:
@@ -198,7 +199,7 @@ class Proposals:
         score = np.isin(self._mixes.mixes, list(used)).sum(1)
         some = np.sort(score.argsort(kind="stable")[::-1][:FEW])
         part = MixTable(self._mixes.table, self._mixes.mixes[some])
-        inner = Proposals(part, self._overhead, self._hop)
+        inner = Proposals(part, self._overhead, self._hop, self._memory)
         delays = not self._kind.pipeline.splits_backward
         best: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {0: (0.0, 0.0, ())}
         for number in range(self._stages):

@@ -273,11 +273,10 @@ def test_collectives_wait_for_the_slowest_rank() -> None:
 def test_groups_follow_the_order_of_the_strategy_string() -> None:
     strategy = parse("dp2xtp4").strategy
     groups = layer_groups(strategy, (-1, 1), 4)
-    assert (
-        groups.j == RankGroup(4, 1, 1) and groups.replicate == RankGroup(2, 4, 2) and groups.stage == RankGroup(8, 1, 2)
-    )
+    assert groups.j == RankGroup(4, 1, 1) and groups.replicate == RankGroup(2, 4, 2, here=1, share=1 / 4)
+    assert groups.stage == RankGroup(8, 1, 2, here=4, share=1)
     strided = layer_groups(parse("tp4xdp2").strategy, (-1, 1), 4)
-    assert strided.j == RankGroup(4, 2, 2) and strided.replicate == RankGroup(2, 1, 1)
+    assert strided.j == RankGroup(4, 2, 2, here=2, share=1 / 2) and strided.replicate == RankGroup(2, 1, 1)
     cube = layer_groups(parse("tp8+3d").strategy, (-1, 1), 8)
     assert (cube.shard, cube.j, cube.k) == (RankGroup(2, 4, 1), RankGroup(2, 2, 1), RankGroup(2, 1, 1))
     inner = layer_groups(parse("dp2xtp2").strategy, (1, 4), 16)  # dp2 x pp4 x tp2
@@ -286,8 +285,9 @@ def test_groups_follow_the_order_of_the_strategy_string() -> None:
 
 def test_slowest_group_of_each_kind_is_priced() -> None:
     """A node of 6 ranks holds groups of 4 that are on it alone and others that are on two nodes."""
-    assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 2)
-    assert layer_groups(parse("tp4").strategy, (-1, 3), 6).stage == RankGroup(4, 1, 2)  # the second of three stages
+    crossing = RankGroup(4, 1, 2, here=2, share=1)  # the other group of the node does not use its network cards
+    assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == crossing
+    assert layer_groups(parse("tp4").strategy, (-1, 3), 6).stage == crossing  # the second of three stages
     assert layer_groups(parse("tp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 1)
 
 

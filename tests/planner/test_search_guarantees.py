@@ -16,7 +16,7 @@ from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import memory_bytes, price
-from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
+from vitpar.planner.profile.cluster import Cluster, HostMemory, Network, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
@@ -68,7 +68,7 @@ def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
         memory_bandwidth=10 ** chance.uniform(11, 12.3),
         sustained=1.0,
         intra=Wire(bandwidth=bandwidth, latency=chance.choice((0, 5e-6, 5e-5))),
-        inter=Wire(bandwidth=min(bandwidth, between), latency=chance.choice((1e-5, 1e-4))),
+        inter=Network(bandwidth=min(bandwidth, between), latency=chance.choice((1e-5, 1e-4))),
         overlap=chance.choice((None, Overlap(compute=1.1, communication=1.2))),
         host=chance.choice((None, HostMemory(bandwidth=1e10, memory_bandwidth=5e10))),
     )

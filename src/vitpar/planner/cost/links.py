@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vitpar.errors import PlannerError
-from vitpar.planner.profile.profiles import STEPS, Hardware, Link
+from vitpar.planner.profile.profiles import STEPS, Hardware, Link, nics_used, spread
 from vitpar.strategy import Plan, Strategy, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
 
@@ -74,7 +78,17 @@ class Links:
 
         link = min(candidates, key=distance)
         measured, wanted = STEPS[link.operation](link.ranks), STEPS[operation](group.ranks)
-        return link, wanted[0] / measured[0], wanted[1] / measured[1]
+        return link, wanted[0] / measured[0], wanted[1] / measured[1] * self._more_nics(link, group)
+
+    def _more_nics(self, link: Link, group: RankGroup) -> float:
+        """Return how many times more network cards a measured link had on a node than `group` has."""
+        per_node, nics = self._hardware.ranks_per_node, self._hardware.nics_per_node
+        nodes, here = spread(link.ranks, link.stride, per_node)
+        if nodes == 1 or group.nodes == 1:
+            return 1.0
+        # All ranks of a node sent while the link was measured.
+        measured = nics_used(here, here / per_node, per_node, nics)
+        return measured / nics_used(group.here, group.share, per_node, nics)
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,10 @@ class RankGroup:
     """Smallest distance between two ranks."""
     nodes: int = 1
     """Number of nodes that the ranks are on."""
+    here: int = 1
+    """Fewest of its ranks on one of the nodes, if there are several."""
+    share: float = 1.0
+    """Smallest share, on one of the nodes, of the ranks that send to other nodes at the same time."""
 
     @property
     def alone(self) -> bool:
@@ -171,9 +189,17 @@ def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: 
     """
     if a == b:  # a schedule with both stages on one rank
         return RankGroup()
-    stages = _places(((inside, 1), (stage_size // inside, inside * pp)), ranks_per_node)
-    apart = any((place + a * inside) // ranks_per_node != (place + b * inside) // ranks_per_node for place in stages)
-    return RankGroup(2, abs(b - a) * inside, 1 + apart)
+    sends, receives = Counter[int](), Counter[int]()
+    for place in range(stage_size):
+        outer, inner = divmod(place, inside)
+        first = outer * inside * pp + inner
+        source, target = ((first + index * inside) // ranks_per_node for index in (a, b))
+        if source != target:
+            sends[source] += 1
+            receives[target] += 1
+    if not sends:
+        return RankGroup(2, abs(b - a) * inside, 1)
+    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(*sends.values(), *receives.values()))
 
 
 def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
@@ -194,21 +220,26 @@ def _group(axes: _Axes, others: _Axes, ranks_per_node: int) -> RankGroup:
     """Return the group, of those along some mesh axes, that is on most nodes.
 
     axes: those that span the group.
-    others: all others.
+    others: all others; the groups along them communicate at the same time.
     """
-    members = [0]
-    for size, stride in axes:
-        members = [first + index * stride for first in members for index in range(size)]
+    members = _ranks(others)[:, None] + _ranks(axes)
     strides = [stride for size, stride in axes if size > 1]
-    places = _places(others, ranks_per_node)
-    nodes = max(len({(member + place) // ranks_per_node for member in members}) for place in places)
-    return RankGroup(len(members), min(strides, default=1), nodes)
+    nodes = np.sort(members // ranks_per_node, axis=1)
+    most = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
+    if most == 1:
+        return RankGroup(members.shape[1], min(strides, default=1))
+    crossing = nodes[nodes[:, 0] != nodes[:, -1]]
+    senders = np.bincount(crossing.ravel())
+    # Number of members of group n on node m, for each (n, m) that occurs.
+    groups = np.repeat(np.arange(len(crossing)), crossing.shape[1])
+    pairs, here = np.unique(np.stack((groups, crossing.ravel())), axis=1, return_counts=True)
+    share = float((here / senders[pairs[1]]).min())
+    return RankGroup(members.shape[1], min(strides), most, int(here.min()), share)
 
 
-def _places(axes: _Axes, ranks_per_node: int) -> set[int]:
-    """Return the numbers within their nodes of the ranks that some mesh axes reach from rank 0."""
-    places = {0}
+def _ranks(axes: _Axes) -> NDArray[np.int64]:
+    """Return the ranks that some mesh axes reach from rank 0."""
+    found = np.zeros(1, dtype=np.int64)
     for size, stride in axes:
-        steps = range(min(size, ranks_per_node))  # further steps repeat the numbers
-        places = {(place + step * stride) % ranks_per_node for place in places for step in steps}
-    return places
+        found = (found[:, None] + stride * np.arange(size)).ravel()
+    return found

@@ -182,14 +182,16 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         # The middle micro-batches are alike: replay the third, numbered 2, and repeat its duration for the others but
         # the last. The first gathers for the step, and only from the second on may a backlog of transfers carry over.
         if number == 2 and microbatches > 4:
-            before, spent, queued = streams.at, Spent(streams.spent), streams.left
+            before, spent, queued = streams.at, Spent(streams.spent), streams.backlog
         elif 3 <= number < microbatches - 1 and microbatches > 4:
             if number == 3:
                 delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
-                length, late = streams.at - before, streams.left - queued
+                length = streams.at - before
+                late = {wire: left - queued.get(wire, 0.0) for wire, left in streams.backlog.items()}
             skipped += length
             # If links are slower than computing, the backlog of transfers grows with every micro-batch.
-            streams.send(late)
+            for (lane, across), seconds in late.items():
+                streams.send(seconds, lane, across)
             streams.spent.add(delta)
             _mark(events, number, streams.at + skipped - length, streams.at + skipped)
             continue
@@ -200,7 +202,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         streams.block(costs.model.microbatch * turns, "other")
         events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
     streams.meet()
-    streams.block(streams.left, "gradients")
+    streams.wait(None, "gradients")
     return _Times([streams.at + skipped], [streams.spent], events)
 
 

@@ -228,25 +228,23 @@ class Replay:
         fetched: dict[int, Operation] = {}
         for number, layer in enumerate(layers):
             yield from self._gather(rank, layers, gathers, fetched, number, number + 1)
-            yield "compute", layer.forward
-            for message in layer.forward_sent:
-                yield "wait", (yield from self._post(rank, message))
+            yield from self._in_turns(rank, layer.forward, layer.forward_sent)
 
     def _backward(self, rank: int, layers: Sequence[LayerWork], last: bool, reductions: list[Operation]) -> Program:
         gathers, fetched = [layer.gathers_back for layer in layers], dict[int, Operation]()
         for number in reversed(range(len(layers))):
             layer = layers[number]
             yield from self._gather(rank, layers, gathers, fetched, number, number - 1)
+            part = layer.backward / max(1, len(layer.beside))
             for seconds, messages in layer.beside:
+                yield "compute", part
                 posted = []
                 for message in messages:
                     posted.append((yield from self._post(rank, message)))
                 yield "compute", seconds
                 for operation in posted:
                     yield "wait", operation
-            yield "compute", layer.backward
-            for message in layer.backward_sent:
-                yield "wait", (yield from self._post(rank, message))
+            yield from self._in_turns(rank, 0.0 if layer.beside else part, layer.backward_sent)
             if last and not layer.reduces_at_end:
                 yield from self._reduce(rank, layer, reductions)
         if last:
@@ -256,6 +254,14 @@ class Replay:
             if any(layer.reduces_at_end for layer in layers):
                 for operation in reductions:
                     yield "wait", operation
+
+    def _in_turns(self, rank: int, seconds: float, messages: Sequence[Message]) -> Program:
+        """Compute in equal parts, each before a message that the rank waits for."""
+        parts = max(1, len(messages))
+        for number in range(parts):
+            yield "compute", seconds / parts
+            if messages:
+                yield "wait", (yield from self._post(rank, messages[number]))
 
     def _gather(
         self,

@@ -155,6 +155,7 @@ class LayerCosts:
         forward, backward = layer_traffic(layer, position.strategy, rows)
         seconds, weights = self._backward(kind, position, here)
         saved, workspace = profile.saved.of(here), profile.workspace.of(here)
+        beside = self._hidden(kind, position, rows, seconds)
         if layer.backward == "nothing":
             # All is transient, but the workspace of backward does not exist.
             saved, workspace = 0.0, passing_elements(layer, position.strategy) * here * self.precision.compute.itemsize
@@ -166,7 +167,9 @@ class LayerCosts:
             weight_grad_time=weights,
             skew=(profile.forward.skew(here), profile.backward.skew(here) if layer.backward != "nothing" else 0.0),
             forward_sent=self._sent(forward, position.groups),
-            backward_sent=self._sent(backward, position.groups) - self._hidden(kind, position, rows, seconds),
+            backward_sent=self._sent(backward, position.groups) - beside,
+            # On a CPU, nothing else is sent while a rank waits.
+            beside=beside if self.hardware.device == "cuda" else 0.0,
             across=max(position.groups.j.nodes, position.groups.k.nodes) > 1,
             saved=saved,
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.

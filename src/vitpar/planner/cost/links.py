@@ -146,8 +146,8 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         stride *= size
 
     def group(*names: str) -> RankGroup:
-        others = tuple(axis for name, axis in axes.items() if name not in names)
-        return _group(tuple(axes[name] for name in names if name in axes), others, ranks_per_node)
+        others = tuple(axis for name, axis in axes.items() if name not in (*names, "pp"))
+        return _group(tuple(axes[name] for name in names if name in axes), others, ranks_per_node, axes["pp"])
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -202,6 +202,36 @@ def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: 
     return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(*sends.values(), *receives.values()))
 
 
+Wires = tuple[tuple[str, int], ...]
+"""Network cards that an operation uses, as (in or out, node); or (in or out, index of the pp axis) if each rank has its
+own card, which all ranks of a stage use alike."""
+
+
+def stage_wires(plan: Plan, pp: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
+    """Return the cards of all ranks at index `pp` of the pp axis."""
+    if (nics_per_node or ranks_per_node) >= ranks_per_node:
+        return ("in", pp), ("out", pp)
+    nodes = {int(rank) // ranks_per_node for rank in _stage_ranks(plan, pp)}
+    return tuple((way, node) for way in ("in", "out") for node in sorted(nodes))
+
+
+def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
+    """Return the cards of messages from index `a` of the pp axis to `b`: none if they stay on their nodes."""
+    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
+    pairs = [(int(one), int(two)) for one, two in zip(*ends, strict=True) if one != two]
+    if not pairs:
+        return ()
+    if (nics_per_node or ranks_per_node) >= ranks_per_node:
+        return ("out", a), ("in", b)
+    return tuple({*(("out", one) for one, _ in pairs), *(("in", two) for _, two in pairs)})
+
+
+def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
+    """Return the ranks at index `pp` of the pp axis, in order."""
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
+
+
 def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
     """Return the group of all ranks of a world."""
     return _group(((ranks, 1),), (), ranks_per_node)
@@ -216,18 +246,22 @@ def _inner_ranks(strategy: Strategy, inner: int) -> int:
 
 
 @cache
-def _group(axes: _Axes, others: _Axes, ranks_per_node: int) -> RankGroup:
+def _group(axes: _Axes, others: _Axes, ranks_per_node: int, pp: tuple[int, int] = (1, 1)) -> RankGroup:
     """Return the group, of those along some mesh axes, that is on most nodes.
 
     axes: those that span the group.
-    others: all others; the groups along them communicate at the same time.
+    others: all others of its stage; the groups along them communicate at the same time.
+    pp: axis of the pipeline.
     """
-    members = _ranks(others)[:, None] + _ranks(axes)
+    outer = _ranks((pp, *others))
+    members = outer[:, None] + _ranks(axes)
     strides = [stride for size, stride in axes if size > 1]
     nodes = np.sort(members // ranks_per_node, axis=1)
     most = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
     if most == 1:
         return RankGroup(members.shape[1], min(strides, default=1))
+    # Nodes count separately for each stage.
+    nodes += (np.arange(len(outer)) // (len(outer) // pp[0]) * (nodes.max() + 1))[:, None]
     crossing = nodes[nodes[:, 0] != nodes[:, -1]]
     senders = np.bincount(crossing.ravel())
     # Number of members of group n on node m, for each (n, m) that occurs.

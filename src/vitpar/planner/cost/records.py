@@ -27,6 +27,8 @@ class Work:
     """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float
     """Seconds of tensor-parallel communication in backward that the rank waits for: without what products hide."""
+    beside: float
+    """Seconds of `backward` that hide communication, which occupies the wire meanwhile."""
     across: bool
     """Whether tensor-parallel groups are on several nodes."""
     saved: float

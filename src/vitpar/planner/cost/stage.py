@@ -77,8 +77,10 @@ class StageCost:
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
             self._gather(streams, jobs, gathers, number, +1)
-            streams.compute(layer.work.forward, "forward", layer.work.skew[0])
-            streams.block(layer.work.forward_sent, "tensor", self._wire(layer))
+            skew, wire = layer.work.skew[0], self._wire(layer)
+            for share in self._parts(layer):
+                streams.compute(share * layer.work.forward, "forward", skew * share**0.5)
+                streams.block(share * layer.work.forward_sent, "tensor", wire)
         streams.block(self.after[0], "redistribution")
 
     def backward(self, streams: Streams, last: bool) -> None:
@@ -95,8 +97,11 @@ class StageCost:
             if layer.execution.backward == "nothing":
                 continue
             self._gather(streams, jobs, gathers, number, -1)
-            streams.compute(layer.work.backward, "backward", layer.work.skew[1])
-            streams.block(layer.work.backward_sent, "tensor", self._wire(layer))
+            skew, wire = layer.work.skew[1], self._wire(layer)
+            for share in self._parts(layer):
+                streams.compute(share * (layer.work.backward - layer.work.beside), "backward", skew * share**0.5)
+                streams.block(share * layer.work.beside, "backward", wire)
+                streams.block(share * layer.work.backward_sent, "tensor", wire)
             self._reduce(streams, layer, last)
             streams.block(layer.moved[1], "redistribution")
         if last:
@@ -107,6 +112,10 @@ class StageCost:
             for layer in at_end:
                 if not layer.execution.wrapped:
                     streams.send(layer.weights.reduce, across=layer.weights.copies_across)
+
+    def _parts(self, layer: StageLayer) -> tuple[float, ...]:
+        """Return the shares of a layer's work after which its activations are sent: on GPUs after attention and MLP."""
+        return (1.0,) if self.in_order or not layer.work.forward_sent else (0.5, 0.5)
 
     def _wire(self, layer: StageLayer) -> bool | None:
         """Return whether a layer's activations are sent across nodes; None if nothing else is sent meanwhile."""
@@ -331,7 +340,7 @@ def least_load(
     in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
     gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
-    waits = work.forward_sent + work.backward_sent
+    waits = work.forward_sent + work.backward_sent + work.beside
     # On a CPU, nothing else is sent while a rank waits: all counts as one wire.
     waits_across = waits * (work.across and not in_order)
     reduce_across = (weights.reduce - weights.summed) * weights.shard_across + weights.summed * weights.copies_across
@@ -375,7 +384,7 @@ def least_load(
     update = costs.update(1, True) if weights.offloaded else update
     return Load(
         forward=work.forward,
-        computes=work.forward + work.backward + skew,
+        computes=work.forward + work.backward - work.beside + skew,
         late=work.weight_grad_time,
         waits=waits,
         waits_across=waits_across,

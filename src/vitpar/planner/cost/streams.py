@@ -39,7 +39,8 @@ LANES = ("shards", "replicas")
 
 
 class Streams:
-    """Clock of a rank: `at` holds the seconds so far, `spent` the same seconds by purpose.
+    """Clock of a rank: `at` holds the seconds so far, `spent` the same seconds by purpose, and `crossing` those in
+    which something is sent to other nodes.
 
     The background transfers of a lane run one after the other, in the order in which they were sent. Whatever is sent
     at the same time over one of the two wires, within the node or to other nodes, shares it evenly.
@@ -55,6 +56,7 @@ class Streams:
         self._queues: dict[str, deque[Transfer]] = {lane: deque() for lane in LANES}
         self._variance = 0.0
         self.at = 0.0
+        self.crossing = 0.0
         self.spent = Spent()
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
@@ -118,8 +120,9 @@ class Streams:
             speed = 1 / (1 + sum(head.across == across for head in heads))
             took = min(seconds / speed, self._first(heads, rates))
             seconds -= took * speed
-            self._advance(took, heads, rates)
+            self._advance(took, heads, rates, bool(across))
         self.at += max(0.0, seconds)
+        self.crossing += max(0.0, seconds) * bool(across)
         self.spent[what] += self.at - begun
 
     @property
@@ -158,9 +161,10 @@ class Streams:
         """Return the seconds until the first of some transfers is done."""
         return min(head.left / rate for head, rate in zip(heads, rates, strict=True))
 
-    def _advance(self, seconds: float, heads: list[Transfer], rates: list[float]) -> None:
-        """Let `seconds` pass, in which transfers progress."""
+    def _advance(self, seconds: float, heads: list[Transfer], rates: list[float], across: bool = False) -> None:
+        """Let `seconds` pass, in which transfers progress; `across` as in `block`."""
         self.at += seconds
+        self.crossing += seconds * (across or any(head.across for head in heads))
         for head, rate in zip(heads, rates, strict=True):
             head.left -= seconds * rate
             if head.left <= 1e-15:  # rounding can leave a residue of a finished transfer

@@ -104,12 +104,12 @@ class _Recorder(Streams):
             self.meet()
         begun = self.at
         super().block(seconds, what, across)
-        self._note(COMPUTES if what in LOCAL else SENDS, what, begun)
+        self._note(COMPUTES if what in (*LOCAL, "backward") else SENDS, what, begun)
 
-    def _advance(self, seconds: float, heads: list[Transfer], rates: list[float]) -> None:
+    def _advance(self, seconds: float, heads: list[Transfer], rates: list[float], across: bool = False) -> None:
         """Record the background transfers that progress."""
         self._jobs += [(head, self.at, self.at + seconds, self.microbatch) for head in heads]
-        super()._advance(seconds, heads, rates)
+        super()._advance(seconds, heads, rates, across)
 
     def _note(self, row: str, what: str, begun: float) -> None:
         """Record a span from `begun` until now, unless it is empty."""

@@ -360,12 +360,12 @@ def _of_work(work: Work) -> Numbers:
     """Return the costs of computing that a price depends on; a larger value of any never lowers a price."""
     return (
         work.forward,
-        work.backward,
+        work.backward - work.beside,
         work.weight_grad_time,
         *work.skew,
         *(
             sent * (work.across is across)
-            for sent in (work.forward_sent, work.backward_sent)
+            for sent in (work.forward_sent, work.backward_sent, work.beside)
             for across in (False, True)
         ),
         work.saved,

@@ -14,9 +14,9 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import RankGroup, all_ranks, hops, placed, shortest_hop
+from vitpar.planner.cost.links import RankGroup, all_ranks, hop_wires, hops, placed, shortest_hop, stage_wires
 from vitpar.planner.cost.memory import Held, Memory
-from vitpar.planner.cost.pipeline import ActionOrder, Event, replay
+from vitpar.planner.cost.pipeline import ActionOrder, CrossTraffic, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
@@ -224,10 +224,10 @@ def _pipelined(
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
-    found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
+    found: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
 
-    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
-        """Return (seconds, breakdown, seconds of background transfers still to be sent) of an action."""
+    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
+        """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
@@ -248,12 +248,30 @@ def _pipelined(
             streams.block(overhead, "other")
             spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
             spent["other"] += costs.hardware.pipeline * sending
-            found[key] = sum(spent.values()), spent, streams.left
+            found[key] = sum(spent.values()), spent, streams
         return found[key]
 
+    def crossing(kind: str, number: int, microbatch: int) -> float:
+        """Return the share of an action's time in which its collectives cross nodes."""
+        taken, _, streams = action(kind, number, microbatch)
+        return min(1.0, streams.crossing / taken) if taken else 0.0
+
+    def left(kind: str, number: int, microbatch: int) -> tuple[float, bool]:
+        streams = action(kind, number, microbatch)[2]
+        return streams.left, any(across for _, across in streams.backlog)
+
+    hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
+    places = {number: pp for pp in range(plan.pipeline_degree) for number in stages_of_rank(pp, plan)}
+    wires = [stage_wires(plan, pp, per_node, hardware.nics_per_node) for pp in range(plan.pipeline_degree)]
+    between = {
+        (a, b): hop_wires(plan, places[a], places[b], per_node, hardware.nics_per_node)
+        for pair in pairwise(range(plan.num_stages))
+        for a, b in (pair, pair[::-1])
+    }
+    traffic = CrossTraffic(lambda a, b: between[a, b], lambda stage: wires[places[stage]], crossing, left)
     each = rows * costs.precision.compute.itemsize
-    between = zip(hops(plan, costs.hardware.ranks_per_node), _travelling(plan, costs.config)[1:-1], strict=True)
-    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in between]
+    travelling = zip(hops(plan, per_node), _travelling(plan, costs.config)[1:-1], strict=True)
+    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in travelling]
     events = replay(
         order,
         plan.num_stages,
@@ -261,18 +279,14 @@ def _pipelined(
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
         lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
         at_once,
+        traffic,
     )
-    done, queued = [0.0] * plan.pipeline_degree, [0.0] * plan.pipeline_degree
-    spent = [Spent() for _ in done]
-    for event in sorted(events, key=lambda event: event.start):
-        seconds, parts, left = action(event.kind, event.stage, event.microbatch)
-        # An action takes longer than alone while other ranks compute on the same cores.
-        stretched = (event.end - event.start) / seconds if seconds else 1.0
-        spent[event.pp].add(parts, stretched)
-        # Between the ends of two actions, the transfers that earlier actions left behind progress at full speed.
-        queued[event.pp] = max(0.0, queued[event.pp] - (event.end - done[event.pp])) + left
-        done[event.pp] = event.end
-    done = [end + left for end, left in zip(done, queued, strict=True)]
+    done, spent = [0.0] * plan.pipeline_degree, [Spent() for _ in range(plan.pipeline_degree)]
+    for event in events:
+        seconds, parts, _ = action(event.kind, event.stage, event.microbatch)
+        # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
+        spent[event.pp].add(parts, (event.end - event.start) / seconds if seconds else 1.0)
+        done[event.pp] = max(event.end, traffic.ends.get(event.pp, 0.0))
     for pp, end in enumerate(done):
         computed = max(event.end for event in events if event.pp == pp)
         spent[pp]["gradients"] += end - computed

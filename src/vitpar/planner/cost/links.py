@@ -104,7 +104,7 @@ class RankGroup:
     here: int = 1
     """Fewest of its ranks on one of the nodes, if there are several."""
     share: float = 1.0
-    """Smallest share, on one of the nodes, of the ranks that send to other nodes at the same time."""
+    """Share of a node's network cards that it gets if all its like act at once: 1 over their number on that node."""
 
     @property
     def alone(self) -> bool:
@@ -260,15 +260,14 @@ def _group(axes: _Axes, others: _Axes, ranks_per_node: int, pp: tuple[int, int] 
     most = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
     if most == 1:
         return RankGroup(members.shape[1], min(strides, default=1))
-    # Nodes count separately for each stage.
+    # The groups of a stage act at once, so nodes count separately for each stage.
     nodes += (np.arange(len(outer)) // (len(outer) // pp[0]) * (nodes.max() + 1))[:, None]
     crossing = nodes[nodes[:, 0] != nodes[:, -1]]
-    senders = np.bincount(crossing.ravel())
-    # Number of members of group n on node m, for each (n, m) that occurs.
+    # Number of members of each group on each of its nodes.
     groups = np.repeat(np.arange(len(crossing)), crossing.shape[1])
     pairs, here = np.unique(np.stack((groups, crossing.ravel())), axis=1, return_counts=True)
-    share = float((here / senders[pairs[1]]).min())
-    return RankGroup(members.shape[1], min(strides), most, int(here.min()), share)
+    together = int(np.bincount(pairs[1]).max())
+    return RankGroup(members.shape[1], min(strides), most, int(here.min()), 1 / together)
 
 
 def _ranks(axes: _Axes) -> NDArray[np.int64]:

@@ -107,7 +107,10 @@ class StageCost:
         if last:
             at_end = [layer for layer in self.layers if layer.execution.reduced == "end of step"]
             # torch's schedules reduce FSDP modules after the stage's last backward: no computing is left to overlap.
-            streams.block(sum(layer.weights.reduce for layer in at_end if layer.execution.wrapped), "gradients")
+            for weights in (layer.weights for layer in at_end if layer.execution.wrapped):
+                shards, copies = (None if self.in_order else a for a in (weights.shard_across, weights.copies_across))
+                streams.block(weights.reduce - weights.summed, "gradients", shards)
+                streams.block(weights.summed, "gradients", copies)
             # Other layers start asynchronous all-reduces, which outlast the action: `price` adds what is left of them.
             for layer in at_end:
                 if not layer.execution.wrapped:

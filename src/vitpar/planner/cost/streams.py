@@ -39,11 +39,11 @@ LANES = ("shards", "replicas")
 
 
 class Streams:
-    """Clock of a rank: `at` holds the seconds so far, `spent` the same seconds by purpose, and `crossing` those in
-    which something is sent to other nodes.
+    """Clock of a rank: `at` holds the seconds so far, `spent` the same seconds by purpose.
 
-    The background transfers of a lane run one after the other, in the order in which they were sent. Whatever is sent
-    at the same time over one of the two wires, within the node or to other nodes, shares it evenly.
+    `crossing` holds those in which something is sent to other nodes. The background transfers of a lane run one after
+    the other, in the order in which they were sent. Whatever is sent at the same time over one of the two wires, within
+    the node or to other nodes, shares it evenly.
 
     overlap: factors by which computing and communication slow down while both are busy; None for 1.
     share: factor by which computing takes longer because ranks share cores.

@@ -65,7 +65,7 @@ def nics_used(here: float, share: float, ranks_per_node: int, nics_per_node: int
     """Return the number of network cards whose rate a group has on a node, if it is on several nodes.
 
     here: members of the group on the node. Each sends over one card, or over its part of more cards than ranks.
-    share: share of `here` in all ranks of the node that send to other nodes at the same time.
+    share: 1 over the number of groups on the node that send to other nodes at the same time.
     nics_per_node: network cards of a node, which are shared evenly; None for one per rank.
     """
     nics = nics_per_node or ranks_per_node

@@ -287,7 +287,9 @@ def test_slowest_group_of_each_kind_is_priced() -> None:
     """A node of 6 ranks holds groups of 4 that are on it alone and others that are on two nodes."""
     crossing = RankGroup(4, 1, 2, here=2, share=1)  # the other group of the node does not use its network cards
     assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == crossing
-    assert layer_groups(parse("tp4").strategy, (-1, 3), 6).stage == crossing  # the second of three stages
+    assert layer_groups(parse("tp4").strategy, (-1, 3), 6, 1).stage == crossing  # the second of three stages
+    for stage in (0, 2, None):
+        assert layer_groups(parse("tp4").strategy, (-1, 3), 6, stage).stage == RankGroup(4, 1, 1)
     assert layer_groups(parse("tp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 1)
 
 

@@ -122,7 +122,7 @@ class LayerCosts:
 
     def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Compute what `position` caches."""
-        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
+        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
         wrapped = rules.wraps(strategy)

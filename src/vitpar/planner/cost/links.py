@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -131,10 +131,11 @@ class Groups:
 
 
 @cache
-def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int) -> Groups:
-    """Return the groups of a layer: of each kind the slowest, wherever its stage is.
+def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int, index: int | None = None) -> Groups:
+    """Return the groups of a layer: of each kind the slowest of its stage.
 
     outer: (number of axes inside pp, pipeline degree), as `placed` returns it.
+    index: index of the stage on the pp axis; None for a lower bound: of each kind that of the fastest stage.
     """
     stride = 1
     inner, pp = outer
@@ -147,7 +148,14 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
 
     def group(*names: str) -> RankGroup:
         others = tuple(axis for name, axis in axes.items() if name not in (*names, "pp"))
-        return _group(tuple(axes[name] for name in names if name in axes), others, ranks_per_node, axes["pp"])
+        mine = tuple(axes[name] for name in names if name in axes)
+        # Stages at the same place within their nodes have the same groups.
+        places = {n * behind % ranks_per_node for n in (range(pp) if index is None else (index,))}
+        found = [_group(mine, others, ranks_per_node, place) for place in places]
+        fastest = min(found, key=lambda one: one.nodes)
+        if fastest.nodes == 1:
+            return fastest
+        return replace(fastest, here=max(one.here for one in found), share=max(one.share for one in found))
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -164,6 +172,12 @@ def placed(plan: Plan) -> tuple[int, int]:
     if not plan.is_uniform or plan.pp_index == 0:
         return -1, plan.pipeline_degree
     return len(plan.strategy.axes) - plan.pp_index, plan.pipeline_degree
+
+
+def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
+    """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
 
 
 def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
@@ -246,22 +260,19 @@ def _inner_ranks(strategy: Strategy, inner: int) -> int:
 
 
 @cache
-def _group(axes: _Axes, others: _Axes, ranks_per_node: int, pp: tuple[int, int] = (1, 1)) -> RankGroup:
+def _group(axes: _Axes, others: _Axes, ranks_per_node: int, first: int = 0) -> RankGroup:
     """Return the group, of those along some mesh axes, that is on most nodes.
 
     axes: those that span the group.
     others: all others of its stage; the groups along them communicate at the same time.
-    pp: axis of the pipeline.
+    first: first rank of the stage.
     """
-    outer = _ranks((pp, *others))
-    members = outer[:, None] + _ranks(axes)
+    members = first + _ranks(others)[:, None] + _ranks(axes)
     strides = [stride for size, stride in axes if size > 1]
     nodes = np.sort(members // ranks_per_node, axis=1)
     most = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
     if most == 1:
         return RankGroup(members.shape[1], min(strides, default=1))
-    # The groups of a stage act at once, so nodes count separately for each stage.
-    nodes += (np.arange(len(outer)) // (len(outer) // pp[0]) * (nodes.max() + 1))[:, None]
     crossing = nodes[nodes[:, 0] != nodes[:, -1]]
     # Number of members of each group on each of its nodes.
     groups = np.repeat(np.arange(len(crossing)), crossing.shape[1])

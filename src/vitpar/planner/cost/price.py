@@ -14,7 +14,16 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import RankGroup, all_ranks, hop_wires, hops, placed, shortest_hop, stage_wires
+from vitpar.planner.cost.links import (
+    RankGroup,
+    all_ranks,
+    hop_wires,
+    hops,
+    placed,
+    shortest_hop,
+    stage_place,
+    stage_wires,
+)
 from vitpar.planner.cost.memory import Held, Memory
 from vitpar.planner.cost.pipeline import ActionOrder, CrossTraffic, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
@@ -28,6 +37,7 @@ from vitpar.strategy import (
     Strategy,
     batch_arithmetic,
     image_layout,
+    rank_of_stage,
     stage_layers,
     stages_of_rank,
 )
@@ -142,8 +152,10 @@ class _Times:
     """Actions with their times, of all indices."""
 
 
-def _where(plan: Plan) -> PlacedStrategy:
-    return PlacedStrategy(*placed(plan), plan.splits_backward)
+def _where(plan: Plan, costs: LayerCosts) -> list[PlacedStrategy]:
+    """Return where the layers of each index of the pp axis are."""
+    places = (stage_place(plan, pp, costs.hardware.ranks_per_node) for pp in range(plan.pipeline_degree))
+    return [PlacedStrategy(*placed(plan), plan.splits_backward, place) for place in places]
 
 
 @lru_cache(maxsize=64)
@@ -157,10 +169,11 @@ def _laid_out(plan: Plan, config: ModelConfig) -> tuple[tuple[tuple[tuple[LayerK
 
 
 def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
-    where, (stages, travel) = _where(plan), _laid_out(plan, costs.config)
+    where, (stages, travel) = _where(plan, costs), _laid_out(plan, costs.config)
+    places = [where[rank_of_stage(number, plan)] for number in range(plan.num_stages)]
     return [
-        build_stage(costs, layers, rows, where, taken=taken, given=given)
-        for layers, (taken, given) in zip(stages, pairwise(travel), strict=True)
+        build_stage(costs, layers, rows, place, taken=taken, given=given)
+        for layers, place, (taken, given) in zip(stages, places, pairwise(travel), strict=True)
     ]
 
 
@@ -261,7 +274,7 @@ def _pipelined(
         return streams.left, any(across for _, across in streams.backlog)
 
     hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
-    places = {number: pp for pp in range(plan.pipeline_degree) for number in stages_of_rank(pp, plan)}
+    places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
     wires = [stage_wires(plan, pp, per_node, hardware.nics_per_node) for pp in range(plan.pipeline_degree)]
     between = {
         (a, b): hop_wires(plan, places[a], places[b], per_node, hardware.nics_per_node)
@@ -334,7 +347,7 @@ def _finished(
 
     That is the sum of partial gradients over tensor axes, the norm of the gradients, and the optimizer.
     """
-    where = _where(plan)
+    where = _where(plan, costs)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
@@ -342,7 +355,7 @@ def _finished(
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.trained_elements
-                groups = costs.position(layer.strategy, where).groups
+                groups = costs.position(layer.strategy, where[pp]).groups
                 # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize

@@ -98,6 +98,8 @@ class PlacedStrategy:
     """Pipeline degree."""
     splits: bool = False
     """Whether the schedule splits backward into gradients of inputs and of weights."""
+    stage: int | None = None
+    """Index on the pp axis, from `stage_place`; None for the fastest groups of all stages."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -435,9 +435,7 @@ class Replay:
         return rates
 
     def _shared(self, key: tuple[tuple[int, ...], ...], routes: list[dict[tuple[str, int, int], float]]) -> list[float]:
-        """Return the max-min fair rates: every rank that sends over a wire gets an equal part of it, and takes no more
-        than it can use elsewhere.
-        """
+        """Return the max-min fair rates: ranks share a wire evenly, and leave what they cannot use to others."""
         weights = []
         for members in key:
             here = Counter(rank // self.machine.devices for rank in members if rank >= 0)

@@ -195,6 +195,25 @@ def test_overlapping_streams_slow_each_other_down() -> None:
     assert free.at == 3.0 and free.left == 0
 
 
+@pytest.mark.parametrize(("wire", "at", "left"), [(None, 1, 1), (True, 2, 0), (False, 1, 0)])
+def test_blocking_communication_shares_its_wire(wire: bool | None, at: float, left: float) -> None:
+    streams = Streams(None)
+    streams.send(1.0, across=True)
+    streams.block(1.0, "tensor", wire)
+    assert (streams.at, streams.left) == (at, left)
+    assert streams.crossing == (wire is not None) * at
+
+
+def test_transfers_of_other_ranks_overlap_on_another_wire() -> None:
+    for across, seconds in ((True, 3.0), (False, 4.0)):
+        streams = Streams(None)
+        first = streams.send(1.0, "shards")
+        streams.send(2.0, across=across, after=first)
+        streams.send(1.0, "shards")
+        streams.wait(None, "gradients")
+        assert streams.at == seconds and not streams.backlog
+
+
 def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
     config = replace(CONFIG, depth=1)
 

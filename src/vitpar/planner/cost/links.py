@@ -59,8 +59,9 @@ class Links:
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
         candidates = [link for link in self._hardware.links if link.operation == operation]
-        if not candidates and operation == "p2p":  # equal pairs do not partition an odd number of ranks
-            candidates = [link for link in self._hardware.links if link.operation == "all_gather"]
+        if operation == "p2p" and not any((link.nodes > 1) == (group.nodes > 1) for link in candidates):
+            # Equal pairs do not partition an odd number of ranks. On nodes of odd size, some pairs of neighbours cross.
+            candidates += [link for link in self._hardware.links if link.operation == "all_gather"]
         if not candidates:
             raise PlannerError(
                 f"the hardware profile '{self._hardware.name}' has no {operation}, which plans of more than one rank "

@@ -105,7 +105,7 @@ class Event:
 
 @dataclass
 class CrossTraffic:
-    """What the stages of a pipeline send to other nodes, over wires that they share."""
+    """Traffic of a pipeline's stages to other nodes, over wires that they share."""
 
     hop: Callable[[int, int], Wires]
     """Function of (source, target): the wires of messages between two stages."""

@@ -253,7 +253,8 @@ def replay(
             need = _need(*part, num_stages)
             if need is None or need in there:
                 lane.started = clock.now
-                wires, share = (traffic.stage(part[1]), traffic.share(*part)) if traffic else ((), 0.0)
+                share = traffic.share(*part) if traffic else 0.0
+                wires = traffic.stage(part[1]) if traffic and share else ()
                 work = _Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp)
                 clock.start(work)
             else:

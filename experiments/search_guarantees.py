@@ -29,7 +29,7 @@ from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import memory_bytes, price
-from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
+from vitpar.planner.profile.cluster import Cluster, HostMemory, Network, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
@@ -71,8 +71,9 @@ def draw(number: int) -> Drawn:
 def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
     nodes, devices = chance.choice((1, 2, 3)), chance.choice((2, 3, 4, 5, 6, 7, 8))
     bandwidth, between = 10 ** chance.uniform(9, 11.5), 10 ** chance.uniform(8, 10.5)
-    # 10 and 25 Gb/s a node, which all its devices share.
-    between = chance.choice((between, 1.25e9 / devices, 3.125e9 / devices))
+    # 10 and 25 Gb/s on a card that all devices of a node share.
+    slow = chance.choice((None, 1.25e9, 3.125e9))
+    between = slow or between
     cluster = Cluster(
         name=f"drawn {number}",
         nodes=nodes,
@@ -83,7 +84,9 @@ def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
         memory_bandwidth=10 ** chance.uniform(11, 12.3),
         sustained=1.0,
         intra=Wire(bandwidth=bandwidth, latency=chance.choice((0, 5e-6, 5e-5))),
-        inter=Wire(bandwidth=min(bandwidth, between), latency=chance.choice((1e-5, 1e-4))),
+        inter=Network(
+            bandwidth=min(bandwidth, between), latency=chance.choice((1e-5, 1e-4)), nics_per_node=1 if slow else None
+        ),
         overlap=chance.choice((None, Overlap(compute=1.1, communication=1.2))),
         host=chance.choice((None, HostMemory(bandwidth=1e10, memory_bandwidth=5e10))),
     )

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from vitpar.planner.cost.pipeline import ActionPart, duration, idle_share, order, replay
+from vitpar.planner.cost.pipeline import ActionPart, CrossTraffic, duration, idle_share, order, replay
 from vitpar.strategy import Plan, parse
 
 
@@ -92,6 +92,30 @@ def test_messages_of_one_hop_queue() -> None:
     two = {0: actions("0F0 0F1 0F2 0F3"), 1: actions("1F0 1F1 1F2 1F3")}
     events = replay(two, 2, lambda kind, stage, microbatch: 1.0, lambda source, target: 3.0)
     assert [event.start for event in events if event.stage == 1] == [4, 7, 10, 13]
+
+
+def test_messages_share_network_cards_with_collectives() -> None:
+    """A message of 2 s and an action that sends all of its 1 s each get half of their card until the action ends."""
+    two = {0: actions("0F0 0F1"), 1: actions("1F0")}
+
+    def events(share: float, left: float = 0.0) -> tuple[list[float], dict[int, float]]:
+        """Return (ends of stage 0's actions and begin of stage 1's, ends of transfers that outlast actions)."""
+        traffic = CrossTraffic(
+            hop=lambda source, target: (("out", source), ("in", target)),
+            stage=lambda stage: (("in", stage), ("out", stage)),
+            share=lambda kind, stage, number: share * (stage == 0 and number == 1),
+            left=lambda kind, stage, number: (left * (stage == 0 and number == 1), True),
+        )
+        found = replay(two, 2, lambda *part: 1.0, lambda source, target: 2.0, traffic=traffic)
+        return [e.start if e.stage else e.end for e in found if e.microbatch == 0 or e.stage == 0], traffic.ends
+
+    assert events(0.0) == ([1, 2, 3], {})
+    assert events(1.0) == ([1, 3, 4], {})
+    # A card that the action uses half of the time: 1.5 s for both until then, then half a second.
+    assert events(0.5)[0] == pytest.approx([1, 2.5, 3.5])
+    # A transfer of 3 s that begins when half of the message is sent, and the message of the second action.
+    began, ends = events(0.0, 3.0)
+    assert began == pytest.approx([1, 2, 4]) and ends[0] == pytest.approx(8)
 
 
 def test_ranks_share_the_cores_of_a_cpu() -> None:

@@ -15,7 +15,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.price import price
 from vitpar.planner.profile.bands import BANDS, VITPAR, Band, error_band
-from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.cluster import Network, find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops
@@ -90,12 +90,32 @@ intra = { bandwidth = 1e11, latency = 1e-5 }
 def test_links_between_nodes_are_slower_and_shared() -> None:
     links = Links(find_cluster("4x8xH100").hardware())
     size = 10**9
-    within, across = (links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2)))
+    within, across = (
+        links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2, 8))
+    )
     assert within < across < 2 * within  # all 8 links of a node work in parallel
-    strided = links.seconds("all_reduce", RankGroup(4, 8, 4), size)
+    strided = links.seconds("all_reduce", RankGroup(4, 8, 4, 1, 1 / 8), size)
     assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one rank per node uses only one link
     for operation in ("all_gather", "reduce_scatter", "all_to_all"):
         assert links.seconds(operation, RankGroup(8, 1, 1), size) < within
+
+
+@pytest.mark.parametrize(
+    ("nics", "alone", "joined"), [(None, 1, 4), (8, 1, 4), (16, 2, 8), (2, 1 / 4, 1), (1, 1 / 8, 1 / 2)]
+)
+def test_devices_share_the_network_cards_of_their_node(nics: int | None, alone: float, joined: float) -> None:
+    """A pair has `alone` cards if all 8 devices of a node send, and a group with 4 members on each node `joined`."""
+    cluster = find_cluster("2x8xRTX4090")
+    inter = Network(bandwidth=10**9, latency=0, nics_per_node=nics)
+    shared = cluster.model_copy(update={"inter": inter, "sustained_bandwidth": 1.0})
+    links, size = Links(shared.hardware()), 10**9
+    assert links.seconds("p2p", RankGroup(2, 8, 2, 1, 1 / 8), size) == pytest.approx(1 / alone)
+    assert links.seconds("all_reduce", RankGroup(2, 8, 2, 1, 1 / 8), size) == pytest.approx(1 / alone)
+    assert links.seconds("all_gather", RankGroup(8, 2, 2, 4, 1 / 2), size) == pytest.approx(7 / 8 / joined)
+    # Each of the 4 members sends half of its bytes to the other node.
+    assert links.seconds("all_to_all", RankGroup(8, 2, 2, 4, 1 / 2), size) == pytest.approx(4 / 2 / joined)
+    # A pair that sends while the other ranks of its node do not has a card for itself, at most.
+    assert links.seconds("p2p", RankGroup(2, 8, 2, 1, 1), size) == pytest.approx(1 / max(1, alone))
 
 
 @pytest.mark.parametrize("name", ["3xH100", "3x3xH100", "5x7xA100"])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from helpers.ranks import RankPool
 from vitpar.errors import PlannerError
 from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
-from vitpar.planner.measure.sending import group_of
+from vitpar.planner.measure.sending import group_of, most_nodes
 from vitpar.planner.profile.cluster import group_shapes
 from vitpar.planner.profile.curves import Curve, Timing, fit
 from vitpar.planner.profile.profiles import OPERATIONS, Hardware
@@ -67,6 +67,16 @@ def test_groups_partition_the_world(world: int) -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         assert all(len(group) == ranks and group[1] - group[0] == stride for group in groups)
         assert all(rank in group_of(rank, ranks, stride) for rank in range(world))
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "pairs"),
+    [(8, 4, {1: 1, 2: 1, 4: 2}), (12, 4, {1: 1, 2: 1, 3: 2, 6: 2}), (6, 3, {1: 2, 3: 2}), (18, 9, {1: 2, 3: 2, 9: 2})],
+)
+def test_pairs_are_measured_within_nodes_and_across(world: int, per_node: int, pairs: dict[int, int]) -> None:
+    """All pairs of a stride send at once: a link is across nodes if one of them is."""
+    found = {stride: most_nodes(world, 2, stride, per_node) for ranks, stride in group_shapes(world) if ranks == 2}
+    assert found == pairs
 
 
 def measure(device: torch.device) -> tuple[Hardware, list[tuple[int, int, str]]]:

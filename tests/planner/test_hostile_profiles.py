@@ -122,6 +122,8 @@ inter = { bandwidth = 1e10, latency = 1e-5 }
         ("sustained = 0.5", "sustained = 1e-300", "sustained: Input should be"),
         ("fp32 = 1e13", "fp32 = 1e300", "matmul.fp32: Input should be"),
         ("latency = 1e-6", "latency = 1e300", "intra.latency: Input should be"),
+        ("latency = 1e-5", "latency = 1e-5, nics_per_node = 99999", "inter.nics_per_node: Input should be less than"),
+        ("latency = 1e-5", "latency = 1e-5, nics_per_node = 0", "inter.nics_per_node: Input should be greater than"),
         ("nodes = 2", "nodes = 2\n" + "a." * 1_000 + "b = 1", "a key has 1,000 dots, more than 8"),
         ("nodes = 2", "nodes = " + "[" * 100_000, "it is nested too deeply"),
         ("nodes = 2", "nodes = 2\n" + "x" * 10**6 + " = 1", "it has more than 262,144 bytes"),

@@ -195,6 +195,25 @@ def test_overlapping_streams_slow_each_other_down() -> None:
     assert free.at == 3.0 and free.left == 0
 
 
+@pytest.mark.parametrize(("wire", "at", "left"), [(None, 1, 1), (True, 2, 0), (False, 1, 0)])
+def test_blocking_communication_shares_its_wire(wire: bool | None, at: float, left: float) -> None:
+    streams = Streams(None)
+    streams.send(1.0, across=True)
+    streams.block(1.0, "tensor", wire)
+    assert (streams.at, streams.left) == (at, left)
+    assert streams.crossing == (wire is not None) * at
+
+
+def test_transfers_of_other_ranks_overlap_on_another_wire() -> None:
+    for across, seconds in ((True, 3.0), (False, 4.0)):
+        streams = Streams(None)
+        first = streams.send(1.0, "shards")
+        streams.send(2.0, across=across, after=first)
+        streams.send(1.0, "shards")
+        streams.wait(None, "gradients")
+        assert streams.at == seconds and not streams.backlog
+
+
 def test_overlap_takes_at_most_as_long_as_one_after_the_other() -> None:
     config = replace(CONFIG, depth=1)
 
@@ -273,11 +292,10 @@ def test_collectives_wait_for_the_slowest_rank() -> None:
 def test_groups_follow_the_order_of_the_strategy_string() -> None:
     strategy = parse("dp2xtp4").strategy
     groups = layer_groups(strategy, (-1, 1), 4)
-    assert (
-        groups.j == RankGroup(4, 1, 1) and groups.replicate == RankGroup(2, 4, 2) and groups.stage == RankGroup(8, 1, 2)
-    )
+    assert groups.j == RankGroup(4, 1, 1) and groups.replicate == RankGroup(2, 4, 2, here=1, share=1 / 4)
+    assert groups.stage == RankGroup(8, 1, 2, here=4, share=1)
     strided = layer_groups(parse("tp4xdp2").strategy, (-1, 1), 4)
-    assert strided.j == RankGroup(4, 2, 2) and strided.replicate == RankGroup(2, 1, 1)
+    assert strided.j == RankGroup(4, 2, 2, here=2, share=1 / 2) and strided.replicate == RankGroup(2, 1, 1)
     cube = layer_groups(parse("tp8+3d").strategy, (-1, 1), 8)
     assert (cube.shard, cube.j, cube.k) == (RankGroup(2, 4, 1), RankGroup(2, 2, 1), RankGroup(2, 1, 1))
     inner = layer_groups(parse("dp2xtp2").strategy, (1, 4), 16)  # dp2 x pp4 x tp2
@@ -286,8 +304,11 @@ def test_groups_follow_the_order_of_the_strategy_string() -> None:
 
 def test_slowest_group_of_each_kind_is_priced() -> None:
     """A node of 6 ranks holds groups of 4 that are on it alone and others that are on two nodes."""
-    assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 2)
-    assert layer_groups(parse("tp4").strategy, (-1, 3), 6).stage == RankGroup(4, 1, 2)  # the second of three stages
+    crossing = RankGroup(4, 1, 2, here=2, share=1)  # the other group of the node does not use its network cards
+    assert layer_groups(parse("dp3xtp4").strategy, (-1, 1), 6).j == crossing
+    assert layer_groups(parse("tp4").strategy, (-1, 3), 6, 1).stage == crossing  # the second of three stages
+    for stage in (0, 2, None):
+        assert layer_groups(parse("tp4").strategy, (-1, 3), 6, stage).stage == RankGroup(4, 1, 1)
     assert layer_groups(parse("tp4").strategy, (-1, 1), 6).j == RankGroup(4, 1, 1)
 
 

@@ -13,7 +13,7 @@ from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.cluster import Cluster, HostMemory, Wire
+from vitpar.planner.profile.cluster import Cluster, HostMemory, Network, Wire
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import LayerProfile, Overlap
@@ -41,7 +41,7 @@ def cluster(
         memory_bandwidth=1e11,
         sustained=1.0,
         intra=Wire(bandwidth=wire, latency=latency),
-        inter=Wire(bandwidth=wire / 4, latency=4 * latency),
+        inter=Network(bandwidth=wire / 4, latency=4 * latency),
         overlap=overlap,
         host=HostMemory(bandwidth=wire / 2, memory_bandwidth=1e10),
     )

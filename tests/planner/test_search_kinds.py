@@ -182,7 +182,7 @@ def test_search_is_never_slower_than_one_strategy_per_section(memory: str) -> No
 
 def test_found_plans_are_accepted_by_the_runtime() -> None:
     costs = costs_of(4, embed_dim=48, num_heads=(3, 6, 12))
-    searching = Search(Space(costs.config, 4, (16, 32)), costs)
+    searching = Search(Space(costs.config, 4, (16, 32), compiled=True), costs)
     largest = searching.best(float("inf")).plans[0]
     points = searching.frontier(largest)
     found = {price.plan for price in (*points, *searching.best(largest.memory_bytes / 2).plans)}

@@ -122,7 +122,7 @@ class LayerCosts:
 
     def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Compute what `position` caches."""
-        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node)
+        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
         rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
         wrapped = rules.wraps(strategy)
@@ -155,6 +155,7 @@ class LayerCosts:
         forward, backward = layer_traffic(layer, position.strategy, rows)
         seconds, weights = self._backward(kind, position, here)
         saved, workspace = profile.saved.of(here), profile.workspace.of(here)
+        beside = self._hidden(kind, position, rows, seconds)
         if layer.backward == "nothing":
             # All is transient, but the workspace of backward does not exist.
             saved, workspace = 0.0, passing_elements(layer, position.strategy) * here * self.precision.compute.itemsize
@@ -166,7 +167,10 @@ class LayerCosts:
             weight_grad_time=weights,
             skew=(profile.forward.skew(here), profile.backward.skew(here) if layer.backward != "nothing" else 0.0),
             forward_sent=self._sent(forward, position.groups),
-            backward_sent=self._sent(backward, position.groups) - self._hidden(kind, position, rows, seconds),
+            backward_sent=self._sent(backward, position.groups) - beside,
+            # On a CPU, nothing else is sent while a rank waits.
+            beside=beside if self.hardware.device == "cuda" else 0.0,
+            across=max(position.groups.j.nodes, position.groups.k.nodes) > 1,
             saved=saved,
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
             workspace=workspace + max(self._scratch(t, position.groups) for t in (forward, backward)),
@@ -201,7 +205,7 @@ class LayerCosts:
         trained = position.executions[kind].trained
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
-        gather = reduce = gathered = unreduced = gathering = reducing = 0.0
+        gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
         if wrapped or precision.compute is not precision.parameters:
             gathered = elements.compute_numel * precision.compute.itemsize
         if wrapped:
@@ -227,14 +231,17 @@ class LayerCosts:
         joint = 0 if wrapped else elements.sums.get("j", 0)
         apart = (elements.local_numel - joint) * copies
         # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
-        for summed, group in ((apart, groups.replicate), (joint, groups.partial)):
-            size = summed * precision.reduce.itemsize
+        copies_across = False
+        for numel, group in ((apart, groups.replicate), (joint, groups.partial)):
+            size = numel * precision.reduce.itemsize
             if size:
-                reduce += self.links.seconds("all_reduce", group, size)
+                copies_across |= group.nodes > 1
+                summed += self.links.seconds("all_reduce", group, size)
                 # One collective follows the other: their buffers do not add up.
                 reducing = max(reducing, self.links.scratch("all_reduce", group, size))
+        reduce += summed
         if not trained:
-            unreduced = reduce = reducing = 0.0
+            unreduced = reduce = summed = reducing = 0.0
         return LayerParameters(
             elements=elements.local_numel,
             trained=trained,
@@ -244,6 +251,9 @@ class LayerCosts:
             unreduced_grad_bytes=unreduced,
             gather=gather,
             reduce=reduce,
+            summed=summed,
+            shard_across=groups.shard.nodes > 1,
+            copies_across=copies_across,
             offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vitpar.errors import PlannerError
-from vitpar.planner.profile.profiles import STEPS, Hardware, Link
+from vitpar.planner.profile.profiles import STEPS, Hardware, Link, nics_used, spread
 from vitpar.strategy import Plan, Strategy, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
 
@@ -55,8 +59,9 @@ class Links:
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
         candidates = [link for link in self._hardware.links if link.operation == operation]
-        if not candidates and operation == "p2p":  # equal pairs do not partition an odd number of ranks
-            candidates = [link for link in self._hardware.links if link.operation == "all_gather"]
+        if operation == "p2p" and not any((link.nodes > 1) == (group.nodes > 1) for link in candidates):
+            # Equal pairs do not partition an odd number of ranks. On nodes of odd size, some pairs of neighbours cross.
+            candidates += [link for link in self._hardware.links if link.operation == "all_gather"]
         if not candidates:
             raise PlannerError(
                 f"the hardware profile '{self._hardware.name}' has no {operation}, which plans of more than one rank "
@@ -74,7 +79,17 @@ class Links:
 
         link = min(candidates, key=distance)
         measured, wanted = STEPS[link.operation](link.ranks), STEPS[operation](group.ranks)
-        return link, wanted[0] / measured[0], wanted[1] / measured[1]
+        return link, wanted[0] / measured[0], wanted[1] / measured[1] * self._more_nics(link, group)
+
+    def _more_nics(self, link: Link, group: RankGroup) -> float:
+        """Return how many times more network cards a measured link had on a node than `group` has."""
+        per_node, nics = self._hardware.ranks_per_node, self._hardware.nics_per_node
+        nodes, here = spread(link.ranks, link.stride, per_node)
+        if nodes == 1 or group.nodes == 1:
+            return 1.0
+        # All ranks of a node sent while the link was measured.
+        measured = nics_used(here, here / per_node, per_node, nics)
+        return measured / nics_used(group.here, group.share, per_node, nics)
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,10 @@ class RankGroup:
     """Smallest distance between two ranks."""
     nodes: int = 1
     """Number of nodes that the ranks are on."""
+    here: int = 1
+    """Fewest of its ranks on one of the nodes, if there are several."""
+    share: float = 1.0
+    """Share of a node's network cards that it gets if all its like act at once: 1 over their number on that node."""
 
     @property
     def alone(self) -> bool:
@@ -113,10 +132,11 @@ class Groups:
 
 
 @cache
-def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int) -> Groups:
-    """Return the groups of a layer: of each kind the slowest, wherever its stage is.
+def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int, index: int | None = None) -> Groups:
+    """Return the groups of a layer: of each kind the slowest of its stage.
 
     outer: (number of axes inside pp, pipeline degree), as `placed` returns it.
+    index: index of the stage on the pp axis; None for a lower bound: of each kind that of the fastest stage.
     """
     stride = 1
     inner, pp = outer
@@ -128,8 +148,15 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         stride *= size
 
     def group(*names: str) -> RankGroup:
-        others = tuple(axis for name, axis in axes.items() if name not in names)
-        return _group(tuple(axes[name] for name in names if name in axes), others, ranks_per_node)
+        others = tuple(axis for name, axis in axes.items() if name not in (*names, "pp"))
+        mine = tuple(axes[name] for name in names if name in axes)
+        # Stages at the same place within their nodes have the same groups.
+        places = {n * behind % ranks_per_node for n in (range(pp) if index is None else (index,))}
+        found = [_group(mine, others, ranks_per_node, place) for place in places]
+        fastest = min(found, key=lambda one: one.nodes)
+        if fastest.nodes == 1:
+            return fastest
+        return replace(fastest, here=max(one.here for one in found), share=max(one.share for one in found))
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -146,6 +173,12 @@ def placed(plan: Plan) -> tuple[int, int]:
     if not plan.is_uniform or plan.pp_index == 0:
         return -1, plan.pipeline_degree
     return len(plan.strategy.axes) - plan.pp_index, plan.pipeline_degree
+
+
+def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
+    """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
 
 
 def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
@@ -171,9 +204,47 @@ def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: 
     """
     if a == b:  # a schedule with both stages on one rank
         return RankGroup()
-    stages = _places(((inside, 1), (stage_size // inside, inside * pp)), ranks_per_node)
-    apart = any((place + a * inside) // ranks_per_node != (place + b * inside) // ranks_per_node for place in stages)
-    return RankGroup(2, abs(b - a) * inside, 1 + apart)
+    sends, receives = Counter[int](), Counter[int]()
+    for place in range(stage_size):
+        outer, inner = divmod(place, inside)
+        first = outer * inside * pp + inner
+        source, target = ((first + index * inside) // ranks_per_node for index in (a, b))
+        if source != target:
+            sends[source] += 1
+            receives[target] += 1
+    if not sends:
+        return RankGroup(2, abs(b - a) * inside, 1)
+    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(*sends.values(), *receives.values()))
+
+
+Wires = tuple[tuple[str, int], ...]
+"""Network cards that an operation uses, as (in or out, node); or (in or out, index of the pp axis) if each rank has its
+own card, which all ranks of a stage use alike."""
+
+
+def stage_wires(plan: Plan, pp: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
+    """Return the cards of all ranks at index `pp` of the pp axis."""
+    if (nics_per_node or ranks_per_node) >= ranks_per_node:
+        return ("in", pp), ("out", pp)
+    nodes = {int(rank) // ranks_per_node for rank in _stage_ranks(plan, pp)}
+    return tuple((way, node) for way in ("in", "out") for node in sorted(nodes))
+
+
+def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
+    """Return the cards of messages from index `a` of the pp axis to `b`: none if they stay on their nodes."""
+    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
+    pairs = [(int(one), int(two)) for one, two in zip(*ends, strict=True) if one != two]
+    if not pairs:
+        return ()
+    if (nics_per_node or ranks_per_node) >= ranks_per_node:
+        return ("out", a), ("in", b)
+    return tuple({*(("out", one) for one, _ in pairs), *(("in", two) for _, two in pairs)})
+
+
+def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
+    """Return the ranks at index `pp` of the pp axis, in order."""
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
 
 
 def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
@@ -190,25 +261,30 @@ def _inner_ranks(strategy: Strategy, inner: int) -> int:
 
 
 @cache
-def _group(axes: _Axes, others: _Axes, ranks_per_node: int) -> RankGroup:
+def _group(axes: _Axes, others: _Axes, ranks_per_node: int, first: int = 0) -> RankGroup:
     """Return the group, of those along some mesh axes, that is on most nodes.
 
     axes: those that span the group.
-    others: all others.
+    others: all others of its stage; the groups along them communicate at the same time.
+    first: first rank of the stage.
     """
-    members = [0]
-    for size, stride in axes:
-        members = [first + index * stride for first in members for index in range(size)]
+    members = first + _ranks(others)[:, None] + _ranks(axes)
     strides = [stride for size, stride in axes if size > 1]
-    places = _places(others, ranks_per_node)
-    nodes = max(len({(member + place) // ranks_per_node for member in members}) for place in places)
-    return RankGroup(len(members), min(strides, default=1), nodes)
+    nodes = np.sort(members // ranks_per_node, axis=1)
+    most = int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0)) + 1
+    if most == 1:
+        return RankGroup(members.shape[1], min(strides, default=1))
+    crossing = nodes[nodes[:, 0] != nodes[:, -1]]
+    # Number of members of each group on each of its nodes.
+    groups = np.repeat(np.arange(len(crossing)), crossing.shape[1])
+    pairs, here = np.unique(np.stack((groups, crossing.ravel())), axis=1, return_counts=True)
+    together = int(np.bincount(pairs[1]).max())
+    return RankGroup(members.shape[1], min(strides), most, int(here.min()), 1 / together)
 
 
-def _places(axes: _Axes, ranks_per_node: int) -> set[int]:
-    """Return the numbers within their nodes of the ranks that some mesh axes reach from rank 0."""
-    places = {0}
+def _ranks(axes: _Axes) -> NDArray[np.int64]:
+    """Return the ranks that some mesh axes reach from rank 0."""
+    found = np.zeros(1, dtype=np.int64)
     for size, stride in axes:
-        steps = range(min(size, ranks_per_node))  # further steps repeat the numbers
-        places = {(place + step * stride) % ranks_per_node for place in places for step in steps}
-    return places
+        found = (found[:, None] + stride * np.arange(size)).ravel()
+    return found

@@ -6,9 +6,10 @@ machine compute equally fast.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from vitpar.parallel.pipeline import CLASSES
+from vitpar.planner.cost.links import Wires
 from vitpar.strategy import Plan
 
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
@@ -102,6 +104,22 @@ class Event:
 
 
 @dataclass
+class CrossTraffic:
+    """Traffic of a pipeline's stages to other nodes, over wires that they share."""
+
+    hop: Callable[[int, int], Wires]
+    """Function of (source, target): the wires of messages between two stages."""
+    stage: Callable[[int], Wires]
+    """Function of a stage: the wires of its collectives."""
+    share: Callable[[str, int, int], float]
+    """Function of (kind, stage, micro-batch): share of an action's time in which its collectives cross nodes."""
+    left: Callable[[str, int, int], tuple[float, bool]]
+    """Function of an action: (seconds of the transfers that outlast it, whether they cross nodes)."""
+    ends: dict[int, float] = field(default_factory=dict)
+    """Second at which these transfers are done, by index on the pp axis; `replay` fills it."""
+
+
+@dataclass
 class _Lane:
     """Progress of one pipeline rank."""
 
@@ -111,6 +129,98 @@ class _Lane:
     """Index in the first action of the part that runs or comes next."""
     started: float | None = None
     """When the running part started; None while the rank waits."""
+    transfer: _Work | None = None
+    """Transfers that earlier actions left behind; None if they are done."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """An action, message or transfer that is under way."""
+
+    done: Callable[[], None]
+    """Function to call at its end."""
+    left: float
+    """Seconds at full speed that were left at `since`."""
+    since: float
+    """Second of the step at which `left` was counted."""
+    wires: Wires = ()
+    """Wires to other nodes that it uses."""
+    share: float = 1.0
+    """Share of its time in which it uses them."""
+    computes: bool = False
+    """Whether it shares cores with other ranks."""
+    order: int = -1
+    """Rank of an action."""
+    speed: float = 0.0
+    """Speed since then, 1 for full speed."""
+    entry: int = 0
+    """Number of its valid entry in the heap of ends."""
+
+
+class _Clock:
+    """Second of the step, and the works under way, whose speeds depend on each other.
+
+    at_once: number of pipeline ranks that the cores can run at full speed.
+    """
+
+    def __init__(self, at_once: float) -> None:
+        self.now = 0.0
+        self._at_once, self._number = at_once, 0
+        self._ends: list[tuple[float, bool, int, int, _Work]] = []
+        self._computing: dict[_Work, None] = {}
+        self._users: defaultdict[tuple[str, int], dict[_Work, None]] = defaultdict(dict)
+
+    def start(self, work: _Work) -> None:
+        """Start a work. Of works that end at the same time, messages come first, then actions by `order`."""
+        if work.share:
+            for wire in work.wires:
+                self._users[wire][work] = None
+        if work.computes:
+            self._computing[work] = None
+        self._set_speed(work)
+        self._retime(work)
+
+    def add(self, work: _Work, seconds: float) -> None:
+        """Make a work that is under way take `seconds` longer at full speed."""
+        work.left += seconds - (self.now - work.since) * work.speed
+        work.since, work.speed = self.now, 0.0
+        self._set_speed(work)
+
+    def run(self) -> None:
+        """Let time pass until nothing is under way."""
+        while self._ends:
+            end, _, _, entry, work = heappop(self._ends)
+            if entry != work.entry:
+                continue
+            self.now = end
+            self._computing.pop(work, None)
+            for wire in work.wires:
+                self._users[wire].pop(work, None)
+            self._retime(work)
+            work.done()
+
+    def _retime(self, changed: _Work) -> None:
+        """Set the speeds of those that share cores or wires with a work that starts or ends."""
+        if changed.computes and len(self._computing) + 1 > self._at_once:
+            for work in self._computing:
+                self._set_speed(work)
+        if changed.wires and changed.share:
+            for work in {other: None for wire in changed.wires for other in self._users[wire]}:
+                self._set_speed(work)
+
+    def _set_speed(self, work: _Work) -> None:
+        speed = min(1.0, self._at_once / len(self._computing)) if work.computes else 1.0
+        if work.share and work.wires:
+            others = max(sum(other.share for other in self._users[wire]) for wire in work.wires) - work.share
+            # Two that use a wire all the time halve it. One that uses it for a part of its time is slowed down in that
+            # part only, and slows the other one down in that part only.
+            speed /= 1 + work.share * max(0.0, others)
+        if speed != work.speed:
+            work.left -= (self.now - work.since) * work.speed
+            work.since, work.speed = self.now, speed
+            self._number += 1
+            work.entry = self._number
+            heappush(self._ends, (self.now + max(0.0, work.left) / speed, work.computes, work.order, work.entry, work))
 
 
 def replay(
@@ -119,6 +229,7 @@ def replay(
     seconds: Callable[[str, int, int], float],
     sending: Callable[[int, int], float] = lambda source, target: 0.0,
     at_once: float = float("inf"),
+    traffic: CrossTraffic | None = None,
 ) -> list[Event]:
     """Return all events of a step, in the order in which they end.
 
@@ -127,16 +238,12 @@ def replay(
     sending: returns the seconds to send a micro-batch from one stage to another. Messages from one stage to another
         are sent one after the other.
     at_once: number of pipeline ranks that the cores can run at full speed.
+    traffic: what is sent to other nodes; None if all messages have wires of their own.
     """
-    lanes = {pp: _Lane(deque(actions)) for pp, actions in order.items()}
-    # All running ranks have the same speed. So one number measures their work: `progress`, the seconds of full speed
-    # that a rank would have worked since the step began. A part ends at a fixed progress, whatever the speed meanwhile.
-    now, progress = 0.0, 0.0
-    running: list[tuple[float, int]] = []  # heap of (progress at the end, rank)
-    travelling: list[tuple[float, ActionPart]] = []  # heap of (second of arrival, input)
+    lanes, clock = {pp: _Lane(deque(actions)) for pp, actions in order.items()}, _Clock(at_once)
     there: set[ActionPart] = set()  # inputs that have arrived, and finished actions as "done F", "done I", ...
     waiting: dict[ActionPart, int] = {}  # rank by the input that it waits for
-    sent: dict[tuple[int, int], float] = {}  # second at which the last message from one stage to another arrives
+    queues: defaultdict[tuple[int, int], deque[ActionPart]] = defaultdict(deque)  # messages, the first is being sent
     events = []
 
     def start(pp: int) -> None:
@@ -145,31 +252,21 @@ def replay(
             part = lane.actions[0][lane.part]
             need = _need(*part, num_stages)
             if need is None or need in there:
-                lane.started = now
-                heappush(running, (progress + seconds(*part), pp))
+                lane.started = clock.now
+                share = traffic.share(*part) if traffic else 0.0
+                wires = traffic.stage(part[1]) if traffic and share else ()
+                work = _Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp)
+                clock.start(work)
             else:
                 waiting[need] = pp
 
-    def arrive(what: ActionPart) -> None:
-        there.add(what)
-        if what in waiting:
-            start(waiting.pop(what))
-
-    for pp in lanes:
-        start(pp)
-    while running or travelling:
-        speed = min(1.0, at_once / len(running)) if running else 1.0
-        done = now + (running[0][0] - progress) / speed if running else float("inf")
-        if travelling and travelling[0][0] <= done:
-            moment, what = heappop(travelling)
-            now, progress = moment, progress + (moment - now) * speed
-            arrive(what)
-            continue
-        progress, pp = heappop(running)
-        now, lane = done, lanes[pp]
+    def finish(pp: int) -> None:
+        lane = lanes[pp]
         assert lane.started is not None
-        kind, stage, number = lane.actions[0][lane.part]
-        events.append(Event(pp, kind, stage, number, lane.started, now))
+        part = lane.actions[0][lane.part]
+        events.append(Event(pp, *part, lane.started, clock.now))
+        if traffic:
+            leave(pp, part, *traffic.left(*part))
         lane.started, lane.part = None, lane.part + 1
         # torch sends the results of overlapped parts only after the last of them.
         if lane.part == len(lane.actions[0]):
@@ -177,11 +274,41 @@ def replay(
                 there.add(("done " + each, stage, number))
                 target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(each, -1)
                 if 0 <= target < num_stages:
-                    moment = max(now, sent.get((stage, target), 0.0)) + sending(stage, target)
-                    sent[stage, target] = moment
-                    heappush(travelling, (moment, ("B" if each == "I" else each, target, number)))
+                    queues[stage, target].append(("B" if each == "I" else each, target, number))
+                    if len(queues[stage, target]) == 1:
+                        send(stage, target)
             lane.part = 0
         start(pp)
+
+    def send(source: int, target: int) -> None:
+        wires = traffic.hop(source, target) if traffic else ()
+        clock.start(_Work(partial(arrive, source, target), sending(source, target), clock.now, wires))
+
+    def arrive(source: int, target: int) -> None:
+        queue = queues[source, target]
+        what = queue.popleft()
+        if queue:
+            send(source, target)
+        there.add(what)
+        if what in waiting:
+            start(waiting.pop(what))
+
+    def leave(pp: int, part: ActionPart, left: float, across: bool) -> None:
+        lane = lanes[pp]
+        if left and lane.transfer:
+            clock.add(lane.transfer, left)
+        elif left:
+            assert traffic is not None
+            lane.transfer = _Work(partial(end, pp), left, clock.now, traffic.stage(part[1]) if across else ())
+            clock.start(lane.transfer)
+
+    def end(pp: int) -> None:
+        assert traffic is not None
+        lanes[pp].transfer, traffic.ends[pp] = None, clock.now
+
+    for pp in lanes:
+        start(pp)
+    clock.run()
     assert not any(lane.actions for lane in lanes.values()), "the ranks of the pipeline deadlock"
     return events
 

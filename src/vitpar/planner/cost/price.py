@@ -14,9 +14,18 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import RankGroup, all_ranks, hops, placed, shortest_hop
+from vitpar.planner.cost.links import (
+    RankGroup,
+    all_ranks,
+    hop_wires,
+    hops,
+    placed,
+    shortest_hop,
+    stage_place,
+    stage_wires,
+)
 from vitpar.planner.cost.memory import Held, Memory
-from vitpar.planner.cost.pipeline import ActionOrder, Event, replay
+from vitpar.planner.cost.pipeline import ActionOrder, CrossTraffic, Event, replay
 from vitpar.planner.cost.pipeline import order as schedule_order
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
@@ -28,6 +37,7 @@ from vitpar.strategy import (
     Strategy,
     batch_arithmetic,
     image_layout,
+    rank_of_stage,
     stage_layers,
     stages_of_rank,
 )
@@ -142,8 +152,10 @@ class _Times:
     """Actions with their times, of all indices."""
 
 
-def _where(plan: Plan) -> PlacedStrategy:
-    return PlacedStrategy(*placed(plan), plan.splits_backward)
+def _where(plan: Plan, costs: LayerCosts) -> list[PlacedStrategy]:
+    """Return where the layers of each index of the pp axis are."""
+    places = (stage_place(plan, pp, costs.hardware.ranks_per_node) for pp in range(plan.pipeline_degree))
+    return [PlacedStrategy(*placed(plan), plan.splits_backward, place) for place in places]
 
 
 @lru_cache(maxsize=64)
@@ -157,10 +169,11 @@ def _laid_out(plan: Plan, config: ModelConfig) -> tuple[tuple[tuple[tuple[LayerK
 
 
 def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
-    where, (stages, travel) = _where(plan), _laid_out(plan, costs.config)
+    where, (stages, travel) = _where(plan, costs), _laid_out(plan, costs.config)
+    places = [where[rank_of_stage(number, plan)] for number in range(plan.num_stages)]
     return [
-        build_stage(costs, layers, rows, where, taken=taken, given=given)
-        for layers, (taken, given) in zip(stages, pairwise(travel), strict=True)
+        build_stage(costs, layers, rows, place, taken=taken, given=given)
+        for layers, place, (taken, given) in zip(stages, places, pairwise(travel), strict=True)
     ]
 
 
@@ -182,14 +195,16 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         # The middle micro-batches are alike: replay the third, numbered 2, and repeat its duration for the others but
         # the last. The first gathers for the step, and only from the second on may a backlog of transfers carry over.
         if number == 2 and microbatches > 4:
-            before, spent, queued = streams.at, Spent(streams.spent), streams.left
+            before, spent, queued = streams.at, Spent(streams.spent), streams.backlog
         elif 3 <= number < microbatches - 1 and microbatches > 4:
             if number == 3:
                 delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
-                length, late = streams.at - before, streams.left - queued
+                length = streams.at - before
+                late = {wire: left - queued.get(wire, 0.0) for wire, left in streams.backlog.items()}
             skipped += length
             # If links are slower than computing, the backlog of transfers grows with every micro-batch.
-            streams.send(late)
+            for (lane, across), seconds in late.items():
+                streams.send(seconds, lane, across)
             streams.spent.add(delta)
             _mark(events, number, streams.at + skipped - length, streams.at + skipped)
             continue
@@ -200,7 +215,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         streams.block(costs.model.microbatch * turns, "other")
         events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
     streams.meet()
-    streams.block(streams.left, "gradients")
+    streams.wait(None, "gradients")
     return _Times([streams.at + skipped], [streams.spent], events)
 
 
@@ -222,10 +237,10 @@ def _pipelined(
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
-    found: dict[tuple[str, int, bool], tuple[float, Spent, float]] = {}
+    found: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
 
-    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, float]:
-        """Return (seconds, breakdown, seconds of background transfers still to be sent) of an action."""
+    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
+        """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
@@ -246,12 +261,30 @@ def _pipelined(
             streams.block(overhead, "other")
             spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
             spent["other"] += costs.hardware.pipeline * sending
-            found[key] = sum(spent.values()), spent, streams.left
+            found[key] = sum(spent.values()), spent, streams
         return found[key]
 
+    def crossing(kind: str, number: int, microbatch: int) -> float:
+        """Return the share of an action's time in which its collectives cross nodes."""
+        taken, _, streams = action(kind, number, microbatch)
+        return min(1.0, streams.crossing / taken) if taken else 0.0
+
+    def left(kind: str, number: int, microbatch: int) -> tuple[float, bool]:
+        streams = action(kind, number, microbatch)[2]
+        return streams.left, any(across for _, across in streams.backlog)
+
+    hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
+    places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
+    wires = [stage_wires(plan, pp, per_node, hardware.nics_per_node) for pp in range(plan.pipeline_degree)]
+    between = {
+        (a, b): hop_wires(plan, places[a], places[b], per_node, hardware.nics_per_node)
+        for pair in pairwise(range(plan.num_stages))
+        for a, b in (pair, pair[::-1])
+    }
+    traffic = CrossTraffic(lambda a, b: between[a, b], lambda stage: wires[places[stage]], crossing, left)
     each = rows * costs.precision.compute.itemsize
-    between = zip(hops(plan, costs.hardware.ranks_per_node), _travelling(plan, costs.config)[1:-1], strict=True)
-    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in between]
+    travelling = zip(hops(plan, per_node), _travelling(plan, costs.config)[1:-1], strict=True)
+    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in travelling]
     events = replay(
         order,
         plan.num_stages,
@@ -259,18 +292,14 @@ def _pipelined(
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
         lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
         at_once,
+        traffic,
     )
-    done, queued = [0.0] * plan.pipeline_degree, [0.0] * plan.pipeline_degree
-    spent = [Spent() for _ in done]
-    for event in sorted(events, key=lambda event: event.start):
-        seconds, parts, left = action(event.kind, event.stage, event.microbatch)
-        # An action takes longer than alone while other ranks compute on the same cores.
-        stretched = (event.end - event.start) / seconds if seconds else 1.0
-        spent[event.pp].add(parts, stretched)
-        # Between the ends of two actions, the transfers that earlier actions left behind progress at full speed.
-        queued[event.pp] = max(0.0, queued[event.pp] - (event.end - done[event.pp])) + left
-        done[event.pp] = event.end
-    done = [end + left for end, left in zip(done, queued, strict=True)]
+    done, spent = [0.0] * plan.pipeline_degree, [Spent() for _ in range(plan.pipeline_degree)]
+    for event in events:
+        seconds, parts, _ = action(event.kind, event.stage, event.microbatch)
+        # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
+        spent[event.pp].add(parts, (event.end - event.start) / seconds if seconds else 1.0)
+        done[event.pp] = max(event.end, traffic.ends.get(event.pp, 0.0))
     for pp, end in enumerate(done):
         computed = max(event.end for event in events if event.pp == pp)
         spent[pp]["gradients"] += end - computed
@@ -318,7 +347,7 @@ def _finished(
 
     That is the sum of partial gradients over tensor axes, the norm of the gradients, and the optimizer.
     """
-    where = _where(plan)
+    where = _where(plan, costs)
     ends, optimizer = [], []
     for pp, end in enumerate(times.done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
@@ -326,7 +355,7 @@ def _finished(
         for number in stages_of_rank(pp, plan):
             for layer in stages[number].layers:
                 elements[layer.weights.offloaded] += layer.weights.trained_elements
-                groups = costs.position(layer.strategy, where).groups
+                groups = costs.position(layer.strategy, where[pp]).groups
                 # One message per group: all layers of the same groups share it.
                 for axis, partial in layer.weights.sums.items():
                     sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize

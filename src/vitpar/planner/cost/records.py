@@ -27,6 +27,10 @@ class Work:
     """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float
     """Seconds of tensor-parallel communication in backward that the rank waits for: without what products hide."""
+    beside: float
+    """Seconds of `backward` that hide communication, which occupies the wire meanwhile."""
+    across: bool
+    """Whether tensor-parallel groups are on several nodes."""
     saved: float
     """Bytes kept from forward to backward."""
     workspace: float
@@ -55,6 +59,12 @@ class LayerParameters:
     """Seconds to gather the parameters once."""
     reduce: float
     """Seconds to reduce the gradients once over the data-parallel ranks."""
+    summed: float
+    """Seconds of `reduce` in which copies of gradients are summed, after the reduce-scatter if there is one."""
+    shard_across: bool
+    """Whether the ranks that shard the parameters are on several nodes."""
+    copies_across: bool
+    """Whether the ranks that sum copies of gradients are on several nodes."""
     gathering: float
     """Transient bytes of the collective that gathers."""
     reducing: float
@@ -88,6 +98,8 @@ class PlacedStrategy:
     """Pipeline degree."""
     splits: bool = False
     """Whether the schedule splits backward into gradients of inputs and of weights."""
+    stage: int | None = None
+    """Index on the pp axis, from `stage_place`; None for the fastest groups of all stages."""
 
 
 @dataclass(frozen=True, eq=False)

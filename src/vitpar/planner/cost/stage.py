@@ -14,6 +14,9 @@ Communication overlaps with computing where the runtime overlaps it:
 |                                           |                     | pipeline, at the end of the step                  |
 | gradients of other layers                 | overlaps with the following layers; at the end of the step if the       |
 |                                           | schedule splits backward                                                |
+
+On GPUs, what one group of ranks sends overlaps with what another one sends: each at its full speed if one is within a
+node and the other one is not, else they share the wire.
 """
 
 from __future__ import annotations
@@ -74,8 +77,10 @@ class StageCost:
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
             self._gather(streams, jobs, gathers, number, +1)
-            streams.compute(layer.work.forward, "forward", layer.work.skew[0])
-            streams.block(layer.work.forward_sent, "tensor")
+            skew, wire = layer.work.skew[0], self._wire(layer)
+            for share in self._parts(layer):
+                streams.compute(share * layer.work.forward, "forward", skew * share**0.5)
+                streams.block(share * layer.work.forward_sent, "tensor", wire)
         streams.block(self.after[0], "redistribution")
 
     def backward(self, streams: Streams, last: bool) -> None:
@@ -92,18 +97,32 @@ class StageCost:
             if layer.execution.backward == "nothing":
                 continue
             self._gather(streams, jobs, gathers, number, -1)
-            streams.compute(layer.work.backward, "backward", layer.work.skew[1])
-            streams.block(layer.work.backward_sent, "tensor")
+            skew, wire = layer.work.skew[1], self._wire(layer)
+            for share in self._parts(layer):
+                streams.compute(share * (layer.work.backward - layer.work.beside), "backward", skew * share**0.5)
+                streams.block(share * layer.work.beside, "backward", wire)
+                streams.block(share * layer.work.backward_sent, "tensor", wire)
             self._reduce(streams, layer, last)
             streams.block(layer.moved[1], "redistribution")
         if last:
             at_end = [layer for layer in self.layers if layer.execution.reduced == "end of step"]
             # torch's schedules reduce FSDP modules after the stage's last backward: no computing is left to overlap.
-            streams.block(sum(layer.weights.reduce for layer in at_end if layer.execution.wrapped), "gradients")
+            for weights in (layer.weights for layer in at_end if layer.execution.wrapped):
+                shards, copies = (None if self.in_order else a for a in (weights.shard_across, weights.copies_across))
+                streams.block(weights.reduce - weights.summed, "gradients", shards)
+                streams.block(weights.summed, "gradients", copies)
             # Other layers start asynchronous all-reduces, which outlast the action: `price` adds what is left of them.
             for layer in at_end:
                 if not layer.execution.wrapped:
-                    streams.send(layer.weights.reduce)
+                    streams.send(layer.weights.reduce, across=layer.weights.copies_across)
+
+    def _parts(self, layer: StageLayer) -> tuple[float, ...]:
+        """Return the shares of a layer's work after which its activations are sent: on GPUs after attention and MLP."""
+        return (1.0,) if self.in_order or not layer.work.forward_sent else (0.5, 0.5)
+
+    def _wire(self, layer: StageLayer) -> bool | None:
+        """Return whether a layer's activations are sent across nodes; None if nothing else is sent meanwhile."""
+        return None if self.in_order else layer.work.across
 
     @property
     def passes_gradient(self) -> bool:
@@ -131,7 +150,8 @@ class StageCost:
         # FSDP2 fetches one layer ahead: the next layer's all-gather runs while this layer computes.
         for wanted in (number, number + way):
             if 0 <= wanted < len(gathers) and gathers[wanted] and wanted not in jobs:
-                jobs[wanted] = streams.send(self.layers[wanted].weights.gather)
+                weights = self.layers[wanted].weights
+                jobs[wanted] = streams.send(weights.gather, "shards", weights.shard_across)
             if wanted == number and number in jobs:
                 streams.wait(jobs[number], "gather")
 
@@ -142,7 +162,9 @@ class StageCost:
             if layer.execution.wrapped and self.in_order:
                 streams.block(layer.weights.reduce, "gradients")
             else:
-                streams.send(layer.weights.reduce)
+                weights = layer.weights
+                scattered = streams.send(weights.reduce - weights.summed, "shards", weights.shard_across)
+                streams.send(weights.summed, across=weights.copies_across, after=scattered)
 
 
 def build_stage(
@@ -256,6 +278,8 @@ class Load:
     """Seconds per micro-batch of gradients of weights, which a zero-bubble schedule may run later."""
     waits: float = 0.0
     """Seconds of blocking communication per micro-batch."""
+    waits_across: float = 0.0
+    """Seconds of `waits` across nodes, where background communication within nodes progresses."""
     once: float = 0.0
     """Seconds of the optimizer per step."""
     waits_once: float = 0.0
@@ -271,6 +295,12 @@ class Load:
     """Seconds of `sent_once` that the first forward waits for."""
     sent_late: float = 0.0
     """Seconds of `sent_once` that begin in the last micro-batch's backward."""
+    sent_each_across: float = 0.0
+    """Seconds of `sent_each` across nodes."""
+    sent_once_across: float = 0.0
+    """Seconds of `sent_once` across nodes."""
+    sent_late_across: float = 0.0
+    """Seconds of `sent_late` across nodes."""
     kept: float = 0.0
     """Bytes of parameters and optimizer state, kept for the complete run."""
     reduced: float = 0.0
@@ -313,7 +343,12 @@ def least_load(
     in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
     gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
     gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
-    waits = work.forward_sent + work.backward_sent
+    waits = work.forward_sent + work.backward_sent + work.beside
+    # On a CPU, nothing else is sent while a rank waits: all counts as one wire.
+    waits_across = waits * (work.across and not in_order)
+    reduce_across = (weights.reduce - weights.summed) * weights.shard_across + weights.summed * weights.copies_across
+    gathers_across, once_across = gathers * weights.shard_across, gathers_once * weights.shard_across
+    sent_each_across = sent_once_across = sent_late_across = 0.0
     once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
     # The step's first gather and last reduction are embed's: no layer computes before the one or after the other.
     # On a CPU, wrapped layers block anyway and are counted in waits and waits_once.
@@ -321,6 +356,7 @@ def least_load(
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
         sent_once = sent_late = weights.reduce
+        sent_once_across = sent_late_across = reduce_across * (not in_order)
     elif in_order:
         waits += gathers + weights.reduce * every
         once = gathers_once + weights.reduce * (not every)
@@ -329,6 +365,9 @@ def least_load(
         sent_late = weights.reduce * (execution.reduced == "last micro-batch")
         sent_early = gathers_once
         sent_once = sent_early + sent_late
+        sent_each_across = gathers_across + reduce_across * every
+        sent_late_across = reduce_across * (execution.reduced == "last micro-batch")
+        sent_once_across = once_across + sent_late_across
         once = weights.reduce * (execution.reduced == "end of step")
     if pipelined:
         # Ranks meet after every action, late by sqrt(sum of skew²). Over n layers that is at least sum(skew) / sqrt(n)
@@ -348,9 +387,10 @@ def least_load(
     update = costs.update(1, True) if weights.offloaded else update
     return Load(
         forward=work.forward,
-        computes=work.forward + work.backward + skew,
+        computes=work.forward + work.backward - work.beside + skew,
         late=work.weight_grad_time,
         waits=waits,
+        waits_across=waits_across,
         once=weights.trained_elements * update,
         waits_once=once,
         edge=edge,
@@ -358,6 +398,9 @@ def least_load(
         sent_once=sent_once,
         sent_early=sent_early,
         sent_late=sent_late,
+        sent_each_across=sent_each_across,
+        sent_once_across=sent_once_across,
+        sent_late_across=sent_late_across,
         kept=shard + trained * moments,
         reduced=trained,
         gathered=0.0 if execution.reshard_after_forward else weights.gathered,

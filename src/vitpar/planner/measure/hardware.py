@@ -33,7 +33,7 @@ from vitpar.parallel.float8 import E4M3, multiply, scaled_rows
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, ClockedRanks, Progress
 from vitpar.planner.measure.device import Peak, date_and_versions, device_name, memory_bytes
-from vitpar.planner.measure.sending import message, overlap, own_group, pipeline_action, scratch
+from vitpar.planner.measure.sending import message, most_nodes, overlap, own_group, pipeline_action, scratch
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
@@ -113,7 +113,7 @@ def profile_hardware(
     copy = Curve(timings=tuple(clock.timing(size, copied(device, size)) for size in over(effort.copies, "copy")))
     links = []
     for ranks, stride in shapes:
-        nodes = len({rank // ranks_per_node for rank in range(0, ranks * stride, stride)})
+        nodes = most_nodes(world, ranks, stride, ranks_per_node)
         with own_group(ranks, stride) as group:
             for operation in operations(ranks):
                 words = f"{operation} among {ranks} ranks, stride {stride}"

@@ -35,6 +35,12 @@ def group_of(rank: int, ranks: int, stride: int) -> list[int]:
     return list(range(first, first + ranks * stride, stride))
 
 
+def most_nodes(world: int, ranks: int, stride: int, ranks_per_node: int) -> int:
+    """Return the number of nodes of the group that is on most of them, of all groups of this shape."""
+    groups = {tuple(group_of(rank, ranks, stride)) for rank in range(world)}
+    return max(len({rank // ranks_per_node for rank in group}) for group in groups)
+
+
 @contextmanager
 def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
     """Create all groups of this shape and yield this rank's; destroy it afterwards. Collective over the world."""

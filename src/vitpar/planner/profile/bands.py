@@ -31,7 +31,7 @@ VITPAR = Band(0.08, 5, "runs of vitpar on one H100")
 """Band of vitpar's compiled Vision Transformers in bf16 on one such device."""
 BANDS = {
     (True, False): Band(0.15, 5, "published runs of compiled PyTorch on one GPU"),
-    (True, True): Band(0.31, 20, "published runs of compiled blocks on several GPUs"),
+    (True, True): Band(0.30, 20, "published runs of compiled blocks on several GPUs"),
     (False, False): Band(0.08, 19, "published runs of eager PyTorch on one GPU (18 on an RTX 3090)"),
     (False, True): Band(0.29, 9, "published runs of eager blocks on several GPUs"),
 }

@@ -29,6 +29,8 @@ from vitpar.planner.profile.profiles import (
     Matmul,
     Operation,
     Overlap,
+    nics_used,
+    spread,
 )
 from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate, Share
 from vitpar.records import first_wrong
@@ -49,6 +51,13 @@ class Wire(ProfileRecord):
     # The bound keeps the sum over many messages within MAX_MEASURE.
     latency: float = Field(ge=0, le=MAX_MEASURE / MAX_AMOUNT)
     """Seconds of an empty message."""
+
+
+class Network(Wire):
+    """Connection of a node to others. Its bandwidth is that of one network card."""
+
+    nics_per_node: Ranks | None = None
+    """Number of network cards (NICs) of a node, which its devices share; None for one per device."""
 
 
 class HostMemory(ProfileRecord):
@@ -87,8 +96,8 @@ class Cluster(ProfileRecord):
     """Rates of other kernels."""
     intra: Wire
     """Connection of a device within its node."""
-    inter: Wire | None = None
-    """Connection of a device to other nodes; needed for plans over several nodes."""
+    inter: Network | None = None
+    """Connection of a node to other nodes; needed for plans over several nodes."""
     overlap: Overlap | None = None
     """Slow-down of computing and communication that overlap; None for none."""
     host: HostMemory | None = None
@@ -137,6 +146,7 @@ class Cluster(ProfileRecord):
             copy=Curve(timings=_line(0.0, self.memory_bandwidth * (self.sustained_memory or self._moving), SIZES)),
             kernels=self.kernels,
             links=tuple(links),
+            nics_per_node=self.inter and self.inter.nics_per_node,
             overlap=self.overlap,
             host=host,
             peaks=self.matmul,
@@ -149,17 +159,17 @@ class Cluster(ProfileRecord):
 
     def _link(self, operation: Operation, ranks: int, stride: int) -> Link:
         """Return the estimated times of an operation in the group that starts at rank 0."""
-        members = [rank * stride // self.devices_per_node for rank in range(ranks)]
-        nodes, here = len(set(members)), members.count(members[0])
+        nodes, here = spread(ranks, stride, self.devices_per_node)
         messages, share = STEPS[operation](ranks)
-        wire = self.intra
-        bandwidth = self.intra.bandwidth
+        wire, rate = self.intra, self.intra.bandwidth / share
         if nodes > 1:
             assert self.inter is not None
-            wire = self.inter
-            # Each device has its own wire to other nodes: all members on a node send in parallel.
-            bandwidth = min(self.intra.bandwidth, here * self.inter.bandwidth)
-        rate = bandwidth * self._moving / share
+            wire, share_of_nics = self.inter, here / self.devices_per_node
+            nics = nics_used(here, share_of_nics, self.devices_per_node, self.inter.nics_per_node)
+            # A ring passes each node once. In an all-to-all every member sends to all members on other nodes.
+            sent = share if operation != "all_to_all" else here * (ranks - here) / ranks
+            rate = min(rate, nics * self.inter.bandwidth / sent)
+        rate *= self._moving
         # Tree algorithms need fewer consecutive messages than a ring: about 2 log2(ranks).
         latency = wire.latency * min(messages, 2 * max(1, ranks.bit_length() - 1))
         return Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=_line(latency, rate, SIZES))

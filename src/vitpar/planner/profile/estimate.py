@@ -66,7 +66,7 @@ class Fitted(NamedTuple):
 
     eager: float = 1.87
     """Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`."""
-    tensor: float = 0.41
+    tensor: float = 0.42
     """Share by which tensor parallelism prolongs computing: products of split widths are slower, and ranks wait for
     each other at every exchange."""
 

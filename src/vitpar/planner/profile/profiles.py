@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,23 @@ class Link(Curve):
     """Distance from one rank of the group to the next; 1 for neighbours."""
     nodes: Ranks
     """Number of nodes that the group spans."""
+
+
+def spread(ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
+    """Return (number of nodes, fewest members on one of them) of the group of this shape that begins at rank 0."""
+    nodes = Counter(rank * stride // ranks_per_node for rank in range(ranks))
+    return len(nodes), min(nodes.values())
+
+
+def nics_used(here: float, share: float, ranks_per_node: int, nics_per_node: int | None) -> float:
+    """Return the number of network cards whose rate a group has on a node, if it is on several nodes.
+
+    here: members of the group on the node. Each sends over one card, or over its part of more cards than ranks.
+    share: 1 over the number of groups on the node that send to other nodes at the same time.
+    nics_per_node: network cards of a node, which are shared evenly; None for one per rank.
+    """
+    nics = nics_per_node or ranks_per_node
+    return min(here * max(1.0, nics / ranks_per_node), nics * share)
 
 
 class Matmul(Curve):
@@ -129,6 +147,8 @@ class Hardware(Profile):
     """Rates of other kernels, for models that are estimated instead of measured."""
     links: Many[Link] = ()
     """Times of communication, by operation and group."""
+    nics_per_node: Ranks | None = None
+    """Number of network cards of a node, which its ranks share; None for one per rank."""
     overlap: Overlap | None = None
     """Slow-down of computing and communication that overlap; None for none."""
     host: Host | None = None

@@ -38,7 +38,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
         streams.block(costs.model.microbatch * turns, "other")
     streams.meet()
     streams.microbatch = None
-    streams.block(streams.left, "gradients")
+    streams.wait(None, "gradients")
     optimizer = price.seconds - price.time.get("optimizer", 0.0)
     tail = [
         Span(SENDS, "gradients", streams.at, optimizer),  # sums over tensor axes
@@ -83,36 +83,33 @@ class _Recorder(Streams):
         return [*self._spans, *sent]
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
-        """Record the computing, and the background transfers that advance meanwhile."""
-        at, queued = self.at, [(job, job.left) for job in self._queue]
-        begun = at
+        """Record the computing."""
+        begun = self.at
         super().compute(seconds, what, skew)
         self._note(COMPUTES, what, begun)
-        # Transfers run one after the other, each slowed down by the computing that overlaps it.
-        for job, left in queued:
-            took = (left - job.left) * self._communication
-            if took > 0:
-                self._jobs.append((job, at, at + took, self.microbatch))
-                at += took
 
-    def wait(self, job: Transfer, what: str) -> None:
-        """Record the transfers that the rank waits for: `job` and those queued before it."""
-        self._awaited[job] = what
-        at, queued = self.at, [(other, other.left) for other in self._queue]
+    def wait(self, job: Transfer | None, what: str) -> None:
+        """Record what the rank waits for; all transfers that nothing waited for are gradients."""
+        if job is not None:
+            self._awaited[job] = what
         super().wait(job, what)
-        for other, left in queued:
-            if left > other.left:
-                self._jobs.append((other, at, at + left, self.microbatch))
-                at += left
 
     def meet(self) -> None:
         begun = self.at
         super().meet()
         self._note(COMPUTES, "uneven", begun)
 
-    def block(self, seconds: float, what: str) -> None:
-        super().block(seconds, what)
-        self._note(COMPUTES if what in LOCAL else SENDS, what, self.at - seconds)
+    def block(self, seconds: float, what: str, across: bool | None = None) -> None:
+        if seconds > 0:
+            self.meet()
+        begun = self.at
+        super().block(seconds, what, across)
+        self._note(COMPUTES if what in (*LOCAL, "backward") else SENDS, what, begun)
+
+    def _advance(self, seconds: float, heads: list[Transfer], rates: list[float], across: bool = False) -> None:
+        """Record the background transfers that progress."""
+        self._jobs += [(head, self.at, self.at + seconds, self.microbatch) for head in heads]
+        super()._advance(seconds, heads, rates, across)
 
     def _note(self, row: str, what: str, begun: float) -> None:
         """Record a span from `begun` until now, unless it is empty."""

@@ -93,27 +93,40 @@ class Costs:
         self.waits_once = a["waits_once"] * slow
         self.sent_each, self.sent_once = a["sent_each"], a["sent_once"]
         self.sent_early, self.sent_late = a["sent_early"], a["sent_late"]
+        self.waits_across = a["waits_across"] * slow
+        self.sent_each_across, self.sent_once_across = a["sent_each_across"], a["sent_once_across"]
+        self.sent_late_across = a["sent_late_across"]
 
     def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
-        """Return three lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
+        """Return five lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
 
-        Let C be the seconds of computing and S those of communication in the background, each without the other. During
-        x seconds of overlap, x / slow_c of C and x / slow_s of S are done. So both together take C + S - k·x with
-        k = 1 / slow_c + 1 / slow_s - 1. x is at most slow_c·C and at most slow_s·S, which gives the first two bounds.
-        The third: gradients are only reduced from the last backward on, after all computing before it.
+        Let C be the seconds of computing, B those of blocking communication, of which B_w use one of the two wires, and
+        S_w those of communication in the background over it, each without the other. During x seconds of overlap,
+        x / slow_c of C and x / slow_s of S_w are done. The background also progresses while the other wire blocks, for
+        B - B_w seconds, and while the rank idles. So the step takes at least C + B_w + S_w - k·x with
+        k = 1 / slow_c + 1 / slow_s - 1, where x is at most slow_c·C: the first bound of a wire. And x is at least
+        slow_s·(S_w - (B - B_w) - idle), where C and B take (1 - 1 / slow_c)·x longer: the second one. The last bound:
+        gradients are only reduced from the last backward on, after all computing before it.
 
         overlap: (slow_c, slow_s), as `Machine.overlap`
         """
         compute, send = overlap
         k = max(0.0, 1 / compute + 1 / send - 1)
-        blocking = m * self.waits + self.waits_once + self.optimizer + self.edge
-        computing, sent = m * self.computes, m * self.sent_each + self.sent_once - self.edge
-        before = (m - 1) * self.computes + self.forward
-        return [
-            blocking + (1 - k * compute) * computing + sent,
-            blocking + computing + (1 - k * send) * sent,
-            blocking + before + np.maximum(0.0, self.sent_late - self.edge),
-        ]
+        besides, computing = self.waits_once + self.optimizer, m * self.computes
+        waits, sent = m * self.waits, m * self.sent_each + self.sent_once
+        across = m * self.waits_across, m * self.sent_each_across + self.sent_once_across
+        found = []
+        for blocked, background in ((waits - across[0], sent - across[1]), across):
+            others = waits - blocked
+            found += [
+                besides + blocked + background + (1 - k * compute) * computing,
+                besides + self.edge + waits + computing + (1 - k * send) * (background - self.edge - others),
+            ]
+        late, last = self.sent_late, self.waits
+        if across[0].any() or across[1].any():
+            late, last = self.sent_late_across, self.waits_across
+        before = (m - 1) * (self.computes + self.waits) + self.forward + last
+        return [*found, besides + self.edge + before + np.maximum(0.0, late - self.edge)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,6 @@ def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> L
     costs, pp = Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
         times = costs.unpipelined(m, machine.overlap)
-        times += times[:2]
     else:
         computing, sent = m * costs.work + costs.optimizer, m * costs.sent_each + costs.sent_once
         late = (m - 1) * costs.work + costs.forward + costs.sent_late + costs.optimizer

@@ -324,20 +324,27 @@ def _of_weights(weights: LayerParameters, execution: LayerExecution) -> Numbers:
     """Return the costs of parameters that a price depends on; a larger value of any never lowers a price.
 
     A cost has one entry for each way in which a step can spend it. Only strategies that spend it the same way are
-    comparable: overlapped communication, for example, costs less than the same seconds of waiting.
+    comparable: overlapped communication, for example, costs less than the same seconds of waiting. Within a node and
+    across nodes other communication progresses meanwhile.
     """
     every, wrapped = execution.reduced == "every micro-batch", execution.wrapped
     freed, here = execution.reshard_after_forward, not weights.offloaded
+    shard, scattered = weights.shard_across, weights.reduce - weights.summed
+    reduces = (
+        *(scattered * (shard is across) for across in (False, True)),
+        *(weights.summed * (weights.copies_across is across) for across in (False, True)),
+    )
+    once = weights.gather * (wrapped and not execution.gathers_every_forward)
+    each = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
     return (
         float(weights.trained_elements * here),
         float(weights.trained_elements * weights.offloaded),
-        weights.gather * (wrapped and not execution.gathers_every_forward),
-        weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward),
+        *(gather * (shard is across) for gather in (once, each) for across in (False, True)),
         weights.gathered * (not freed),
         weights.gathered * freed,
-        weights.reduce * (wrapped and not every),
-        weights.reduce * (wrapped and every),
-        weights.reduce * (not wrapped),
+        *(reduce * (wrapped and not every) for reduce in reduces),
+        *(reduce * (wrapped and every) for reduce in reduces),
+        *(reduce * (not wrapped) for reduce in reduces),
         weights.unreduced_grad_bytes * (wrapped and not every),
         weights.unreduced_grad_bytes * (wrapped and every),
         weights.local_bytes * here,
@@ -352,11 +359,14 @@ def _of_work(work: Work) -> Numbers:
     """Return the costs of computing that a price depends on; a larger value of any never lowers a price."""
     return (
         work.forward,
-        work.backward,
+        work.backward - work.beside,
         work.weight_grad_time,
         *work.skew,
-        work.forward_sent,
-        work.backward_sent,
+        *(
+            sent * (work.across is across)
+            for sent in (work.forward_sent, work.backward_sent, work.beside)
+            for across in (False, True)
+        ),
         work.saved,
         work.workspace,
     )

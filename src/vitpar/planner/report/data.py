@@ -14,6 +14,7 @@ from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.gains import Gain, shares
+from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.scaling import Point, efficiency
@@ -84,7 +85,7 @@ def certainty(result: Result) -> str:
     faster = max(price.images_per_second for price in result.plans) / best - 1
     how = "not every plan was examined"
     if result.exact:
-        how = f"no plan of the searched space is more than {max(0.001, faster + 0.0005):.1%} faster"
+        how = f"no plan of the searched space is more than {max(SearchEffort().simpler, faster):.1%} faster"
     if faster > TIE:
         how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"

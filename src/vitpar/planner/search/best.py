@@ -39,10 +39,12 @@ from vitpar.strategy.stages import split_blocks
 
 ROUNDING = 1e-9
 """Relative tolerance of the memory budget in bounds."""
-WORTH_MORE = 0.01
+WORTH_MORE = 0.1
 """`Result.gap` above which an inexact search looks for faster plans on its frontier, too."""
-ENDS = 3
+ENDS = 2
 """Number of best plans whose embed and head are tried with other strategies."""
+TIE = 1e-3
+"""Relative difference of speed that the frontier's plans may exceed the best by."""
 WORTH_OTHER_ENDS = 1e-3
 """Relative time that another strategy of embed or head must save."""
 now = time.thread_time
@@ -110,7 +112,8 @@ class Search:
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
         least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
         least, exact = min(least, unpriced), exact and unpriced >= found.limit
-        self._free_ends(budget, found, until)
+        if effort.patient:
+            self._free_ends(budget, found, until)
         fastest = max((price.images_per_second for price in found.plans), default=0.0)
         return Result(
             plans=found.ranked,
@@ -207,12 +210,12 @@ class Search:
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
             late = now() > until and (found.plans or not effort.patient)
-            if bound >= found.limit or late:
+            if bound >= found.mixed_limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
             # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
             if sharp < 2:
-                bound = max(bound, self._bound(kind, budget, found.limit, quick=sharp == 0))
+                bound = max(bound, self._bound(kind, budget, found.mixed_limit, quick=sharp == 0))
                 if bound < math.inf:
                     heapq.heappush(heap, (bound, next(order), sharp + 1, kind))
                 continue
@@ -292,6 +295,7 @@ class Search:
         # Choose from all prices only now: a search for a smaller budget may have found the fastest for a larger one.
         # Uniform plans may be priced without being in the space (`reasons`).
         known = [one for one in self._prices.values() if not one.plan.is_uniform or self.space.covers(one.plan)]
+        known = [one for one in known if one.images_per_second <= (1 + TIE) * best.images_per_second]
         found = [best]
         while len(found) < points:
             fitting = [one for one in known if one.memory_bytes <= step * found[-1].memory_bytes]

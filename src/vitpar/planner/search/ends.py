@@ -12,7 +12,7 @@ from vitpar.planner.search.options import Choices
 from vitpar.strategy import Plan
 from vitpar.strategy.selectors import canonical
 
-MOST = 6
+MOST = 4
 """Strategies that are tried for a layer at most."""
 
 

@@ -103,7 +103,7 @@ class Expansion:
 
     def _limits(self) -> Array:
         """Return the limits of a stage by the best price so far, in the order of `LIMITED`."""
-        seconds = self._found.limit * self._kind.batch_size - self._overhead
+        seconds = self._found.mixed_limit * self._kind.batch_size - self._overhead
         return np.array([seconds] * 5 + [self._machine.budget] * 2)
 
     def _give(self, stages: list[tuple[int, Runs]], seconds: float) -> bool:

@@ -49,6 +49,12 @@ class BestPlans:
         """Seconds per image from which on a plan is not better than the best by more than the tolerance."""
         return (1 - self._tolerance) / self.plans[0].images_per_second if self.plans else math.inf
 
+    @property
+    def mixed_limit(self) -> float:
+        """Seconds per image from which on a plan with several strategies would not be chosen (`ranked`)."""
+        plain = (1 - self._simpler) / self.plain.images_per_second if self.plain else math.inf
+        return min(self.limit, plain)
+
     def offer(self, found: Price) -> None:
         """Add the price of a plan that fits into memory, if it is the fastest of its form."""
         if len(found.plan.kinds) == 1 and (not self.plain or found.images_per_second > self.plain.images_per_second):

@@ -12,6 +12,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import Memory
@@ -20,6 +22,7 @@ from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.search.best import ROUNDING, Search
 from vitpar.planner.search.bounds import Kind, Machine
 from vitpar.planner.search.options import Choices, Load, Option
+from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy
 
@@ -131,7 +134,8 @@ class UnderItsModel(Search):
     """vitpar's search with the prices of Galvatron's cost model."""
 
     def __init__(self, costs: LayerCosts) -> None:
-        super().__init__(_Space(costs.config, GPUS, tuple(BATCHES), flags=(), schedules=("gpipe",)), costs)
+        space = _Space(costs.config, GPUS, tuple(BATCHES), flags=(), schedules=("gpipe",))
+        super().__init__(space, costs, effort=SearchEffort(simpler=0.0))
 
     def options(self, kind: Kind) -> Choices:
         pp, batch = kind.pipeline.pipeline_degree, kind.batch_size
@@ -141,7 +145,7 @@ class UnderItsModel(Search):
                 block = Load(once=pp * layer_ms(pp, strategy, batch) / 1e3, kept=layer_mb(strategy, batch) * MB)
                 loads = {"embed": Load(kept=other_mb(strategy, batch) * MB), "block": block, "head": Load()}
                 found.append(Option(strategy, loads))
-        return Choices(tuple(found), tuple(self.costs.config.kinds))
+        return Choices(tuple(found), tuple(self.costs.config.kinds), (np.arange(len(found)),))
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         # The cost model counts memory outside the layers on every stage, vitpar's search only on the first.

@@ -337,7 +337,8 @@ class Search:
 
     def _uniform_options(self, kind: Kind) -> Choices:
         """Return the options of plans with one strategy, or with its counterparts where it does not fit."""
-        return self._options.uniform(kind.pipeline, kind.rows)
+        one = len(self._sections.sections) == 1
+        return self.options(kind) if one else self._options.uniform(kind.pipeline, kind.rows)
 
     def machine(self, kind: Kind, budget: float) -> Machine:
         """Return the cluster's rates and memory as the bounds of a kind need them."""

@@ -5,8 +5,12 @@ import platform
 import shlex
 import subprocess
 import sys
+import sysconfig
 from datetime import date
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
 
 
 def header() -> dict[str, str]:
@@ -22,10 +26,17 @@ def header() -> dict[str, str]:
     return {
         "date": date.today().isoformat(),
         "commit": _commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_folders(shlex.join(["python", *sys.argv])),
         "hardware": hardware,
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
     }
+
+
+def without_folders(text: str) -> str:
+    """Return text without the places of this checkout, of the interpreter's packages and of the home folder."""
+    for folder in (str(ROOT), sysconfig.get_paths()["purelib"], str(Path.home())):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def _commit() -> str:

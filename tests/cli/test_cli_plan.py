@@ -207,17 +207,17 @@ H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", 
 
 def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
     config = model_config("vit_small_patch16_224", num_classes=1000)
-    told = json.loads(run("tp2xdp", *H100, "--memory", "20GB", "--json"))["predicted"]
+    predicted = json.loads(run("tp2xdp", *H100, "--memory", "20GB", "--json"))["predicted"]
     costs = estimated_costs(config, "8xH100")
     expected = price(validate(parse("tp2xdp4"), config, 256), costs, 256)
-    assert told["strategy"] == "tp2xdp4" and told["fits"] and told["precision"] == "bf16"
-    assert told["step_seconds"] == pytest.approx(expected.seconds)
-    assert told["memory_bytes"] == pytest.approx(expected.memory_bytes)
-    training = told["training"]
+    assert predicted["strategy"] == "tp2xdp4" and predicted["fits"] and predicted["precision"] == "bf16"
+    assert predicted["step_seconds"] == pytest.approx(expected.seconds)
+    assert predicted["memory_bytes"] == pytest.approx(expected.memory_bytes)
+    training = predicted["training"]
     assert (training["epochs"], training["samples"]) == (300, 1_281_167) and "are assumed" in training["assumed"]
-    assert training["device_hours"] == pytest.approx(8 * training["steps"] * told["step_seconds"] / 3600)
-    helpful = {change["change"]: change for change in told["what_would_help"]}
-    assert helpful["links twice as fast"]["strategy"] == told["strategy"]
+    assert training["device_hours"] == pytest.approx(8 * training["steps"] * predicted["step_seconds"] / 3600)
+    helpful = {change["change"]: change for change in predicted["what_would_help"]}
+    assert helpful["links twice as fast"]["strategy"] == predicted["strategy"]
     assert helpful["links twice as fast"]["time_per_image"] < 0
     shown = run("fsdp4+ckpt", *H100, "--memory", "100MB", "--microbatches", "64")  # four of the eight devices
     assert "on 4 ranks of NVIDIA H100" in shown and "MFU" in shown

@@ -145,4 +145,7 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
         measured_before([row.price], [row.to_json() | {"strategy": "dp2"}])
     with pytest.raises(PlannerError, match=r"row 1 is damaged \(KeyError\)"):
         measured_before([row.price], [{}])
+    for runs in ([], [{"seconds": [], "paces": [], "others": None}], [{"seconds": [0], "paces": [], "others": None}]):
+        with pytest.raises(PlannerError, match=r"row 1 is damaged \(ValueError\)"):
+            measured_before([row.price], [row.to_json() | {"runs": runs}])
     assert row.seconds == pytest.approx(2.2) and accuracy([row]).repeat == pytest.approx((2.5, 2.5))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_state import sample
+from bench.header import without_folders
 from bench.json_file import read_json
 from bench.programme.programmes import DATA, MINUTES, RESULT, ROOT, SECONDS, WORK, Job
 from bench.programme.results import Results
@@ -100,7 +101,7 @@ class Running:
     def _read(self, log: Path) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.append(line.rstrip("\n"))
+            self._lines.append(without_folders(line.rstrip("\n")))
             with log.open("a") as file:  # one write a line: programs of a step share the file
                 file.write(f"{self.job.name}: {line}")
             print(f"  {self.job.name}: {line.rstrip()[:LONGEST]}", flush=True)

@@ -6,6 +6,7 @@ since a hidden error is never fixed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,15 +158,26 @@ def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
         try:
             of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
             runs = tuple(PlanSteps(_numbers(r["seconds"]), _numbers(r["paces"]), r["others"]) for r in row["runs"])
-            found.append(Measured(runs, tuple(row["measured_memory_bytes"])))
+            memory = tuple(None if size is None else int(size) for size in row["measured_memory_bytes"])
+            if not (runs and memory) or not all(_usable(run) for run in runs):
+                raise ValueError
+            found.append(Measured(runs, memory))
         except (KeyError, TypeError, ValueError) as error:
-            raise PlannerError(f"cannot resume, row {number} is damaged ({type(error).__name__}): start anew") from None
+            raise PlannerError(
+                f"cannot resume, row {number} is damaged ({type(error).__name__}): leave out --resume"
+            ) from None
         plan = price.plan
         if of != (str(plan), plan.schedule, plan.microbatches, price.batch_size):
             raise PlannerError(
                 f"cannot resume, row {number} is of {shown(of[0])}, not of '{plan}': give the same plans"
             )
     return found
+
+
+def _usable(run: PlanSteps) -> bool:
+    """Return whether a run has positive, finite numbers, and a pace for each step or none."""
+    whole = len(run.paces) in (0, len(run.seconds)) and len(run.seconds) > 0
+    return whole and all(math.isfinite(x) and x > 0 for x in (*run.seconds, *run.paces))
 
 
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:

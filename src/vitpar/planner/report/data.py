@@ -64,10 +64,6 @@ def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tupl
     )
 
 
-TIE = 0.001
-"""Relative difference of speed that outputs do not mention."""
-
-
 def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
     """Return the mark of a plan that is within the uncertainty of the best, empty for others."""
     return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
@@ -86,7 +82,7 @@ def certainty(result: Result) -> str:
     how = "not every plan was examined"
     if result.exact:
         how = f"no plan of the searched space is more than {max(SearchEffort().simpler, faster):.1%} faster"
-    if faster > TIE:
+    if faster > SearchEffort().tolerance:
         how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
 

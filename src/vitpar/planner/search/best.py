@@ -43,8 +43,6 @@ WORTH_MORE = 0.1
 """`Result.gap` above which an inexact search looks for faster plans on its frontier, too."""
 ENDS = 2
 """Number of best plans whose embed and head are tried with other strategies."""
-TIE = 1e-3
-"""Relative difference of speed that the frontier's plans may exceed the best by."""
 WORTH_OTHER_ENDS = 1e-3
 """Relative time that another strategy of embed or head must save."""
 now = time.thread_time
@@ -243,7 +241,7 @@ class Search:
         return Expansion(kind, choices, machine, sections, moves, fits, self.price, found, effort, late)
 
     def _free_ends(self, budget: float, found: BestPlans, until: float) -> None:
-        """Offer to `found` its best plans with other strategies of embed and head."""
+        """Try other strategies for embed and head in the best plans of `found`, and offer it the faster plans."""
         for best in found.plans[:ENDS]:
             pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
             kind = Kind(pipeline, best.batch_size, best.plan.microbatches or 1)
@@ -295,7 +293,7 @@ class Search:
         # Choose from all prices only now: a search for a smaller budget may have found the fastest for a larger one.
         # Uniform plans may be priced without being in the space (`reasons`).
         known = [one for one in self._prices.values() if not one.plan.is_uniform or self.space.covers(one.plan)]
-        known = [one for one in known if one.images_per_second <= (1 + TIE) * best.images_per_second]
+        known = [one for one in known if one.images_per_second <= (1 + self.effort.tolerance) * best.images_per_second]
         found = [best]
         while len(found) < points:
             fitting = [one for one in known if one.memory_bytes <= step * found[-1].memory_bytes]

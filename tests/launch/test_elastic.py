@@ -18,6 +18,7 @@ from helpers.ranks import free_port
 from helpers.shared_runs import shared_run
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
+from vitpar.training.saving.resume import checkpoints_of
 
 # Seconds. A silent host counts as lost after 8 missed signs of life; late hosts are awaited for last_call_timeout.
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8,last_call_timeout=1"
@@ -108,6 +109,8 @@ def test_lost_host_leaves_a_run_that_resumes_under_a_fallback_plan(place: Path, 
     mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.fallback_meshes=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)
     trained(place, "shrunk", 9, first)
+    # A busy machine may still be writing the checkpoint of step 6.
+    wait_for(lambda: bool(checkpoints_of(place / "shrunk").steps()), first)
     hosts.lose(1)
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors

@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
-from vitpar.models.config import ModelConfig, layer_of
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import layer_of
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
@@ -77,6 +78,7 @@ class OneProcess:
                 if name not in ("embed", "head"):
                     compute_in_float8(name, layer, recipe.train.fp8_min_features, FAST[recipe.train.fp8_fast_accum])
         initialise(self._model, recipe.train.seed, config)
+        self._model.tie()
         every = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in every.values():
             p.copy_(self._noisy(p, self._noise))

@@ -13,7 +13,8 @@ from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare
 from vitpar.check.one_process import FROZEN, OneProcess, Samples, Trace, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import all_reduce_, broadcast_json
-from vitpar.models.config import ModelConfig, field_names, layer_of
+from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.description import layer_of
 from vitpar.models.families import family_of
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
@@ -203,6 +204,8 @@ def _compared(
 ) -> Iterator[Comparison]:
     """Yield the comparisons of all numbers and tensors. Collective.
 
+    A copy of a shared parameter is compared with its owner in one process.
+
     reference: on rank 0 the runs in one process, the first without noise; empty on other ranks.
     """
     with torch.device("meta"):
@@ -215,9 +218,9 @@ def _compared(
         trimmed = what in ("update", "average")  # their optimizer may be adaptive, see TRIMMED
         elements, scale = LEAST[precision]
         least_here = (max(elements, IMAGES), max(scale, IMAGES)) if trimmed else (elements, scale)
-        runs = [_whole(trace.tensors[what]) for trace in reference]
+        runs = [_with_copies(_whole(trace.tensors[what]), model.config) for trace in reference]
         expected = runs[0] if runs else None
-        changed = reference[0].parameters if runs and what != "gradient" else None
+        changed = _with_copies(reference[0].parameters, model.config) if runs and what != "gradient" else None
         noise = broadcast_json(noise_of(runs[0], runs[1:], trimmed, changed) if runs else None)
         yield from compare(
             what,
@@ -236,6 +239,11 @@ def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     assert len(found) == len(tensors), "one process has every tensor"
     return found
+
+
+def _with_copies(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return the tensors of one process with those of shared parameters under the names of their copies, too."""
+    return {**tensors, **{copy: tensors[owner] for copy, owner in config.shared.items() if owner in tensors}}
 
 
 def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

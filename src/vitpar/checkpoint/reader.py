@@ -23,10 +23,13 @@ Slices = tuple[slice, ...]
 
 
 @torch.no_grad()
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | None = None) -> None:
+def load_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], index: Index | None = None, owners: Mapping[str, str] = {}
+) -> None:
     """Fill `tensors` from `folder` by name; each rank reads its own parts, without communication.
 
     index: of the folder; None reads it.
+    owners: name in the folder of a tensor that has another one there, by its name in `tensors`.
 
     Raises CheckpointError for a tensor that is missing, has another shape or cannot be read.
     """
@@ -35,6 +38,7 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor], index: Index | Non
     for name, tensor in tensors.items():
         if not local(tensor).numel():
             continue
+        name = owners.get(name, name)
         stored = index.tensors.get(name)
         if stored is None:
             raise CheckpointError(_lacks(folder, name, index))

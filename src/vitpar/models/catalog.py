@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from vitpar.models.config import ModelConfig, block_index
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import block_index
 from vitpar.models.families import FAMILIES
 from vitpar.text import divisors
 

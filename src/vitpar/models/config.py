@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
@@ -112,6 +114,17 @@ class ModelConfig:
         return loss
 
     @property
+    def shared(self) -> Mapping[str, str]:
+        """Return the owner of each parameter that several layers share, by the name of a copy.
+
+        Both are names in the model, such as ``{"head.weight": "embed.weight"}``. The owner is in an earlier layer than
+        its copies. Each layer has a tensor of its own under a plan. They start with the owner's initial value, get the
+        sum of all their gradients, and are saved once, as the owner. Layers that share anything but tables (a role of
+        ``vitpar.models.roles``) need the same strategy.
+        """
+        return {}
+
+    @property
     def stochastic(self) -> bool:
         """Return whether training draws random numbers inside the model."""
         return False
@@ -151,6 +164,34 @@ class ModelConfig:
         """Return the layers by name, in order."""
         return {layer.name: layer for layer in self.describe()}
 
+    @cached_property
+    def holders(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of each shared parameter and each table in the layers, the owner's first, by that name.
+
+        Raises ModelError if `shared` does not fit the layers.
+        """
+        return parameter_holders(self.layers, self.shared, self.name)
+
+    @cached_property
+    def tables(self) -> frozenset[str]:
+        """Return the names of the parameters with the role table."""
+        return frozenset(
+            f"{layer.name}.{name}"
+            for layer in self.layers.values()
+            for part in layer.parts
+            if part.role == "table"
+            for name in part.parameters
+        )
+
+    def shape(self, parameter: str) -> tuple[int, ...]:
+        """Return the shape of a parameter by its name."""
+        layer = layer_of(parameter)
+        return self.layers[layer].parameters[parameter.removeprefix(f"{layer}.")]
+
+    def owner(self, parameter: str) -> str:
+        """Return the name of the parameter that `parameter` is a copy of, or `parameter` if it is none."""
+        return self.shared.get(parameter, parameter)
+
     @property
     def layer_names(self) -> tuple[str, ...]:
         """Return the names of the layers in order: embed, blocks.0 …, head."""
@@ -167,7 +208,7 @@ class ModelConfig:
         parameter: its name. The norm before the classifier, ``head.norm``, counts as a part of the last block, as in
             timm.
         """
-        layer = layer_of(parameter)
+        layer = layer_of(self.owner(parameter))
         if parameter.startswith("head.norm."):
             layer = self.layer_names[-2]
         return len(self.layers) - 1 - self.layer_names.index(layer)
@@ -206,8 +247,9 @@ class ModelConfig:
 
     @cached_property
     def parameters(self) -> int:
-        """Return the number of parameter elements."""
-        return sum(layer.numel for layer in self.layers.values())
+        """Return the number of parameter elements. Shared ones count once."""
+        copies = sum(math.prod(self.shape(name)) for name in self.shared)
+        return sum(layer.numel for layer in self.layers.values()) - copies
 
 
 def from_torch_module(module: str, name: str) -> Any:
@@ -251,17 +293,6 @@ def check_tokens(config: ModelConfig, tokens: int, fix: str) -> None:
     """Raise ModelError if `tokens` of an image are too many. fix: what to do about it."""
     if tokens > MAX_TOKENS:
         raise ModelError(f"images of {config.name} have {shown(tokens)} tokens, above {MAX_TOKENS:,}: {fix}")
-
-
-def block_index(name: str) -> int:
-    """Return the number of the block called `name`, such as 3 of blocks.3."""
-    return int(name.removeprefix("blocks."))
-
-
-def layer_of(parameter: str) -> str:
-    """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
-    first, _, rest = parameter.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
 def field_names(config: type[ModelConfig]) -> frozenset[str]:

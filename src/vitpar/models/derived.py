@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from vitpar.models.config import Loss, ModelConfig, Rule, Rules, block_index
-from vitpar.models.description import LayerDescription, backwards
+from vitpar.models.config import Loss, ModelConfig, Rule, Rules
+from vitpar.models.description import LayerDescription, backwards, block_index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +39,10 @@ class _Derived(ModelConfig):
         return self.whole.num_classes
 
     @property
+    def shared(self) -> Mapping[str, str]:
+        return self.whole.shared
+
+    @property
     def stochastic(self) -> bool:
         return self.whole.stochastic
 
@@ -59,7 +64,7 @@ class _Derived(ModelConfig):
 class Excerpt(_Derived):
     """A model of some of another's blocks, in order, with its embed and head: to measure its kinds of layers.
 
-    Neighbours need not fit each other, so that only its single layers can run.
+    Neighbours need not fit each other, so that only its single layers can run. They share nothing.
     """
 
     FAMILY: ClassVar[str] = "excerpt"
@@ -74,6 +79,10 @@ class Excerpt(_Derived):
             for index, name in enumerate(self.blocks)
         )
         return layers["embed"], *blocks, layers["head"]
+
+    @property
+    def shared(self) -> Mapping[str, str]:
+        return {}
 
     def build_layer(self, name: str) -> nn.Module:
         return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)

@@ -177,3 +177,14 @@ def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backw
             found[name] = "all" if reached else "weights"
             reached = True
     return found
+
+
+def block_index(name: str) -> int:
+    """Return the number of the block called `name`, such as 3 of blocks.3."""
+    return int(name.removeprefix("blocks."))
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
+    first, _, rest = parameter.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first

@@ -92,7 +92,7 @@ def copy_whole_(parameter: Tensor, whole: Tensor) -> None:
 def initialise(model: nn.Module, seed: int, config: ModelConfig) -> None:
     """Fill every parameter and buffer of `model`, a whole model or a stage of it, already on its device."""
     for name, parameter in model.named_parameters():
-        copy_whole_(parameter, initial_value(name, parameter.shape, seed, config))
+        copy_whole_(parameter, initial_value(config.owner(name), parameter.shape, seed, config))
     for module in model.modules():
         if isinstance(module, Layer):
             module.reset_buffers()

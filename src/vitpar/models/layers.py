@@ -61,6 +61,12 @@ class Layer(nn.Module):
     def take_features(self, index: int, parts: int) -> None:
         """Expect and give only part `index` of `parts` of the tokens' features."""
 
+    def take_heads(self, index: int, parts: int) -> None:
+        """Compute only part `index` of `parts` of the heads, which tensor parallelism gives this rank.
+
+        Split parameters have the rows of these heads already. A table has those of all heads (role ``table``).
+        """
+
     def reset_buffers(self) -> None:
         """Fill what is neither learned nor saved."""
 
@@ -217,6 +223,12 @@ class LayeredModel(nn.Module):
         head = built.pop("head", None)
         self.blocks = nn.ModuleDict({name.removeprefix("blocks."): block for name, block in built.items()})
         self.head = head
+
+    def tie(self) -> None:
+        """Make the copies of shared parameters the same objects as their owners, for a model outside any plan."""
+        for copy, owner in self.config.shared.items():
+            module, _, name = copy.rpartition(".")
+            setattr(self.get_submodule(module), name, self.get_parameter(owner))
 
     def layers(self) -> dict[str, Layer]:
         """Return the layers held here, by name, in order."""

@@ -284,6 +284,6 @@ def _divisible(parts: tuple[Part, ...]) -> dict[str, int]:
         if part.product and part.role in ("column", "row", "classifier", "merge"):
             taken, given = part.product
             found[f"{part.name} feature"] = given if part.role == "column" else taken
-        elif part.role == "per_head":
+        elif part.role in ("per_head", "table"):
             found[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
     return found

@@ -24,6 +24,8 @@ in the table.
 - Norms of split features all-reduce their statistics: DTensor's ``layer_norm`` would all-gather the features.
 - A parameter that is replicated along an axis whose ranks see different samples or heads has a partial gradient there
   (`TensorRole.sums`), which is summed once per step.
+- Tables are in no row: every rank of the world keeps them complete, and their gradients are summed over the world
+  (``vitpar.parallel.shared``).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ ROLES = {
     "pooled": "place between pooling and classifier",
     "representation": "linear layer from pooled features to features",
     "classifier": "linear layer to classes, split over the features that it takes, so that classes need not divide",
+    "table": "small parameter [heads, …] that every rank keeps complete, and of which it uses the rows of its heads",
     "other": "anything else, which only 1d and +sp support",
 }
 """Roles of modules and parameters, and what each is for."""

@@ -32,10 +32,21 @@ Every message has a start-up time, however small it is.
 """
 
 
-def shard(layer: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, execution: LayerExecution) -> None:
-    """Apply ``fully_shard`` to a layer over the data-parallel axes of `mesh`, the layer's mesh."""
+def shard(
+    layer: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    execution: LayerExecution,
+    complete: Collection[nn.Parameter],
+) -> None:
+    """Apply ``fully_shard`` to a layer over the data-parallel axes of `mesh`, the layer's mesh.
+
+    complete: parameters that stay complete on every rank.
+    """
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if execution.offloaded else OffloadPolicy()
-    _fully_shard(layer, mesh, policy, reshard_after_forward=execution.reshard_after_forward, offload_policy=offload)
+    settings: dict[str, Any] = {"ignored_params": set(complete)} if complete else {}
+    settings |= {"reshard_after_forward": execution.reshard_after_forward, "offload_policy": offload}
+    _fully_shard(layer, mesh, policy, **settings)
 
 
 def shard_stage(stage: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -145,6 +156,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def gradient_sums(
     layers: Iterable[tuple[nn.Module, DeviceMesh]],
     partial: Collection[Tensor],
+    complete: Collection[Tensor],
     backwards: int | None,
     dtype: torch.dtype,
     bucket_cap_mb: float | None = None,
@@ -155,15 +167,17 @@ def gradient_sums(
     none.
 
     partial: parameters of these layers whose gradients are partial over the axis j.
+    complete: tables, whose gradients are summed elsewhere (``vitpar.parallel.shared``).
     dtype: data type to sum in.
     bucket_cap_mb: largest message in MiB that gradients of neighbouring layers share; None for `BUCKET_MB`.
     """
     cap = (BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20 / dtype.itemsize
-    over_j = {id(parameter) for parameter in partial}
+    over_j, elsewhere = {id(parameter) for parameter in partial}, {id(parameter) for parameter in complete}
     buckets: list[tuple[dist.ProcessGroup, list[Tensor]]] = []
     open_: dict[dist.ProcessGroup, list[Tensor]] = {}
     for layer, mesh in reversed(list(layers)):  # the order in which backward reaches them
-        mine = _by_group((p for p in layer.parameters() if p.requires_grad), mesh, over_j)
+        summed = (p for p in layer.parameters() if p.requires_grad and id(p) not in elsewhere)
+        mine = _by_group(summed, mesh, over_j)
         for group, parameters in mine.items():
             if group not in open_ or _elements(open_[group]) + _elements(parameters) > cap:
                 open_[group] = []

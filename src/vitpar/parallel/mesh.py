@@ -53,6 +53,12 @@ def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
     return _mesh(_frozen(ranks.tolist()), ("pp", *kept), device_type, dist.group.WORLD)
 
 
+def stages_mesh(plan: Plan, places: Sequence[int], device_type: str) -> DeviceMesh:
+    """Return the mesh (shared, stage) of the ranks at `places` on the pp axis. Collective over all ranks."""
+    ranks = _ranks(plan)
+    return _mesh(tuple(ranks[pp] for pp in places), ("shared", "stage"), device_type, dist.group.WORLD)
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axes of a layer's mesh for ``fully_shard``: (shard), or (replicate, shard), which it takes as HSDP."""
     return mesh["replicate", "shard"] if size(mesh, "replicate") > 1 else mesh["shard"]

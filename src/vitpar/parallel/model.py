@@ -31,6 +31,7 @@ from vitpar.parallel.pipeline import (
     travel_layouts,
 )
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
+from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
@@ -48,6 +49,7 @@ class ParallelModel:
     pipe: mesh (pp, stage) over the world.
     meshes: mesh of each layer, by name.
     partial: parameters whose gradients are partial over tensor-parallel axes, by layer.
+    sharing: mesh of the stages that hold each shared parameter (``vitpar.parallel.shared.sharing_meshes``).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ParallelModel:
         stages: dict[int, StageModule],
         meshes: dict[str, DeviceMesh],
         partial: Mapping[str, Sequence[PartialGradient]],
+        sharing: Mapping[str, DeviceMesh | None],
         device: torch.device,
     ) -> None:
         self.config, self.plan, self.execution, self.device = config, plan, execution, device
@@ -92,14 +95,18 @@ class ParallelModel:
         backwards = None if plan.splits_backward else self.batch.microbatches
         by_mesh = [(layer, meshes[name]) for name, layer in plain.items()]
         in_sums = [gradient.parameter for name in plain for gradient in partial[name]]
+        complete = {parameter for layer in layers.values() for parameter in tables(layer)}
         self._gradient_sums = gradient_sums(
-            by_mesh, in_sums, backwards, precision.reduce, execution.communication.bucket_cap_mb
+            by_mesh, in_sums, complete, backwards, precision.reduce, execution.communication.bucket_cap_mb
         )
         copied = [layer for name, layer in plain.items() if executions[name].low_precision_copies]
-        self.low_precision_params = LowPrecisionParams(copied, precision.compute)
+        self.low_precision_params = LowPrecisionParams(copied, precision.compute, complete)
         """16-bit copies of the parameters of layers without ``fully_shard``."""
         wrapped = [gradient for name in layers if name not in plain for gradient in partial[name]]
         self._tensor_sums = TensorSums(wrapped, device)
+        self._shared_sums = SharedSums(
+            config, dict(self.named_parameters()), sharing, execution.frozen, precision.parameters, device
+        )
         self._schedule = None
         if plan.pipeline_degree > 1:
             pipeline = []
@@ -184,7 +191,8 @@ class ParallelModel:
         images = None if images is None else images.to(self.precision.compute)
         with ExitStack() as copies:
             with self.phase("forward" if self._schedule is None else "pipeline"):
-                keep = self.keep_low_precision_gradients and adds_no_gradients(self.plan, self.batch.microbatches)
+                adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
+                keep = self.keep_low_precision_gradients and not adds
                 copies.enter_context(self.low_precision_params.in_place(keep))
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
         with self.phase("waiting for gradients"):
@@ -195,6 +203,7 @@ class ParallelModel:
             for total in self._gradient_sums:
                 total.wait()
             self._tensor_sums.wait()
+            self._shared_sums.run()
         if not losses:
             return torch.zeros((), device=self.device)
         part = (torch.stack(losses).sum() if len(losses) > 1 else losses[0]).detach()
@@ -215,6 +224,7 @@ class ParallelModel:
         """Leave gradients of layers without ``fully_shard`` unreduced from here on, to run single layers."""
         while self._gradient_sums:
             self._gradient_sums.pop().drop()
+        self._shared_sums.drop()
 
     def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).

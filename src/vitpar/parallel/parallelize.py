@@ -33,6 +33,7 @@ from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import StageModule, travel_layouts
 from vitpar.parallel.precision import PRECISIONS, Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
+from vitpar.parallel.shared import sharing_meshes, tables
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
@@ -71,6 +72,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
     for strategy, mesh in meshes.items():
         if size(mesh, "j") > 1 and not rules.wraps(strategy):
             partial_group(mesh)  # made here, where all ranks are: each has only the layers of its stages
+    sharing = sharing_meshes(config, plan, device.type)
     parts, partial_gradients = stage_layers(config, plan), {}
     stages = {}
     for index in stages_of_rank(pipe.get_local_rank("pp"), plan):
@@ -86,7 +88,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         _materialise(stage, executions, device)
         initialise(stage, execution.seed, config)
         stages[index] = stage
-    return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, device)
+    return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, sharing, device)
 
 
 GRAPHS = 8
@@ -151,7 +153,7 @@ def _shard(
     """
     wrapped = [(name, layer) for name, layer in stage.layers().items() if executions[name].wrapped]
     for name, layer in wrapped:
-        shard(layer, meshes[name], precision.policy, executions[name])
+        shard(layer, meshes[name], precision.policy, executions[name], tables(layer))
     if wrapped:
         # The stage's own FSDP state holds no parameters, so the mesh of any wrapped layer serves.
         shard_stage(stage, meshes[wrapped[-1][0]], precision.policy)
@@ -181,7 +183,9 @@ def _materialise(stage: StageModule, executions: dict[str, LayerExecution], devi
     """Allocate parameters and buffers on the device, or in host memory where offloaded, without values (step 8)."""
     for name, layer in stage.layers().items():
         layer.to_empty(device=torch.device("cpu") if executions[name].offloaded else device)
-        # fully_shard brings only parameters of offloaded layers to the device, so buffers must already be there.
+        # fully_shard brings only its own parameters of offloaded layers to the device: buffers and tables stay there.
+        for parameter in tables(layer):
+            parameter.data = parameter.data.to(device)
         for module in layer.modules():
             for key, buffer in module._buffers.items():
                 module._buffers[key] = None if buffer is None else buffer.to(device)

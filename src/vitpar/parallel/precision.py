@@ -27,7 +27,7 @@ With one rank and one micro-batch nothing is added to a gradient. An optimizer t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,18 +136,21 @@ def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, .
 class LowPrecisionParams:
     """Copies, in `dtype`, of the parameters of some layers.
 
+    without: parameters that are used as they are.
+
     An optimizer may write the copies itself: into each `target`, with `written` after it. They are then used until
     anything else changes the parameter. Other copies are made for each `in_place`.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, layers: Iterable[nn.Module], dtype: torch.dtype, without: Collection[nn.Parameter] = ()) -> None:
         self._dtype = dtype
+        left_out = {id(parameter) for parameter in without}
         self._layers = [
             [
                 (module._parameters, name)
                 for module in layer.modules()
                 for name, parameter in module._parameters.items()
-                if parameter is not None
+                if parameter is not None and id(parameter) not in left_out
             ]
             for layer in layers
         ]

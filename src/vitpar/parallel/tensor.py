@@ -55,6 +55,7 @@ def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) ->
     for index, divided in enumerate(AXES[strategy.mode].values()):
         if divided == "features":
             layer.take_features(mesh.get_local_rank(index), mesh.size(index))
+    layer.take_heads(mesh.get_local_rank(0), mesh.size(0))  # every mode splits heads over j
     found = []
     for name, split in parameter_splits(layer.description, strategy.mode).items():
         owner, _, attribute = name.rpartition(".")

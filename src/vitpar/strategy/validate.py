@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from vitpar.errors import StrategyError
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.roles import parameter_splits
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
 from vitpar.strategy.layer import Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
@@ -30,6 +31,14 @@ class Model(Protocol):
     def groups(self) -> Mapping[str, range]:
         """Blocks of each group that has a name."""
 
+    @property
+    def holders(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of each shared parameter in the layers, by the owner's name."""
+
+    @property
+    def tables(self) -> Collection[str]:
+        """Names of tables, which layers of any strategies may share."""
+
 
 def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
     """Return the plan with its number of micro-batches filled in and its blocks numbered, ready to run.
@@ -43,6 +52,7 @@ def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
     _ = plan.world_size  # refuses an open degree
     plan = plan.numbered(model.groups, model.name)
     _check_layers(plan, model, batch_size)
+    _check_shared(plan, model)
     _check_schedule(plan)
     _check_stages(plan, model)
     if batch_size is not None:
@@ -65,6 +75,30 @@ def _check_layers(plan: Plan, model: Model, batch_size: int | None) -> None:
             checked.add((layer.kind, strategy))
             if fault := unsplittable(layer, strategy, _owner(layer, model)):
                 raise StrategyError(f"{fault[0]}: {_layerwise(plan, model, batch_size) or fault[1]}")
+
+
+def _check_shared(plan: Plan, model: Model) -> None:
+    """Raise StrategyError if layers that share a parameter have other strategies, or split it in other ways."""
+    strategies = plan.strategies(tuple(model.layers))
+    for owner, (_, *copies) in model.holders.items():
+        if owner in model.tables:
+            continue
+        first, name = layer_of(owner), owner.removeprefix(f"{layer_of(owner)}.")
+        for copy in copies:
+            other = layer_of(copy)
+            if strategies[first] != strategies[other]:
+                raise StrategyError(
+                    f"{first} and {other} share {owner}, but their strategies are {strategies[first]} and "
+                    f"{strategies[other]}: give them the same one"
+                )
+            mode = strategies[first].mode
+            mine = parameter_splits(model.layers[first], mode)[name]
+            theirs = parameter_splits(model.layers[other], mode)[copy.removeprefix(f"{other}.")]
+            if strategies[first].has("tp") and mine.axes != theirs.axes:
+                raise StrategyError(
+                    f"{first} and {other} share {owner}, but {strategies[first]} splits it in different ways: "
+                    "give both layers the same role for it, or use dp or fsdp"
+                )
 
 
 def _owner(layer: LayerDescription, model: Model) -> str:

@@ -81,6 +81,8 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: S
     leader = model.pipe.get_local_rank("stage") == 0
     whole = {}
     for parameter_name, parameter in model.named_parameters():
+        if parameter_name in model.config.shared:
+            continue  # equal to its owner
         value = _whole(parameter, model.device)
         if leader:
             whole[parameter_name] = value.detach().cpu().contiguous()
@@ -324,7 +326,7 @@ def read_class_names(folder: Path, classes: int | None = None) -> tuple[str, ...
 
 
 def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, by name, without allocating any.
+    """Return the shape of every parameter of a model, by name, without allocating any; of shared ones, the owner's.
 
     most: number of tensors that exist, which limits the depth.
 
@@ -337,7 +339,10 @@ def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...
     if config.parameters >= 2**63 // 8:  # bytes that a 64-bit integer cannot count
         raise DataError(f"the configured sizes of {config.name} are too large: do not use it")
     return {
-        f"{layer.name}.{name}": shape for layer in config.layers.values() for name, shape in layer.parameters.items()
+        f"{layer.name}.{name}": shape
+        for layer in config.layers.values()
+        for name, shape in layer.parameters.items()
+        if f"{layer.name}.{name}" not in config.shared
     }
 
 
@@ -356,11 +361,14 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open_whole(folder)
         prefix = _best(checkpoint)
-        load_tensors(folder, {f"{prefix}{name}": p.detach() for name, p in wanted.items()}, checkpoint.index)
+        owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
+        named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
+        load_tensors(folder, named, checkpoint.index, owners)
         model.parameters_changed()
         return
     shards = Shards.indexed(folder, INDEX)
     for name, parameter in wanted.items():
+        name = model.config.owner(name)
         if name not in shards.shapes:
             raise DataError(f"'{folder}' lacks the parameter {name}: use weights of the same model")
         if shards.shapes[name] != tuple(parameter.shape):

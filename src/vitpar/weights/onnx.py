@@ -40,7 +40,7 @@ def whole_model(weights: Weights) -> nn.Module:
     refuse_other_shapes(weights.folder, shapes, parameter_shapes(weights.config, len(shapes)), exactly=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            copy_whole_(parameter, weights.read(name))
+            copy_whole_(parameter, weights.read(weights.config.owner(name)))
     for layer in model.layers().values():
         layer.reset_buffers()
     return model.eval().requires_grad_(False)

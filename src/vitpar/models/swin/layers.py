@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.config import block_index
+from vitpar.models.description import block_index
 from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock
 from vitpar.models.swin.config import SwinConfig, SwinStage
 from vitpar.sharded import to_local

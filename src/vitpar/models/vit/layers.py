@@ -6,7 +6,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.compiled import add_linear, is_plain, kept_sum, scaled, sum_bias_of_branch, trains_compiled, wide
-from vitpar.models.config import block_index
+from vitpar.models.description import block_index
 from vitpar.models.keyed_random import drop
 from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample
 from vitpar.models.vit.attention import Attend, Attention, AttentionPool

@@ -84,9 +84,14 @@ class DebugChecks:
                 )
 
     def _kept(self, when: str) -> None:
-        tensors = {name.removeprefix(PARAMETERS): tensor for name, tensor in self._state.tensors().items()}
-        bad = not_finite(tensors)
-        sums = [(name, place, checksum) for (name, place), checksum in checksums(tensors).items()]
+        tensors = self._state.tensors()
+        owners, shown = self._state.owners(tensors), {name: name.removeprefix(PARAMETERS) for name in tensors}
+        bad = [shown[name] for name in not_finite(tensors)]
+        # Copies of a shared parameter count as replicas of their owner.
+        sums = [
+            (owners.get(name, name).removeprefix(PARAMETERS), place, checksum)
+            for (name, place), checksum in checksums(tensors).items()
+        ]
         answers = all_gather_json((bad[:1], sums))
         for rank, (wrong, _) in enumerate(answers):
             if wrong:

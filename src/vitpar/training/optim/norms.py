@@ -26,12 +26,15 @@ class ShardNorms(NamedTuple):
 
 @torch.no_grad()
 def shard_norms(gradients: dict[str, Tensor], model: ParallelModel) -> list[ShardNorms]:
-    """Return the norms of all gradients on this rank.
+    """Return the norms of all gradients on this rank, without those of copies of shared parameters.
 
     They are float64 if the loss is scaled: squares of large numbers may overflow float32.
     """
     alike: dict[tuple[int, torch.device], dict[str, Tensor]] = {}  # offloaded gradients are on the host
+    copies = model.config.shared
     for name, gradient in gradients.items():
+        if name in copies:
+            continue
         alike.setdefault((model.replicas(gradient), local(gradient).device), {})[name] = local(gradient)
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
     return [

@@ -352,10 +352,12 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
 
     See `state_bytes`.
     """
+    copies = model.config.shared
     named = [p for _, p in model.named_parameters()]
+    counted = [p for name, p in model.named_parameters() if name not in copies]
     frozen = PRECISIONS[recipe.train.precision].parameters.itemsize
     whole = torch.tensor(
-        [sum(local(p).numel() / model.replicas(p) for p in named)], dtype=torch.float64, device=model.device
+        [sum(local(p).numel() / model.replicas(p) for p in counted)], dtype=torch.float64, device=model.device
     )
     kept = sum(local(p).numel() * (state_bytes(recipe) if p.requires_grad else frozen) for p in named)
     fullest = torch.tensor([float(kept)], dtype=torch.float64, device=model.device)

@@ -17,6 +17,7 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer, model_vali
 
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import layer_of
 from vitpar.models.families import model_config
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
@@ -129,7 +130,7 @@ class Recipe(Section):
     def frozen(self, config: ModelConfig) -> frozenset[str]:
         """Return the names of the layers that `train.freeze` freezes.
 
-        Raises RecipeError if the model lacks one, or if none is left.
+        Raises RecipeError if the model lacks one, if none is left, or if only some layers of a shared parameter freeze.
         """
         if self.train.freeze is None:
             return frozenset()
@@ -139,6 +140,13 @@ class Recipe(Section):
             raise RecipeError(f"train.freeze: {error}") from None
         if len(found) == len(config.layer_names):
             raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
+        for owner, names in config.holders.items():
+            layers = {layer_of(name) for name in names}
+            if layers & found and layers - found:
+                raise RecipeError(
+                    f"train.freeze '{self.train.freeze}' freezes {sorted(layers & found)[0]} but not "
+                    f"{sorted(layers - found)[0]}, which share {owner}: freeze all layers that share it, or none"
+                )
         return found
 
     def with_precision(self, name: str) -> Self:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -39,12 +39,34 @@ class TrainingState:
         self._model, self._optimizer, self._ema, self._scaler = model, optimizer, ema, scaler
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors, sharing memory: `model.…`, `optimizer.exp_avg.…`, `ema.…`."""
+        """Return this rank's tensors, sharing memory: `model.…`, `optimizer.exp_avg.…`, `ema.…`.
+
+        Each copy of a shared parameter has tensors of its own, which `owners` relates to those of its owner.
+        """
         named = {name: p.detach() for name, p in self._model.named_parameters()}
         parameters = {f"{PARAMETERS}{name}": p for name, p in named.items()}
         moments = {f"{MOMENTS}{name}": tensor for name, tensor in self._optimizer.state().items()}
         means = self._ema.average if self._ema else {}  # local shards
         return parameters | moments | {f"{AVERAGES}{name}": sharded_as(named[name], means[name]) for name in means}
+
+    def owners(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the name of the owner's tensor for each tensor of a copy among `names` of `tensors`."""
+        shared, owners = self._model.config.shared, {}
+        for name in names if shared else ():
+            prefix = next(prefix for prefix in (PARAMETERS, MOMENTS, AVERAGES) if name.startswith(prefix))
+            parameter = name.removeprefix(prefix)
+            if prefix == MOMENTS:
+                moment, _, parameter = parameter.partition(".")
+                prefix += f"{moment}."
+            if parameter in shared:
+                owners[name] = f"{prefix}{shared[parameter]}"
+        return owners
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return `tensors` without those of copies, which are equal to their owners'."""
+        tensors = self.tensors()
+        copies = self.owners(tensors)
+        return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
     @property
     def loss_scale(self) -> Scale | None:
@@ -64,17 +86,18 @@ class TrainingState:
         if any(name.startswith(MOMENTS) for name in there):  # else the checkpoint is from before the first step
             self._optimizer.allocate()
         wanted = self.tensors()
+        owners = self.owners(wanted)
         if "train.freeze" in changed:  # parameters that were frozen have no state there
-            self._optimizer.forget(lambda name: f"{MOMENTS}{name}" not in there)
+            self._optimizer.forget(lambda name: owners.get(f"{MOMENTS}{name}", f"{MOMENTS}{name}") not in there)
             wanted = self.tensors()
         other = any(key.startswith("optimizer.") for key in changed)
-        if other and any(name not in there for name in wanted if name.startswith(MOMENTS)):
+        if other and any(owners.get(name, name) not in there for name in wanted if name.startswith(MOMENTS)):
             self._optimizer.forget()
             wanted = self.tensors()
         no_averages = not any(name.startswith(AVERAGES) for name in there)
         if no_averages and "train.ema_decay" in changed:
             wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(AVERAGES)}
-        load_tensors(checkpoint.path, wanted, checkpoint.index)
+        load_tensors(checkpoint.path, wanted, checkpoint.index, owners)
         if self._ema and no_averages:
             self._ema.restart()
         self._model.parameters_changed()
@@ -164,9 +187,7 @@ class Saver:
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
         texts = self._texts(step, samples, self._best)
-        self.writer.begin(
-            self.checkpoints.path(step), self._state.tensors(), texts, lambda: self.checkpoints.keep(kept)
-        )
+        self.writer.begin(self.checkpoints.path(step), self._state.saved(), texts, lambda: self.checkpoints.keep(kept))
         if not self._settings.asynchronous:
             self.finish()
         self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")

@@ -23,7 +23,7 @@ ActionOrder = Mapping[int, Sequence[Sequence[ActionPart]]]
 _Actions = Iterator[list[ActionPart]]
 """Actions of one rank in order."""
 _Steps = Iterator[tuple[tuple[str, int], ...]]
-"""The same without micro-batches: (kind, stage) of each part."""
+"""Actions of one rank in order, without micro-batches: (kind, stage) of each part."""
 
 
 def action_order(plan: Plan, microbatches: int) -> ActionOrder:

@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
     RankGroup,
@@ -42,6 +41,7 @@ from vitpar.strategy import (
 )
 from vitpar.strategy.layout import Layout
 from vitpar.strategy.pipeline_orders import ActionOrder, action_order
+from vitpar.strategy.stages import travel_layout
 
 Travel = tuple[Layout | None, ...]
 """Layouts of tokens between stages: entry n is the input of stage n. None for the input of the first stage and the

@@ -137,7 +137,7 @@ def _search(
     from vitpar.planner.search.reasons import reasons
     from vitpar.planner.sources import estimated_costs, usual_budget
     from vitpar.planner.training_time import training_length, training_time
-    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.optim.state_memory import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
 
     train, parallel = recipe.train, recipe.parallel

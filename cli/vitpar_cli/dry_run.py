@@ -13,7 +13,7 @@ from vitpar.planner.out_of_memory import estimate_memory, memory_warning, memory
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
 from vitpar.text import count
-from vitpar.training.optim.optimizer import frozen_bytes, moments, state_bytes, state_words
+from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show

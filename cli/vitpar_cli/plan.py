@@ -119,7 +119,7 @@ def plan(
     from vitpar.planner.modules import layer_modules
     from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
-    from vitpar.training.optim.optimizer import frozen_bytes, state_bytes, state_words
+    from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
     from vitpar_cli.plan_view import show, show_modules
     from vitpar_cli.search_view import show_prediction
 
@@ -163,7 +163,7 @@ def _predict(
     from vitpar.planner.sources import estimated_costs, usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.strategy.support import refuse_clashes
-    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.optim.state_memory import moments
 
     ranks, machine = plan.world_size, costs.hardware
     if ranks > machine.ranks:

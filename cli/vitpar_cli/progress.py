@@ -197,7 +197,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     width: maximum columns of the rank grid.
     """
     from vitpar.planner.cost.pipeline import idle_share
-    from vitpar.training.optim.optimizer import state_words
+    from vitpar.training.optim.state_memory import state_words
 
     recipe, plan = header.recipe, header.plan
     batch = batch_arithmetic(plan, recipe.train.batch_size)

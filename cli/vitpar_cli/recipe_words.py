@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
 from vitpar.training.events import RunHeader
 from vitpar.training.recipe import Recipe
@@ -90,10 +91,8 @@ def precision_words(recipe: Recipe, automatic: bool) -> str:
 
     automatic: whether the precision was chosen automatically.
     """
-    from vitpar.parallel import PRECISIONS
-
-    found = PRECISIONS[recipe.train.precision]
-    compute, parameters = (str(dtype).removeprefix("torch.") for dtype in (found.compute, found.parameters))
+    found = PRECISION_TYPES[recipe.train.precision]
+    compute, parameters = found.compute.name, found.parameters.name
     words = f"{recipe.train.precision}{' (auto)' * automatic}"
     return words if compute == parameters else f"{words}: compute in {compute}, parameters in {parameters}"
 

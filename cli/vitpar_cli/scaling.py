@@ -63,7 +63,7 @@ def scaling(
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
     from vitpar.planner.sources import known_flags, usual_budget
-    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.optim.state_memory import moments
 
     def costs(number: int | None) -> "LayerCosts":
         return profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, number)

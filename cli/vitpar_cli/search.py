@@ -155,7 +155,7 @@ def search(
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.strategy import validate
     from vitpar.strategy.plan_json import write_plan
-    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.optim.state_memory import moments
 
     images = batches or (merged.train.batch_size,)
     costs = request.costs(merged, cluster)

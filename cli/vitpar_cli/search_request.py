@@ -65,7 +65,7 @@ class SearchRequest:
     def search(self, recipe: Recipe, costs: LayerCosts, batch_sizes: tuple[int, ...], seconds: float) -> Search:
         """Return the search for the best plan at one of the batch sizes."""
         from vitpar.planner.automatic import make_search
-        from vitpar.training.optim.optimizer import moments
+        from vitpar.training.optim.state_memory import moments
 
         return make_search(
             costs,

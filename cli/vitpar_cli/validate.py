@@ -69,7 +69,7 @@ def validate(
     from vitpar.planner.measure.steps import example_plans
     from vitpar.planner.report.accuracy import AccuracyRow, correction, measured_before
     from vitpar.strategy.support import refuse_clashes
-    from vitpar.training.optim.optimizer import moments
+    from vitpar.training.optim.state_memory import moments
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):

@@ -29,13 +29,13 @@ def choose_device(name: str | None) -> Device:
 
     Raises LaunchError for an unknown or missing device.
     """
-    import torch
+    from vitpar.launch.resources import has_cuda
 
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if has_cuda() else "cpu"
     if name not in ("cpu", "cuda"):
         raise LaunchError(f"unknown device '{name}': use cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not has_cuda():
         raise LaunchError("device is 'cuda' but this machine has no CUDA GPU: use --device cpu")
     return "cuda" if name == "cuda" else "cpu"
 

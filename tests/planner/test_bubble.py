@@ -1,12 +1,13 @@
-"""Pipeline bubble: torch's own schedules, replayed, compared with closed forms from the papers."""
+"""Pipeline bubble: schedules, replayed, compared with closed forms from the papers."""
 
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from vitpar.planner.cost.pipeline import ActionPart, CrossTraffic, duration, idle_share, order, replay
+from vitpar.planner.cost.pipeline import CrossTraffic, duration, idle_share, replay
 from vitpar.strategy import Plan, parse
+from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
 
 def piped(ranks: int, schedule: str, virtual_stages: int = 1) -> Plan:
@@ -14,8 +15,8 @@ def piped(ranks: int, schedule: str, virtual_stages: int = 1) -> Plan:
 
 
 def waiting(plan: Plan, microbatches: int) -> int:
-    """Return a rank's idle time in units of a forward, by replaying torch's schedule."""
-    return duration(order(plan, microbatches), plan.num_stages) - 3 * plan.virtual_stages * microbatches
+    """Return a rank's idle time in units of a forward, by replaying the schedule."""
+    return duration(action_order(plan, microbatches), plan.num_stages) - 3 * plan.virtual_stages * microbatches
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -129,7 +130,7 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
 def test_every_action_runs_once() -> None:
     for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2)):
         plan = piped(3, schedule, virtual)
-        events = replay(order(plan, 6), plan.num_stages, lambda *part: 1.0)
+        events = replay(action_order(plan, 6), plan.num_stages, lambda *part: 1.0)
         done = [(e.kind, e.stage, e.microbatch) for e in events]
         assert len(set(done)) == len(done)
         assert {(stage, number) for kind, stage, number in done if kind == "F"} == {

@@ -28,7 +28,6 @@ from vitpar.parallel.pipeline import (
     pipeline_stage,
     receive_tokens,
     send_tokens,
-    travel_layouts,
 )
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
@@ -37,6 +36,7 @@ from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, adds_no_gradients
 from vitpar.strategy.layout import copies
+from vitpar.strategy.stages import travel_layouts
 
 
 class ParallelModel:

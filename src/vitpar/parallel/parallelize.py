@@ -30,13 +30,14 @@ from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import FAST, compute_in_float8, float8_fault, refuse_small
 from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
-from vitpar.parallel.pipeline import StageModule, travel_layouts
+from vitpar.parallel.pipeline import StageModule
 from vitpar.parallel.precision import PRECISIONS, Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.shared import sharing_meshes, tables
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
+from vitpar.strategy.stages import travel_layouts
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 

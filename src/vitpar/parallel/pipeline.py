@@ -1,7 +1,6 @@
-"""Pipeline parallelism: stages with static shapes, schedules by name, and the layouts in which stages send tokens."""
+"""Pipeline parallelism: stages with static shapes, and schedules by name."""
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.strategy import ActivationPart, Plan, Strategy, rank_of_stage, stage_layers, token_layout
-from vitpar.strategy.layout import Layout
+from vitpar.strategy import ActivationPart, Plan, rank_of_stage
 
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
@@ -34,23 +32,6 @@ CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] =
     "zbvzerobubble": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-
-
-def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:
-    """Return, for each boundary between stages, the layout in which tokens are sent."""
-    strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
-    return tuple(travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts))
-
-
-def travel_layout(before: Strategy, behind: Strategy) -> Layout:
-    """Return the layout in which tokens are sent between stages.
-
-    before: strategy of the sending stage's last layer. behind: strategy of the receiving stage's first layer.
-    The layout with the smaller parts wins: each rank sends its part to one rank of the next stage, so smaller parts
-    mean less traffic. The other side redistributes within its stage.
-    """
-    given, taken = token_layout(before), token_layout(behind)
-    return taken if taken[0].share < given[0].share else given
 
 
 class _Stage(PipelineStage):

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vitpar.errors import RecipeError
 from vitpar.sharded import local, to_local
 from vitpar.strategy.execution import REDUCE_DTYPES
+from vitpar.strategy.precisions import PRECISION_TYPES
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Precision:
 
 
 PRECISIONS = {
-    "fp64": Precision(torch.float64, torch.float64, torch.float64),
-    "fp32": Precision(torch.float32, torch.float32, torch.float32),
-    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
-    "fp16": Precision(torch.float32, torch.float16, torch.float32),
-    "fp8": Precision(torch.float32, torch.bfloat16, torch.float32, float8=True),
+    name: Precision(
+        getattr(torch, types.parameters.name),
+        getattr(torch, types.compute.name),
+        getattr(torch, types.reduce.name),
+        types.float8,
+    )
+    for name, types in PRECISION_TYPES.items()
 }
 
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription
 from vitpar.models.roles import AXES, parameter_splits
-from vitpar.parallel.pipeline import travel_layouts
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import (
@@ -29,6 +28,7 @@ from vitpar.strategy import (
 )
 from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
+from vitpar.strategy.stages import travel_layouts
 from vitpar.strategy.traffic import layer_traffic
 from vitpar.text import count
 
@@ -143,7 +143,7 @@ def summarize(
     """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
     bytes_per_parameter: bytes of state per parameter element of a rank, as `state_bytes` of
-    ``vitpar.training.optim.optimizer`` counts them
+    ``vitpar.training.optim.state_memory`` counts them
     frozen: the same of layers that are not trained, by name, as `frozen_bytes` counts them
     """
     batch = batch_arithmetic(plan, batch_size)

@@ -20,7 +20,7 @@ from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch
 from vitpar.strategy import Plan, place_of_rank
 from vitpar.text import count, either, size
-from vitpar.training.optim.optimizer import moments
+from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe import Recipe
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.

@@ -50,12 +50,13 @@ def pipeline_timeline(plan: Plan) -> str:
 
     It assumes equal stages, a backward twice as long as the forward, and free communication.
     """
-    from vitpar.planner.cost.pipeline import UNITS, idle_share, order, replay
+    from vitpar.planner.cost.pipeline import UNITS, idle_share, replay
+    from vitpar.strategy.pipeline_orders import action_order
 
     batches = plan.microbatches or 1
     if 3 * batches * plan.num_stages > MOST_ACTIONS:
         return f"<p>A step has {batches:,} micro-batches in {plan.num_stages:,} stages: too many to draw.</p>"
-    events = replay(order(plan, batches), plan.num_stages, lambda kind, stage, microbatch: UNITS[kind])
+    events = replay(action_order(plan, batches), plan.num_stages, lambda kind, stage, microbatch: UNITS[kind])
     spans = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in events]
     spans.sort(key=lambda span: (span.start, span.row))
     idle = f"{idle_share(plan, batches) * 100:.1f} %"

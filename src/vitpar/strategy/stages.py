@@ -1,4 +1,4 @@
-"""Blocks of pipeline stages, stages of ranks, and coordinates of ranks on the axes of a plan.
+"""Blocks of pipeline stages, layouts between stages, stages of ranks, and coordinates of ranks on a plan's axes.
 
 Stages are contiguous runs of blocks, at least one each; embed belongs to the first stage and the head to the last.
 The leftmost axis varies slowest, as in DeviceMesh. In a layerwise plan pp is the outermost axis.
@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vitpar.errors import StrategyError
-from vitpar.strategy.layer import ROLES, Role
+from vitpar.strategy.layer import ROLES, Role, Strategy
+from vitpar.strategy.layout import Layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.text import count, nearest, shown
@@ -193,3 +194,20 @@ def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]
     stages[0].insert(0, "embed")
     stages[-1].append("head")
     return tuple(tuple(names) for names in stages)
+
+
+def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:
+    """Return, for each boundary between stages, the layout in which tokens are sent."""
+    strategies, parts = plan.strategies(config.layer_names), stage_layers(config, plan)
+    return tuple(travel_layout(strategies[before[-1]], strategies[behind[0]]) for before, behind in pairwise(parts))
+
+
+def travel_layout(before: Strategy, behind: Strategy) -> Layout:
+    """Return the layout in which tokens are sent between stages.
+
+    before: strategy of the sending stage's last layer. behind: strategy of the receiving stage's first layer.
+    The layout with the smaller parts wins: each rank sends its part to one rank of the next stage, so smaller parts
+    mean less traffic. The other side redistributes within its stage.
+    """
+    given, taken = token_layout(before), token_layout(behind)
+    return taken if taken[0].share < given[0].share else given

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vitpar.errors import RecipeError
-from vitpar.training.optim.optimizer import state_bytes, state_words
+from vitpar.training.optim.state_memory import state_bytes, state_words
 from vitpar.training.recipe import Recipe, read_recipe
 
 

@@ -8,7 +8,6 @@ from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.models.description import backwards
-from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
@@ -16,6 +15,7 @@ from vitpar.planner.profile.activations import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, Rules
+from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.strategy.traffic import Traffic, layer_traffic, traffic_beside_products
 
 
@@ -40,7 +40,7 @@ class LayerCosts:
         self._backwards = backwards(config.layer_names, frozen)
         self.model = model = model.steady()
         self.links = Links(self.hardware)
-        self.precision = PRECISIONS[model.precision]
+        self.precision = PRECISION_TYPES[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {
             (p.layer, p.tensor, p.checkpoint, p.wrapped): p for p in model.layers
         }
@@ -63,7 +63,7 @@ class LayerCosts:
     @property
     def peak(self) -> float | None:
         """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
-        return self.hardware.peaks.get(str(self.precision.compute).removeprefix("torch."))
+        return self.hardware.peaks.get(self.precision.compute.name)
 
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
@@ -206,7 +206,7 @@ class LayerCosts:
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
-        if wrapped or precision.compute is not precision.parameters:
+        if wrapped or precision.compute != precision.parameters:
             gathered = elements.compute_numel * precision.compute.itemsize
         if wrapped:
             local = self._weight_profiles[self.profiled(kind), position.tensor]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitpar.planner.cost.pipeline import ActionPart
 from vitpar.planner.cost.stage import StageCost, StageLayer
+from vitpar.strategy.pipeline_orders import ActionPart
 
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
 """Parts of `Memory.total`."""

@@ -1,4 +1,4 @@
-"""Replay of a pipeline's step, action by action, in the order in which torch's schedules run them on each rank.
+"""Replay of a pipeline's step, action by action, in the order of its schedule.
 
 A rank starts an action as soon as it is free and the action's input has arrived. Ranks that share the cores of a
 machine compute equally fast.
@@ -7,18 +7,14 @@ machine compute equally fast.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from types import SimpleNamespace
-from typing import Any
 
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
-from vitpar.parallel.pipeline import CLASSES
 from vitpar.planner.cost.links import Wires
 from vitpar.strategy import Plan
+from vitpar.strategy.pipeline_orders import ActionOrder, ActionPart, action_order
 
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Relative duration of a stage's actions: forward, gradients of inputs, of weights, of both."""
@@ -37,52 +33,12 @@ def idle_share(plan: Plan, microbatches: int) -> float:
         return (ranks - 1) / (microbatches + ranks - 1)
     # All ranks compute equally long and the step ends for all at once, so one figure is valid for every rank.
     computing = plan.virtual_stages * microbatches * (UNITS["F"] + UNITS["B"])
-    return 1 - computing / duration(order(plan, microbatches), plan.num_stages)
+    return 1 - computing / duration(action_order(plan, microbatches), plan.num_stages)
 
 
 def duration(order: ActionOrder, num_stages: int) -> float:
     """Return the length of a step in `UNITS`, with free communication."""
     return replay(order, num_stages, lambda kind, stage, microbatch: UNITS[kind])[-1].end
-
-
-def order(plan: Plan, microbatches: int) -> ActionOrder:
-    """Return the actions that torch's schedule runs on every rank of the plan's pipeline, without a process group."""
-    if plan.schedule == "1f1b":  # torch's list (2.13) is not what it runs: the last rank starts with micro-batch 1
-        return {pp: _one_forward_one_backward(pp, plan.pipeline_degree, microbatches) for pp in range(plan.num_stages)}
-    kind = CLASSES[plan.schedule]
-    # These attributes are all that a schedule reads from a stage to list its actions.
-    stage: Any = SimpleNamespace(num_stages=plan.num_stages, group_size=plan.pipeline_degree, group_rank=0, submod=None)
-    if not issubclass(kind, PipelineScheduleMulti):
-        found = kind(stage, microbatches).pipeline_order or {}
-    else:
-        # Adding sends and receives to the list takes longer than everything else here, and `replay` needs none.
-        bare = type(kind.__name__, (kind,), {"_prepare_schedule_with_comms": lambda *_: None})
-        found = bare([stage] * plan.virtual_stages, microbatches).pipeline_order
-    parts = {pp: [_parts(action) for action in actions if action is not None] for pp, actions in found.items()}
-    return {pp: [action for action in actions if action] for pp, actions in parts.items()}
-
-
-def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[list[ActionPart]]:
-    """Return the actions of a rank under 1f1b: warm-up forwards, then backward and forward in turns, then backwards."""
-    first = min(microbatches, stages - stage)
-    found = [("F", stage, number) for number in range(first)]
-    for number in range(microbatches):
-        found.append(("B", stage, number))
-        if first + number < microbatches:
-            found.append(("F", stage, first + number))
-    return [[part] for part in found]
-
-
-def _parts(action: Any) -> list[ActionPart]:
-    """Return the computations of one of torch's actions: two if it overlaps them, none if it only communicates."""
-    every = [(a.computation_type.value, a.stage_index, a.microbatch_index) for a in action.sub_actions or (action,)]
-    return [part for part in every if part[0] in UNITS]
-
-
-ActionPart = tuple[str, int, int]
-"""(kind, stage, micro-batch); kinds: F forward, I gradients of inputs, W of weights, B of both."""
-ActionOrder = Mapping[int, Sequence[Sequence[ActionPart]]]
-"""Actions of each pipeline rank in order, by index on the pp axis. Several parts in one action are overlapped."""
 
 
 @dataclass(frozen=True)

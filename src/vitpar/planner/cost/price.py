@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.parallel.pipeline import travel_layout
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
     RankGroup,
@@ -25,8 +24,7 @@ from vitpar.planner.cost.links import (
     stage_wires,
 )
 from vitpar.planner.cost.memory import Held, Memory
-from vitpar.planner.cost.pipeline import ActionOrder, CrossTraffic, Event, replay
-from vitpar.planner.cost.pipeline import order as schedule_order
+from vitpar.planner.cost.pipeline import CrossTraffic, Event, replay
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
@@ -42,6 +40,8 @@ from vitpar.strategy import (
     stages_of_rank,
 )
 from vitpar.strategy.layout import Layout
+from vitpar.strategy.pipeline_orders import ActionOrder, action_order
+from vitpar.strategy.stages import travel_layout
 
 Travel = tuple[Layout | None, ...]
 """Layouts of tokens between stages: entry n is the input of stage n. None for the input of the first stage and the
@@ -137,7 +137,7 @@ def actions(plan: Plan, microbatches: int) -> ActionOrder:
 
 @lru_cache(maxsize=4096)
 def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> ActionOrder:
-    return schedule_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
+    return action_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape, LayerDescription
 from vitpar.models.families import config_to_json
-from vitpar.parallel.precision import PRECISIONS
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
     given_elements,
@@ -42,6 +41,7 @@ from vitpar.planner.profile.profiles import (
 from vitpar.strategy import Strategy, parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, multiplies_in_float8, update_bytes
 from vitpar.strategy.layout import row_parts
+from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.strategy.validate import unsplittable
 from vitpar.text import divisors
 
@@ -156,9 +156,9 @@ def estimate_model(
         raise PlannerError(
             f"{hardware.name} has no rates to estimate a model with: profile the model, or use --cluster"
         )
-    numbers = PRECISIONS[precision]
+    numbers = PRECISION_TYPES[precision]
     rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
-    matmul = rates.get(str(numbers.compute).removeprefix("torch."), hardware.matmuls[0])
+    matmul = rates.get(numbers.compute.name, hardware.matmuls[0])
     if numbers.float8 and FLOAT8 not in rates:
         raise PlannerError(
             f"{hardware.name} has no rate of float8 matrix products: plan for bf16, or use GPUs that have it"

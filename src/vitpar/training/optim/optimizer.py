@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters, learning rates, averages, and the memory that they need.
+"""Optimizers over sharded parameters, learning rates, and averages.
 
 All optimizers run on each rank's local shards as plain tensors. So foreach and fused implementations work whatever mix
 of meshes the parameters have, and the step dispatches no elementwise DTensor operation. (upstream: foreach and fused
@@ -20,16 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitpar.launch.world_group import all_reduce_
-from vitpar.parallel import PRECISIONS, ParallelModel
+from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import LowPrecisionParams
 from vitpar.sharded import local, sharded_as
+from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
 from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.muon import Matrix, Muon
 from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
+from vitpar.training.optim.state_memory import state_bytes
 
 if TYPE_CHECKING:
-    from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
 
@@ -334,19 +335,6 @@ class EMA:
         self._model.parameters_changed()
 
 
-def state_bytes(recipe: Recipe) -> int:
-    """Return the bytes kept for each element of a rank's trained parameters: the tensors that `state_words` names.
-
-    Muon keeps less for some elements than for others: this is the maximum.
-    """
-    return (2 + moments(recipe)) * PRECISIONS[recipe.train.precision].parameters.itemsize
-
-
-def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
-    """Return the bytes kept for each element of the parameters of frozen layers, by the layer's name."""
-    return dict.fromkeys(recipe.frozen(config), PRECISIONS[recipe.train.precision].parameters.itemsize)
-
-
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     """Return the parameters of the global model, and the bytes that the fullest rank keeps for its share. Collective.
 
@@ -355,7 +343,7 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     copies = model.config.shared
     named = [p for _, p in model.named_parameters()]
     counted = [p for name, p in model.named_parameters() if name not in copies]
-    frozen = PRECISIONS[recipe.train.precision].parameters.itemsize
+    frozen = PRECISION_TYPES[recipe.train.precision].parameters.itemsize
     whole = torch.tensor(
         [sum(local(p).numel() / model.replicas(p) for p in counted)], dtype=torch.float64, device=model.device
     )
@@ -364,31 +352,3 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     all_reduce_(whole)
     all_reduce_(fullest, dist.ReduceOp.MAX)
     return round(whole.item()), int(fullest.item())
-
-
-def moments(recipe: Recipe) -> int:
-    """Return the number of parameter-sized tensors kept besides parameters and gradients.
-
-    They are the optimizer state and the running average.
-    """
-    return _moments(recipe) + bool(recipe.train.ema_decay)
-
-
-def state_words(recipe: Recipe) -> str:
-    """Return the names of these tensors: `parameters, gradients, adamw state in float32`."""
-    kinds = ["parameters", "gradients"]
-    if _moments(recipe):
-        kinds.append(f"{recipe.optimizer.name} state{' (at most)' if recipe.optimizer.name == 'muon' else ''}")
-    if recipe.train.ema_decay:
-        kinds.append("running average")
-    number = str(PRECISIONS[recipe.train.precision].parameters).removeprefix("torch.")
-    return f"{', '.join(kinds)} in {number}"
-
-
-def _moments(recipe: Recipe) -> int:
-    """Return the numbers that the optimizer keeps per element, at most.
-
-    Muon keeps 1 for matrices of blocks and 2 for others.
-    """
-    momentum = 1 if recipe.optimizer.momentum else 0
-    return {"adamw": 2, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}[recipe.optimizer.name]

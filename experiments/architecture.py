@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ground", ("io", "kernels", "records", "sharded", "sizes")),
     ("", ("errors",)),
     ("", ("text",)),
-    ("", ("limits", "former_names", "lazy", "terminal")),
+    ("", ("limits", "lazy", "terminal")),
 )
 """Floors from top to bottom: (name, packages). An empty name means the name of the floor above.
 

@@ -1,5 +1,7 @@
 """Imports between packages go downwards only, and docs/architecture.md matches the source."""
 
+import re
+
 import pytest
 
 import architecture
@@ -11,6 +13,12 @@ def test_no_import_goes_upwards_or_in_a_cycle() -> None:
     assert sum(map(len, graph.values())) > 1000, "imports are found"
     assert architecture.upwards(graph) == []
     assert architecture.cycles(graph) == []
+
+
+def test_only_models_know_the_configurations_of_families() -> None:
+    for name, path in architecture.modules().items():
+        if name != "vitpar" and not f"{name}.".startswith("vitpar.models."):
+            assert not re.search(r"\b(ViT|Swin)Config\b", path.read_text()), f"{name}: ask the ModelConfig instead"
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,6 @@ def test_extended_attributes_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(pax(b"SCHILY.xattr.user.x=" + b"y" * 9000) + SAMPLE + LABEL + END)
     index(tmp_path)
     assert len(ShardSet.open(tmp_path, "train")) == 1 and not list(verify(tmp_path))
-    manifest = json.loads((tmp_path / "dataset.json").read_text())
-    for labels in ("cls", None):  # None: written by an older version
-        (tmp_path / "dataset.json").write_text(json.dumps({**manifest, "labels": labels}))
-        assert not list(verify(tmp_path))
     path = tmp_path / "train-0.tar"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert "data follows" in next(iter(verify(tmp_path))).what

@@ -16,7 +16,7 @@ from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
 from vitpar.models import initial
-from vitpar.models.initial import initial_value, initialise
+from vitpar.models.initial import initial_value, initialise, seeding_name
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.foreign import parts, renamed
 from vitpar.models.vit.initial import SCHEMES
@@ -207,6 +207,17 @@ KNOWN = {
 def test_initial_values_are_the_same_on_every_machine() -> None:
     """The known digests come from torch 2.13 on x86-64."""
     assert fingerprints() == KNOWN
+
+
+def test_random_numbers_are_drawn_under_names_that_never_change() -> None:
+    with torch.device("meta"):
+        model = LayeredModel(model_config("vit_tiny_patch16_32", depth=2, **EVERYTHING))
+    seeding = {name: seeding_name(name) for name, _ in model.named_parameters()}
+    assert len({*seeding.values()}) == len(seeding), "no two parameters draw the same numbers"
+    assert seeding["embed.patch_embed.proj.weight"] == "stem.proj.weight"
+    assert seeding["embed.pos_embed"] == "stem.pos_embed"
+    assert seeding["blocks.1.ls2.gamma"] == "blocks.1.gamma2"
+    assert seeding["blocks.1.mlp.fc1.bias"] == "blocks.1.mlp.fc1.bias"
 
 
 def test_initial_values_do_not_depend_on_vector_instructions() -> None:

@@ -40,7 +40,7 @@ def test_list_names_layers(text: str, expected: list[str]) -> None:
         ("4-6", "'4-6' names block 6, but swin_nano_patch2_window4_32 has 6 blocks, 0 to 5: change it"),
         ("stage4", "has no blocks called 'stage4'"),
         ("embed=dp2", "'embed=dp2' is not a layer selector"),
-        ("stem", "the layer 'stem' is now called 'embed'"),
+        ("stem", "has no blocks called 'stem'"),
     ],
 )
 def test_unknown_layers_are_refused(text: str, message: str) -> None:

@@ -15,7 +15,6 @@ from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.image import open_safetensors
 from vitpar.checkpoint.index import Index, damage, first_line, read_index
 from vitpar.errors import CheckpointError
-from vitpar.former_names import present_parameter
 from vitpar.sharded import box_of, local
 from vitpar.text import shown
 
@@ -41,7 +40,7 @@ def load_tensors(
         name = owners.get(name, name)
         stored = index.tensors.get(name)
         if stored is None:
-            raise CheckpointError(_lacks(folder, name, index))
+            raise CheckpointError(f"'{folder}' lacks {name}: use a checkpoint of the same model and recipe")
         if stored.shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{name} in '{folder}' has shape {list(stored.shape)} but {list(tensor.shape)} is needed"
@@ -53,15 +52,6 @@ def load_tensors(
                 wanted[index.shards[shard]].append((name, there, local(tensor)[here]))
     for file, items in wanted.items():
         _fill(folder / file, items)
-
-
-def _lacks(folder: Path, name: str, index: Index) -> str:
-    if former := next((old for old in index.tensors if present_parameter(old) == name), None):
-        return (
-            f"'{folder}' was saved by an earlier version of vitpar: its tensor '{former}' is now called '{name}'; "
-            "train again"
-        )
-    return f"'{folder}' lacks {name}: use a checkpoint of the same model and recipe"
 
 
 def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], ...]) -> tuple[Slices, Slices] | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.description import ExtraPasses, LayerDescription, layer_of
 from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, shown
 
@@ -67,6 +67,8 @@ class ModelConfig:
 
     FAMILY: ClassVar[str]
     """Name of the family."""
+    CALIBRATED: ClassVar[bool] = False
+    """Whether estimated speeds of the family were compared with runs of vitpar, which narrows their error band."""
 
     name: str
     """Name of the model; only messages use it."""
@@ -112,6 +114,14 @@ class ModelConfig:
         """Return the loss."""
         loss: Loss = from_torch_module("vitpar.models.loss", "Classification")()
         return loss
+
+    def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses | None:
+        """Return the extra passes of a compiled block, for estimates; None if the family's were not counted.
+
+        plain: names of the block's linear layers with torch's own forward.
+        whole: whether a rank has all heads.
+        """
+        return None
 
     @property
     def shared(self) -> Mapping[str, str]:

@@ -107,6 +107,20 @@ class AttentionShape:
         return 4 * self.windows * self.tokens**2 * self.heads * self.head_dim
 
 
+PassTable = tuple[tuple[bool, float, float], ...]
+"""Rows of (whether it applies, additional passes in forward, in backward)."""
+
+
+@dataclass(frozen=True)
+class ExtraPasses:
+    """Reads and writes of a compiled block beyond those of common code, in passes over tokens x features."""
+
+    stream: PassTable = ()
+    """Differences around the residual stream."""
+    heads: PassTable = ()
+    """Differences between the product for queries, keys and values, and attention."""
+
+
 @dataclass(frozen=True)
 class LayerDescription:
     """One layer of a model."""

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from vitpar.errors import ModelError
-from vitpar.former_names import present_field
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.swin.config import SwinConfig
 from vitpar.models.vit.config import ViTConfig
@@ -33,14 +32,11 @@ def model_config(name: str, **options: Any) -> ModelConfig:
     family = family_of(name)
     known = field_names(family) - {"name"}
     for option in options:
-        if option in known:
-            continue
-        if present := present_field(option):
-            raise ModelError(f"model option '{option}' is now called '{present}': rename it")
-        raise ModelError(
-            f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
-            f"{', '.join(sorted(known))}"
-        )
+        if option not in known:
+            raise ModelError(
+                f"unknown model option '{shown(option)}' of {shown(name)}{nearest(option, known)}: options are "
+                f"{', '.join(sorted(known))}"
+            )
     return family.named(name, options)
 
 
@@ -88,11 +84,10 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(
             f"unknown family of models '{shown(name)}'{nearest(name, FAMILIES)}: use {', '.join(FAMILIES)}"
         )
-    if unknown := fields.keys() - field_names(family):
+    known = field_names(family)
+    if unknown := fields.keys() - known:
         name = min(unknown)
-        if present := present_field(name):
-            raise ModelError(f"field '{name}' is now called '{present}': rename it")
-        raise ModelError(f"unknown model field '{shown(name)}'")
+        raise ModelError(f"unknown model field '{shown(name)}'{nearest(name, known)}")
     try:
         return TypeAdapter(family).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:

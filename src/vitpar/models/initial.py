@@ -1,7 +1,7 @@
 """Initial parameters as a function of (seed, parameter name): the same under every plan, on every device.
 
-Each value is drawn whole on the CPU from a generator keyed by seed and name, then cut to the local shard, so neither
-the ranks nor the order of creation can change it. Rules are data (``ModelConfig.initial_rules``).
+Each value is drawn whole on the CPU from a generator keyed by seed and name (`seeding_name`), then cut to the local
+shard, so neither the ranks nor the order of creation can change it. Rules are data (``ModelConfig.initial_rules``).
 
 A rule maps uniform float64 numbers to values by the inverse distribution function, element by element; the result is
 rounded to float32. `Tensor.normal_` draws other numbers with other vector instructions, and may with another torch.
@@ -9,6 +9,7 @@ rounded to float32. `Tensor.normal_` draws other numbers with other vector instr
 
 import hashlib
 import math
+import re
 from fnmatch import fnmatch
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vitpar.former_names import former_parameter
 from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.layers import Layer
 
@@ -63,11 +63,28 @@ PLAIN: Rules = (
 """The rules of a model whose family has none of its own."""
 
 
+_SEEDING_NAMES = (
+    (r"\bembed\.patch_embed\.proj\.", "stem.proj."),
+    (r"\bembed\.", "stem."),
+    (r"\.ls([12])\.gamma$", r".gamma\1"),
+)
+"""Pattern of a parameter's name and its replacement in the name that seeds its random numbers; the first that matches
+decides. Changing a line changes the initial values of every model that has such parameters."""
+
+
+def seeding_name(parameter: str) -> str:
+    """Return the name under which the initial random numbers of `parameter` are drawn."""
+    for pattern, replacement in _SEEDING_NAMES:
+        seeding, times = re.subn(pattern, replacement, parameter, count=1)
+        if times:
+            return seeding
+    return parameter
+
+
 def initial_value(name: str, shape: torch.Size, seed: int, config: ModelConfig) -> Tensor:
     """Return the whole initial value of parameter `name`, float32 on the CPU."""
     rule = next(rule for pattern, rule in config.initial_rules() if fnmatch(name, pattern))
-    # Keyed by the former name: a renamed parameter keeps its initial value.
-    digest = hashlib.blake2b(f"{seed}/{former_parameter(name)}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{seeding_name(name)}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     value = torch.empty(shape, dtype=torch.float32)
     for part in value.view(-1).split(CHUNK):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from vitpar.errors import StrategyError
-from vitpar.former_names import FORMER_LAYERS
 from vitpar.limits import MAX_BLOCKS
 from vitpar.strategy.layer import Strategy
 from vitpar.text import count, nearest, shown
@@ -30,8 +29,6 @@ def blocks_of(selector: str) -> range | None:
     if selector in _WORDS:
         return None
     match = _BLOCKS.fullmatch(selector)
-    if present := FORMER_LAYERS.get(selector):
-        raise StrategyError(f"the layer '{selector}' is now called '{present}': write {present}=…")
     if not match and _NAME.fullmatch(selector):
         return None
     if not match:

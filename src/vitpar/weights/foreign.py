@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 
 from vitpar.errors import DataError
-from vitpar.former_names import present_parameter
 from vitpar.models.foreign import Renamed, Shapes
 from vitpar.models.swin import foreign as swin
 from vitpar.models.vit import foreign as vit
@@ -29,11 +28,6 @@ def recognised(place: object, shapes: Shapes) -> tuple[ModuleType, Renamed]:
                 f"'{place}' has {listed(list(found.unknown))}, which vitpar's model lacks: use another model"
             )
         return family, found
-    if former := next((name for name in shapes if present_parameter(name) != name), None):
-        raise DataError(
-            f"'{place}' was written by an earlier version of vitpar: its tensor '{former}' is now called "
-            f"'{present_parameter(former)}'; rename its tensors"
-        )
     raise DataError(
         f"the tensor names in '{place}' are not those of timm's, transformers' or vitpar's models: it has "
         f"{listed(sorted(shapes))}"

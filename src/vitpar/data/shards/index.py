@@ -153,15 +153,6 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     return _table(samples, found)
 
 
-def offsets(shard: Path) -> set[int]:
-    """Return the byte offsets of the data of all members of a tar file.
-
-    Raises DataError for a file that is no complete tar file.
-    """
-    with open_tar(shard) as file:
-        return {member.offset_data for member in members(file)}
-
-
 def _table(samples: dict[str, _Sample], found: dict[str, int | str]) -> Scan:
     classes = sorted({label for label in found.values() if isinstance(label, str)})
     number = {name: place for place, name in enumerate(classes)}

@@ -82,8 +82,8 @@ class Manifest(Record):
     """Identifiers of the classes, in label order."""
     class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES, fail_fast=True)
     """Human-readable names of the classes, in the same order; None if they do not differ."""
-    labels: str | None = None
-    """Place of the labels in the shards, in the syntax of `vitpar data index --label`; None from older versions."""
+    labels: str
+    """Place of the labels in the shards, in the syntax of `vitpar data index --label`."""
     splits: Annotated[dict[str, SplitEntry], table_of(SplitEntry.model_validate)]
     """Splits by name."""
 

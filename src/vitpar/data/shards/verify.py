@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vitpar.data.images import decode
-from vitpar.data.shards.index import Labels, offsets, scan
+from vitpar.data.shards.index import Labels, scan
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources.source import Progress
@@ -40,8 +40,8 @@ def verify(
     """Yield every problem of every split.
 
     A shard has a problem if a tar reader would fail on it (a damaged header, a missing end, data after the end), or if
-    its members differ from the index. Labels are compared too if the manifest says where they are. A sample has a
-    problem if its bytes are not those that were indexed.
+    its members or their labels differ from the index. A sample has a problem if its bytes are not those that were
+    indexed.
 
     pixels: whether to decode every image too; one that cannot be decoded is a problem.
     workers: number of threads.
@@ -50,7 +50,7 @@ def verify(
     Raises DataError if the data set cannot be opened.
     """
     manifest = read_manifest(folder)
-    labels = Labels.parse(manifest.labels) if manifest.labels else None
+    labels = Labels.parse(manifest.labels)
     for split in manifest.splits:
         shards = ShardSet.open(folder, split)
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-verify") as pool:
@@ -69,14 +69,10 @@ def verify(
                         progress(split, task.stop, len(shards))
 
 
-def _shard_problem(shards: ShardSet, number: int, labels: Labels | None) -> Problem | None:
+def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | None:
     """Return the problem of shard `number` as a tar file, found from its headers and labels; None if there is none."""
     path, expected = shards.files[number], shards.rows_of(number)
     try:
-        if labels is None:
-            same = set(map(int, expected["offset"])) <= offsets(path)
-            what = None if same else "its members differ from the index: index it again"
-            return Problem(shards.split, None, path.name, what) if what else None
         rows = scan(path, labels, checksums=False).numbered(shards.classes)
         same = len(rows) == len(expected) and all(
             np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")

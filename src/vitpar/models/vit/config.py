@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import GATED, ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import ExtraPasses, LayerDescription
 from vitpar.models.vit.describe import describe
 from vitpar.models.vit.names import PUBLISHED, fields_of
+from vitpar.models.vit.passes import extra_passes
 from vitpar.text import shown
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ViTConfig(ModelConfig):
     """Architecture of a Vision Transformer."""
 
     FAMILY: ClassVar[str] = "vit"
+    CALIBRATED: ClassVar[bool] = True
 
     name: str
     """timm's model name or vit_custom; only messages use it."""
@@ -240,6 +242,9 @@ class ViTConfig(ModelConfig):
     def build_layer(self, name: str) -> nn.Module:
         layer: nn.Module = from_torch_module("vitpar.models.vit.layers", "build_layer")(self, name)
         return layer
+
+    def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
+        return extra_passes(self, plain, whole)
 
     @property
     def tiny(self) -> Self:

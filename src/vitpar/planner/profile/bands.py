@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.vit.config import ViTConfig
 from vitpar.planner.profile.profiles import ModelProfile
 
 
@@ -40,7 +39,7 @@ BANDS = {
 
 def error_band(config: ModelConfig, model: ModelProfile, ranks: int) -> Band:
     """Return the band of a prediction for `ranks` devices: that of vitpar's runs if they resemble it."""
-    plain = isinstance(config, ViTConfig) and model.precision == "bf16"
-    if plain and model.compiled and ranks == 1 and model.device_name == "NVIDIA H100 80GB HBM3":
+    compared = config.CALIBRATED and model.precision == "bf16"
+    if compared and model.compiled and ranks == 1 and model.device_name == "NVIDIA H100 80GB HBM3":
         return VITPAR
     return BANDS[model.compiled, ranks > 1]

@@ -1,27 +1,23 @@
 """Elements that operations other than matrix products and attention read and write, for one row, by arithmetic.
 
 `usual_elements` is a formula for compiled layers of any code base; constants of the estimate and rates of clusters are
-fitted to published runs with it. vitpar's compiled blocks differ from it by the tables below, which were counted with
-`experiments/dry_bench.py`. A pass is a read or write of tokens x width.
+fitted to published runs with it. vitpar's compiled blocks differ from it by the extra passes of their family
+(``ModelConfig.extra_passes``), which were counted with `experiments/dry_bench.py`. A pass is a read or write of
+tokens x width.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription
-from vitpar.models.swin.config import SwinConfig
-from vitpar.models.vit.config import ViTConfig
 from vitpar.planner.profile.activations import given_elements, normed_elements, of_role, taken_elements
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import multiplies_in_float8
 
 Directions = tuple[float, float]
 """Numbers for (forward, backward)."""
-Table = tuple[tuple[bool, float, float], ...]
-"""Rows of (whether it applies, additional passes in forward, in backward)."""
 
 
 def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
@@ -52,12 +48,11 @@ def vitpar_elements(
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``; infinity for none. The
     scaling of their inputs is left out.
 
-    Differs from `usual_elements` in blocks of a Vision Transformer that are not parallel, and by the bias of fc1 in
-    Swin's. Parallel blocks and models of the user keep the usual bytes. Left out are what gates cost, and that
-    norms of queries and keys cost 5 passes more with rotary positions or separate biases.
+    Differs from `usual_elements` in blocks of families that have counted their extra passes, and by the bias of fc1
+    there. Models of the user keep the usual bytes.
     """
     forward, backward = usual_elements(layer, strategy)
-    if layer.name in ("embed", "head") or not isinstance(config, ViTConfig | SwinConfig):
+    if layer.name in ("embed", "head"):
         return forward, backward
     t = strategy.degree("tp")
     # Tensor parallelism and float8 give linear layers a forward of their own (``vitpar.models.compiled.is_plain``).
@@ -66,46 +61,17 @@ def vitpar_elements(
         for part in layer.parts
         if part.product and t == 1 and not multiplies_in_float8(*part.product, fp8_min_features)
     }
-    if isinstance(config, ViTConfig) and not config.parallel_blocks:
-        for table, parts in ((_stream(config, plain), _parts(strategy)), (_heads(config, t == 1), t)):
-            for applies, more_forward, more_backward in table:
-                forward += applies * more_forward * layer.gives.elements / parts
-                backward += applies * more_backward * layer.gives.elements / parts
+    extra = config.extra_passes(plain, t == 1)
+    if extra is None:
+        return forward, backward
+    for table, parts in ((extra.stream, _parts(strategy)), (extra.heads, t)):
+        for applies, more_forward, more_backward in table:
+            forward += applies * more_forward * layer.gives.elements / parts
+            backward += applies * more_backward * layer.gives.elements / parts
     if not of_role(layer, "gate"):
         # The bias of fc1 is summed in the kernel of the activation's backward.
         backward -= sum(given_elements(part) for part in layer.parts if part.name == "mlp.fc1" and part.name in plain)
     return forward, backward
-
-
-def _stream(config: ViTConfig, plain: Collection[str]) -> Table:
-    """Return the differences around the residual stream of a block.
-
-    plain: names of the linear layers with torch's own forward.
-    """
-    scales, drops = config.layer_scale is not None, config.drop_path > 0
-    # As ``Block._ends_in_products`` of the model.
-    ends_in_products = {"attn.proj", "mlp.fc2"} <= {*plain} and not scales and not config.dropout
-    return (
-        (True, -1, -1),  # the sum after attention is kept for backward
-        (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
-        (scales, 0, 7),  # the gradients of layer scale
-        (drops, 0, 2 if scales else 4),  # drop-path
-        (config.dropout > 0, 0.5, 4),  # dropout
-    )
-
-
-def _heads(config: ViTConfig, whole: bool) -> Table:
-    """Return the differences between the product for queries, keys and values, and attention.
-
-    whole: whether this rank has all heads.
-    """
-    unbiased, packs = config.qkv_bias != "all", whole and config.qkv_bias == "all"
-    return (
-        (packs or unbiased, 0, -3),  # the kernel that packs the gradients sums the bias, if there is one
-        (config.qkv_bias == "qv", 4, 2),  # biases of queries and values are added after the product
-        (config.rope != "none", 8, 0 if packs else 6),  # rotary positions
-        (config.qk_norm, 8, 7),  # norms of queries and keys
-    )
 
 
 def _parts(strategy: Strategy) -> int:

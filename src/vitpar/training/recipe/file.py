@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vitpar.errors import RecipeError
-from vitpar.former_names import FORMER_NAMES
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
@@ -185,8 +184,6 @@ def _refuse_unknown(values: Mapping[str, object]) -> None:
         unknown = next((key for key in settings if key not in SECTIONS[section].model_fields), None)
         if unknown is not None:
             key = f"{section}.{unknown}"
-            if key in FORMER_NAMES:
-                raise RecipeError(f"recipe key '{key}' is now called '{FORMER_NAMES[key]}': rename it")
             raise RecipeError(f"unknown recipe key '{shown(key)}'{_nearest_key(key)}")
 
 

@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic.fields import FieldInfo
 
 from vitpar.errors import RecipeError
-from vitpar.former_names import FORMER_NAMES
 from vitpar.limits import MAX_COUNT
 from vitpar.text import nearest, shown
 from vitpar.training.recipe.other_names import OTHER_NAMES
@@ -58,7 +57,7 @@ def find(key: str) -> list[Setting]:
     every = list(settings())
     found = [one for one in every if key == one.key.partition(".")[0]]
     if not found:
-        key = FORMER_NAMES.get(key) or OTHER_NAMES.get(key.rpartition(".")[2], key)
+        key = OTHER_NAMES.get(key.rpartition(".")[2], key)
     found = found or [one for one in every if key in (one.key, one.key.partition(".")[2])]
     if not found:
         names = {name for one in every for name in (one.key, *one.key.split("."))}

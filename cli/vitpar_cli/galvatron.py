@@ -138,7 +138,8 @@ def profiles_command(
     machine.save(hardware_out)
     found.save(model_out)
     typer.echo(origin())
-    blocks = next(layer for layer in found.layers if layer.layer not in ("embed", "head"))
+    kinds = merged.config(num_classes).kinds
+    blocks = next(layer for layer in found.layers if kinds[layer.layer].is_block)
     sizes = [str(timing.size) for timing in blocks.forward.timings]
     batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vitpar.models.description import block_index, is_block
 from vitpar.strategy import BatchArithmetic, Plan
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ def layer_words(stages: Iterable[Sequence[str]]) -> str:
     names = [name for layers in stages for name in layers]
     runs, blocks = [], 0
     for layers in stages:
-        numbers = [name.removeprefix("blocks.") for name in layers if name.startswith("blocks.")]
+        numbers = [block_index(name) for name in layers if is_block(name)]
         blocks += len(numbers)
         if numbers:
-            runs.append(numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+            runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
     middle = [f"{'blocks' if blocks > 1 else 'block'} {', '.join(runs)}"] if runs else []
-    return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])
+    place = next((n for n, name in enumerate(names) if is_block(name)), 1)
+    others = [name for name in names if not is_block(name)]
+    return ", ".join([*others[:place], *middle, *others[place:]])
 
 
 def consecutive(names: Sequence[str]) -> list[list[str]]:
@@ -74,7 +77,7 @@ def consecutive(names: Sequence[str]) -> list[list[str]]:
     runs: list[list[str]] = []
     expected = None
     for name in names:
-        number = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
+        number = block_index(name) if is_block(name) else None
         if number is None or number != expected:
             runs.append([])
         runs[-1].append(name)

@@ -199,9 +199,10 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
 
 def _show_model(profile: "ModelProfile", out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
+    from vitpar.models.families import config_from_json
     from vitpar.planner.profile.profiles import CHECKPOINTS, always_wrapped
 
-    console = Console()
+    console, kinds = Console(), config_from_json(profile.model).kinds
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
     several = len({layer.layer for layer in profile.layers}) > 3
@@ -210,7 +211,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
-        if layer.layer not in ("embed", "head") and layer.wrapped == always_wrapped(layer.tensor):
+        if kinds[layer.layer].is_block and layer.wrapped == always_wrapped(layer.tensor):
             rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
             flag = CHECKPOINTS[layer.checkpoint]
             times = [curve.timings[-1].seconds for curve in (forward, backward)]

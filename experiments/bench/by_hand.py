@@ -43,15 +43,9 @@ def fsdp(config: ViTConfig) -> Step:
 def pipeline(config: ViTConfig) -> Step:
     """Return a step of a 1F1B pipeline: each rank holds an equal share of the blocks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = initial_model(config)
-    per_stage = config.depth // ranks
-    for index in range(config.depth):
-        if index // per_stage != rank:
-            del model.blocks[str(index)]
-    if rank > 0:
-        model.embed = None
-    if rank < ranks - 1:
-        model.head = None
+    names, per_stage = config.layer_names, config.depth // ranks
+    begin, end = (1 + per_stage * n for n in (rank, rank + 1))
+    model = initial_model(config, layers=names[begin - (rank == 0) : end + (rank == ranks - 1)])
     stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.cross_entropy)
     optimizer = adamw(decay_groups(model))

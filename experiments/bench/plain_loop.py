@@ -1,5 +1,7 @@
 """A model without vitpar's parallel layers, and a standard PyTorch training step: backward, clip, fused AdamW."""
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,10 +14,13 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 
 
-def initial_model(config: ModelConfig, device: str = "cpu") -> LayeredModel:
-    """Return the complete model without vitpar's parallel layers, with vitpar's initial parameters in float32."""
+def initial_model(config: ModelConfig, device: str = "cpu", layers: Collection[str] | None = None) -> LayeredModel:
+    """Return a model without vitpar's parallel layers, with vitpar's initial parameters in float32.
+
+    layers: names of those that it has; None for all.
+    """
     with torch.device("meta"):
-        model = LayeredModel(config)
+        model = LayeredModel(config, layers)
     model.to_empty(device=device)
     initialise(model, SEED, config)
     return model

@@ -105,7 +105,7 @@ def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], objec
     images = torch.randn(len(model.image_rows(BATCH)), 3, 16, 16) if model.takes_images else None
     mixed = torch.tensor([[1.0, 2.0, 0.3]] * BATCH, dtype=torch.float64)
     settings = OptimizerSection(name=optimizer, momentum=0.9 if optimizer in ("sgd", "lars", "muon") else 0)
-    parameters = ShardedOptimizer(model.named_parameters(), settings, stacked=model.config.stacked)
+    parameters = ShardedOptimizer(model.named_parameters(), settings, matrices=model.config.hidden_matrices)
     step = TrainStep(model, parameters, clip_grad_norm=1.0, ema=EMA(model, 0.9))
     return lambda: step(2, 1e-3, images, mixed, torch.arange(BATCH))
 

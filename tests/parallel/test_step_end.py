@@ -26,7 +26,7 @@ def after_the_last_product(device: torch.device, mesh: str, sizes: dict[str, Any
     plan = validate(parse(mesh), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH), device)
     images = torch.randn(len(model.image_rows(BATCH)), 3, 8, 8)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), stacked=config.stacked)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), matrices=config.hidden_matrices)
     step = TrainStep(model, optimizer, clip_grad_norm=1.0)
     step(1, 1e-3, images, torch.zeros(BATCH, dtype=torch.int64))
     with Events() as found, found.noting_waits():

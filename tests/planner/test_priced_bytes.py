@@ -86,7 +86,7 @@ def sent(
     """Return the bytes a rank sends in its second step, by operation; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, frozen=frozen), device)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), stacked=config.stacked)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), matrices=config.hidden_matrices)
     images = torch.randn(len(model.image_rows(BATCH)), config.channels, config.image_size, config.image_size)
     labels = torch.zeros(BATCH, dtype=torch.int64)
 

@@ -78,7 +78,7 @@ def step_of(plan: Plan, costs: LayerCosts, batch_size: int) -> Step:
 
 def _layer(plan: Plan, strategy: Strategy, kind: str, costs: LayerCosts, rows: int) -> LayerWork:
     layer, fsdp = costs.config.kinds[kind], strategy.degree("fsdp")
-    rules = Rules(plan.pipeline_degree > 1).of(strategy, layer.name)
+    rules = Rules(plan.pipeline_degree > 1).of(strategy, layer)
     profile = next(
         p
         for p in costs.model.layers

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from vitpar import model_config
 from vitpar.strategy import Communication, Execution, Plan, parse
 from vitpar.strategy.execution import Rules
 
+CONFIG = model_config("vit_custom", image_size=8, patch_size=4, embed_dim=8, depth=2, num_heads=2)
+LAYERS = CONFIG.layers
 LAST, EVERY, END = "last micro-batch", "every micro-batch", "end of step"
 PP = {"pipelined": True}
 SPLIT = {"pipelined": True, "splits_backward": True}
@@ -35,7 +38,10 @@ SPLIT = {"pipelined": True, "splits_backward": True}
     ],
 )
 def test_rules_of_a_layer(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
-    assert astuple(Rules(**rules).of(parse(mesh).strategy, layer)) == (*expected, "all")
+    assert astuple(Rules(**rules).of(parse(mesh).strategy, LAYERS[layer])) == (
+        *expected,
+        "weights" if layer == "embed" else "all",
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,14 +60,14 @@ def test_communication_settings_override_the_rules(
     mesh: str, layer: str, settings: dict[str, bool], pipelined: bool, name: str, expected: object
 ) -> None:
     rules = Rules(pipelined=pipelined, communication=Communication(**settings))
-    assert getattr(rules.of(parse(mesh).strategy, layer), name) == expected
+    assert getattr(rules.of(parse(mesh).strategy, LAYERS[layer]), name) == expected
 
 
 def test_execution_derives_the_rules_of_a_plan() -> None:
     settings = Communication(prefetch=2)
     zero_bubble = Plan(pp=2, schedule="zbvzerobubble", virtual_stages=2)
-    assert Execution(8, "bf16", communication=settings).rules(zero_bubble, ()) == Rules(True, True, True, settings)
-    assert Execution(8).rules(parse("fsdp2"), ()) == Rules()
+    assert Rules.under(zero_bubble, "bf16", settings) == Rules(True, True, True, settings)
+    assert Rules.under(parse("fsdp2"), "fp32") == Rules()
 
 
 @pytest.mark.parametrize(
@@ -75,9 +81,7 @@ def test_execution_derives_the_rules_of_a_plan() -> None:
     ],
 )
 def test_backward_ends_at_the_lowest_trained_layer(frozen: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    layers = ("embed", "blocks.0", "blocks.1", "head")
-    rules = Execution(8, frozen=frozenset(frozen)).rules(parse("fsdp2"), layers)
-    found = [rules.of(parse("fsdp2").strategy, layer) for layer in layers]
+    found = list(Execution(8, frozen=frozenset(frozen)).layers(parse("fsdp2"), CONFIG).values())
     assert tuple(one.backward for one in found) == expected
     for one in found:
         assert one.trained == (one.backward in ("all", "weights")) == (one.reduced != "never")

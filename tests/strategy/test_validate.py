@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitpar.errors import StrategyError
-from vitpar.models.description import LayerDescription, Shape
+from vitpar.models.description import LayerDescription, TensorSpec
 from vitpar.strategy import BatchArithmetic, Plan, batch_arithmetic, parse, stages_of_rank, validate
 from vitpar.strategy.batch import schedule_objection
 
@@ -26,17 +26,19 @@ class Model:
     features: int = 192
     embed_dim: int = 192
     groups: Mapping[str, range] = field(default_factory=dict)
+    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
 
     @property
     def layers(self) -> Mapping[str, LayerDescription]:
-        tokens = Shape(4, self.embed_dim)
+        tokens = TensorSpec(4, self.embed_dim)
         numbers = {"head": self.num_heads, "hidden feature": self.mlp_hidden_dim}
         found = [LayerDescription("embed", "embed", None, tokens, ())]
         found += [
             LayerDescription(f"blocks.{i}", "block", tokens, tokens, (), divisible=numbers) for i in range(self.depth)
         ]
         divisible = {"classifier feature": self.features}
-        found.append(LayerDescription("head", "head", tokens, Shape(1, 10), (), divisible=divisible))
+        found.append(LayerDescription("head", "head", tokens, TensorSpec(1, 10), (), divisible=divisible, last=True))
         return {layer.name: layer for layer in found}
 
 

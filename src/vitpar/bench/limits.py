@@ -115,10 +115,11 @@ def matmul_rates(model: ParallelModel) -> tuple[float, float]:
 def block_products(model: ParallelModel) -> list[tuple[ProductShape, bool]]:
     """Return the first block's matrix products on one rank for one micro-batch: shapes (m, k, n), whether in float8."""
     config, plan = model.config, model.plan
-    parts = plan.strategies(config.layer_names)["blocks.0"].data_parallel
+    block = config.blocks[0]
+    parts = plan.strategies(config.layer_names)[block].data_parallel
     tensor = plan.stage_size // parts
     images, found = max(1, model.batch.microbatch_rows // parts), []
-    for part in config.layers["blocks.0"].parts:
+    for part in config.layers[block].parts:
         if part.product is not None:
             taken, given = part.product
             split = (taken // tensor, given) if part.role == "row" else (taken, given // tensor)

@@ -75,7 +75,7 @@ class OneProcess:
         self._model = LayeredModel(config).to(device=device, dtype=self._numbers.parameters)
         if self._numbers.float8:
             for name, layer in self._model.layers().items():
-                if name not in ("embed", "head"):
+                if layer.description.is_block:
                     compute_in_float8(name, layer, recipe.train.fp8_min_features, FAST[recipe.train.fp8_fast_accum])
         initialise(self._model, recipe.train.seed, config)
         self._model.tie()
@@ -199,7 +199,7 @@ class Updates:
     """
 
     def __init__(self, settings: OptimizerSection, config: ModelConfig) -> None:
-        self._settings, self._stacked, self._layers_above = settings, config.stacked, config.layers_above
+        self._settings, self._hidden, self._layers_above = settings, config.hidden_matrices, config.layers_above
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._times = 0
 
@@ -221,7 +221,7 @@ class Updates:
                 if matrix and x.norm() > 0 and g.norm() > 0:
                     ratio = s.trust_coefficient * x.norm() / (g.norm() + decay * x.norm())
                 x -= rate * self._momentum(memory, ratio * (g + decay * x))
-            elif s.name == "muon" and x.dim() == 2 and name.startswith("blocks."):
+            elif s.name == "muon" and name in self._hidden:
                 x -= rate * (self._muon(name, memory, g) + decay * x)
             else:  # adamw, lamb, and muon's other parameters
                 step = self._adam(memory, g) + decay * x
@@ -244,7 +244,7 @@ class Updates:
         s = self._settings
         memory["m"] = s.momentum * memory.get("m", torch.zeros_like(g)) + (1 - s.momentum) * g
         direction = s.momentum * memory["m"] + (1 - s.momentum) * g if s.nesterov else memory["m"]
-        stacked, found = self._stacked.get(name, (len(direction),)), torch.empty_like(direction)
+        stacked, found = self._hidden[name] or (len(direction),), torch.empty_like(direction)
         place = torch.arange(len(direction)) % sum(stacked)  # in a group of rows, such as (q|k|v, feature) of a head
         ends = list(accumulate(stacked))
         for start, end in zip([0, *ends], ends, strict=False):

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import block_index
+from vitpar.models.description import block_index, is_block
 from vitpar.models.families import FAMILIES
 from vitpar.text import divisors
 
@@ -138,8 +138,8 @@ def _ranges(names: Iterable[str]) -> str:
     """Return names of layers, those of blocks as ranges: `embed`, `blocks.0-3,5`."""
     blocks, others, parts = [], [], list[list[int]]()
     for name in names:
-        blocks += [block_index(name)] if name.startswith("blocks.") else []
-        others += [] if name.startswith("blocks.") else [name]
+        blocks += [block_index(name)] if is_block(name) else []
+        others += [] if is_block(name) else [name]
     for index in blocks:
         if parts and parts[-1][-1] + 1 == index:
             parts[-1].append(index)

@@ -160,14 +160,20 @@ class ModelConfig:
         return {name: layer.attention.heads for name, layer in self.layers.items() if layer.attention}
 
     @property
-    def stacked(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of the maps that weights hold several of (`Part.stacked`), by the weight's name."""
-        return {
-            f"{name}.{part.name}.weight": part.stacked
-            for name, layer in self.layers.items()
+    def hidden_matrices(self) -> dict[str, tuple[int, ...]]:
+        """Return the matrices that blocks multiply by, with the rows of their maps (`Part.stacked`), for Muon.
+
+        A copy of a shared parameter is one if its owner is.
+        """
+        own = {
+            f"{layer.name}.{name}": part.stacked if name == f"{part.name}.weight" else ()
+            for layer in self.layers.values()
             for part in layer.parts
-            if part.stacked
+            for name, shape in part.parameters.items()
+            if layer.is_block and len(shape) == 2 and part.role != "table"
         }
+        copies = {copy: own[owner] for copy, owner in self.shared.items() if owner in own}
+        return {name: rows for name, rows in own.items() if name not in self.shared} | copies
 
     @cached_property
     def layers(self) -> dict[str, LayerDescription]:
@@ -209,8 +215,23 @@ class ModelConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Return the number of blocks: layers other than embed and head."""
-        return len(self.layers) - 2
+        """Return the number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def first_layer(self) -> LayerDescription:
+        """Return the layer that takes images."""
+        return self.layers[self.layer_names[0]]
+
+    @property
+    def last_layer(self) -> LayerDescription:
+        """Return the layer whose output the loss takes."""
+        return self.layers[self.layer_names[-1]]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Return the names of the blocks in order: layers other than the first and the last."""
+        return self.layer_names[1:-1]
 
     def layers_above(self, parameter: str) -> int:
         """Return the number of layers between a parameter and the output, for layer-wise learning rates.
@@ -234,14 +255,14 @@ class ModelConfig:
     @property
     def block_kinds(self) -> tuple[LayerDescription, ...]:
         """Return the first layer of each kind of blocks."""
-        return tuple(layer for layer in self.kinds.values() if layer.name not in ("embed", "head"))
+        return tuple(layer for layer in self.kinds.values() if layer.is_block)
 
     @property
     def groups(self) -> dict[str, range]:
         """Return the blocks that each group of blocks has, by the group's name; empty for a model without groups."""
         found: dict[str, range] = {}
-        for index, layer in enumerate(list(self.layers.values())[1:-1]):
-            if layer.group is not None:
+        for index, block in enumerate(self.blocks):
+            if (layer := self.layers[block]).group is not None:
                 found[layer.group] = range(found.get(layer.group, range(index, index)).start, index + 1)
         return found
 

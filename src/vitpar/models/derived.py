@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from vitpar.models.config import Loss, ModelConfig, Rule, Rules
-from vitpar.models.description import LayerDescription, backwards, block_index
+from vitpar.models.description import LayerDescription, backwards, block_index, block_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,23 +69,23 @@ class Excerpt(_Derived):
 
     FAMILY: ClassVar[str] = "excerpt"
 
-    blocks: tuple[str, ...]
+    excerpted: tuple[str, ...]
     """Names of the blocks in the other model."""
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        layers = self.whole.layers
+        layers, (first, *_, last) = self.whole.layers, self.whole.layer_names
         blocks = (
-            dataclasses.replace(layers[name], name=f"blocks.{index}", group=None)
-            for index, name in enumerate(self.blocks)
+            dataclasses.replace(layers[name], name=block_name(index), group=None)
+            for index, name in enumerate(self.excerpted)
         )
-        return layers["embed"], *blocks, layers["head"]
+        return layers[first], *blocks, layers[last]
 
     @property
     def shared(self) -> Mapping[str, str]:
         return {}
 
     def build_layer(self, name: str) -> nn.Module:
-        return self.whole.build_layer(self.blocks[block_index(name)] if name.startswith("blocks.") else name)
+        return self.whole.build_layer(self.excerpted[block_index(name)] if self.layers[name].is_block else name)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,12 @@ class PartlyFrozen(_Derived):
 
     def describe(self) -> tuple[LayerDescription, ...]:
         computed = backwards(self.whole.layer_names, self.frozen)
-        # The input of embed has no gradient in any training.
-        usual = {name for name, found in computed.items() if found == "all" or (name, found) == ("embed", "weights")}
+        # The input of the first layer has no gradient in any training.
+        usual = {
+            name
+            for name, gradients in computed.items()
+            if gradients == "all" or (self.whole.layers[name].first and gradients == "weights")
+        }
         return tuple(
             layer
             if name in usual

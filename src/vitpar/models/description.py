@@ -1,7 +1,8 @@
 """Description of a model's layers, without torch: all that plans, prices and checkpoints need to know about them.
 
-A model is ``embed``, ``blocks.0`` …, ``head``, each of which takes one tensor and gives one. Between them run
-activations [batch, tokens, features], whose tokens and features may differ from boundary to boundary.
+A model is ``embed``, ``blocks.0`` …, ``head``, each of which takes one tensor and gives one (`TensorSpec`). Between
+them run activations [batch, tokens, features], whose tokens and features may differ from boundary to boundary. What is
+special about a layer is a property of its description (`LayerDescription.first`, `last`, `compiled` …), never its name.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Literal
 
 Backward = Literal["all", "weights", "inputs", "nothing"]
 """Gradients that a layer's backward computes: of weights and input, or only of one of them."""
+_BLOCKS = "blocks."
+"""Begin of the names of blocks, followed by their numbers from 0."""
 MODES = ("1d", "sp", "2d", "2.5d", "3d")
 """Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Activation of one sample between two layers."""
+class TensorSpec:
+    """Activation of one sample between two layers. The precision decides its dtype."""
 
     tokens: int
     """Number of tokens."""
@@ -129,10 +132,10 @@ class LayerDescription:
     """Name: embed, blocks.0 …, or head."""
     kind: str
     """Name of its kind. Layers of one kind cost the same, so that one profile serves them all."""
-    takes: Shape | None
-    """Activation that comes in; None for embed, which takes images."""
-    gives: Shape
-    """Activation that goes out. The head's is one token with a feature per class."""
+    takes: TensorSpec | None
+    """Activation that comes in; None for the first layer, which takes images."""
+    gives: TensorSpec
+    """Activation that goes out. The last layer's is one token with a feature per class."""
     parts: tuple[Part, ...]
     """Modules and parameters."""
     attention: AttentionShape | None = None
@@ -148,7 +151,29 @@ class LayerDescription:
     modes: tuple[str, ...] = MODES
     """Tensor-parallel modes that compute the layer correctly."""
     backward: Backward = "all"
-    """Gradients that backward computes in a training with frozen layers."""
+    """Gradients that backward computes in a training with frozen layers. The first layer's input never has one."""
+    last: bool = False
+    """Whether the loss takes what the layer gives."""
+
+    @property
+    def first(self) -> bool:
+        """Whether the layer takes images."""
+        return self.takes is None
+
+    @property
+    def is_block(self) -> bool:
+        """Whether plans select the layer by a number: it is neither first nor last."""
+        return not self.first and not self.last
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the layer is compiled where a training compiles: it is a block, so that many share a graph."""
+        return self.is_block
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether sharded parameters stay gathered from forward to backward, which follows at once."""
+        return self.last
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -193,12 +218,22 @@ def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backw
     return found
 
 
+def block_name(index: int) -> str:
+    """Return the name of block `index`."""
+    return f"{_BLOCKS}{index}"
+
+
+def is_block(name: str) -> bool:
+    """Return whether a layer is a block, by its name."""
+    return name.startswith(_BLOCKS)
+
+
 def block_index(name: str) -> int:
     """Return the number of the block called `name`, such as 3 of blocks.3."""
-    return int(name.removeprefix("blocks."))
+    return int(name.removeprefix(_BLOCKS))
 
 
 def layer_of(parameter: str) -> str:
     """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
     first, _, rest = parameter.partition(".")
-    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+    return f"{first}.{rest.partition('.')[0]}" if f"{first}." == _BLOCKS else first

@@ -216,13 +216,20 @@ class LayeredModel(nn.Module):
         held = set(config.layer_names if layers is None else layers)
         assert held <= set(config.layer_names), f"unknown layers {held - set(config.layer_names)}"
         self.config = config
-        built = {name: cast(Layer, config.build_layer(name)) for name in config.layer_names if name in held}
-        for name, layer in built.items():
-            layer.description = config.layers[name]
-        self.embed = built.pop("embed", None)
-        head = built.pop("head", None)
-        self.blocks = nn.ModuleDict({name.removeprefix("blocks."): block for name, block in built.items()})
-        self.head = head
+        self._layers: dict[str, Layer] = {}
+        for name in config.layer_names:
+            if name not in held:
+                continue
+            layer = cast(Layer, config.build_layer(name))
+            layer.description, self._layers[name] = config.layers[name], layer
+            # A block is a module of the container `blocks`, called by its number.
+            container, _, number = name.rpartition(".")
+            if not container:
+                self.add_module(name, layer)
+                continue
+            if container not in self._modules:
+                self.add_module(container, nn.ModuleDict())
+            self.get_submodule(container).add_module(number, layer)
 
     def tie(self) -> None:
         """Make the copies of shared parameters the same objects as their owners, for a model outside any plan."""
@@ -232,14 +239,12 @@ class LayeredModel(nn.Module):
 
     def layers(self) -> dict[str, Layer]:
         """Return the layers held here, by name, in order."""
-        blocks = {f"blocks.{i}": cast(Layer, block) for i, block in self.blocks.items()}  # nn.ModuleDict has modules
-        named: dict[str, Layer | None] = {"embed": self.embed, **blocks, "head": self.head}
-        return {name: layer for name, layer in named.items() if layer is not None}
+        return self._layers
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Return logits, or tokens where head is elsewhere.
+        """Return logits, or tokens where the last layer is elsewhere.
 
-        x: images, or tokens where embed is elsewhere.
+        x: images, or tokens where the first layer is elsewhere.
         keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
         """
         for layer in self.layers().values():

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS
 from vitpar.models.config import ModelConfig, check_ranges
-from vitpar.models.description import LayerDescription, Part, Shape
+from vitpar.models.description import LayerDescription, Part, TensorSpec, block_name
 from vitpar.models.families import FAMILIES
 from vitpar.models.role_names import role_of
 from vitpar.text import nearest, shown
@@ -75,14 +75,14 @@ class OwnModel(ModelConfig):
     def describe(self) -> tuple[LayerDescription, ...]:
         if self.depth > MAX_BLOCKS:
             raise ModelError(f"{self.name} has {self.depth:,} blocks: use at most {MAX_BLOCKS:,}")
-        names = ("embed", *(f"blocks.{index}" for index in range(self.depth)), "head")
+        names = ("embed", *map(block_name, range(self.depth)), "head")
         found: list[LayerDescription] = []
         kinds: dict[tuple[object, ...], str] = {}
-        taken: Shape | None = None
+        taken: TensorSpec | None = None
         for name in names:
-            layer = _described(self, name, taken)
+            layer = _described(self, name, taken, last=name == names[-1])
             key = layer.takes, layer.gives, layer.parts, layer.modes, layer.other_flops
-            kind = name if name in ("embed", "head") else kinds.setdefault(key, f"block{len(kinds) + 1}")
+            kind = kinds.setdefault(key, f"block{len(kinds) + 1}") if layer.is_block else name
             found.append(dataclasses.replace(layer, kind=kind))
             taken = layer.gives
         if len(kinds) == 1:
@@ -160,10 +160,11 @@ def _line_in(path: Path, error: BaseException) -> str:
     return found
 
 
-def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescription:
+def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool) -> LayerDescription:
     """Return the description of a layer by running it on the meta device with two samples.
 
-    taken: shape of its input; None for embed, which takes images.
+    taken: its input; None for the first layer, which takes images.
+    last: whether it gives logits.
 
     Raises ModelError for a layer that cannot be built or does not keep the contract.
     """
@@ -185,18 +186,18 @@ def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescrip
             raise
         except Exception as error:  # of the user's code
             raise ModelError(f"{where} fails: {type(error).__name__}: {shown(error)}") from error
-    rank = 2 if name == "head" else 3
+    rank = 2 if last else 3
     if y.dim() != rank or y.shape[0] != batch:
-        wanted = "[batch, classes]" if name == "head" else "[batch, tokens, features]"
+        wanted = "[batch, classes]" if last else "[batch, tokens, features]"
         raise ModelError(f"{where} gives a tensor of shape {list(y.shape)} for {batch} samples: give {wanted}")
-    if name == "head" and y.shape[1] != config.num_classes:
+    if last and y.shape[1] != config.num_classes:
         raise ModelError(
             f"{where} gives {y.shape[1]} logits, but num_classes is {config.num_classes}: build it for that many"
         )
     if y._is_view() or not y.is_contiguous():
         # FSDP2 and pipelines hold on to what a layer gives, and send it.
         raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")
-    gives = Shape(1, y.shape[1]) if name == "head" else Shape(y.shape[1], y.shape[2])
+    gives = TensorSpec(1, y.shape[1]) if last else TensorSpec(y.shape[1], y.shape[2])
     parts = tuple(_parts(layer, inputs, batch, where))
     linear = sum(part.flops for part in parts)
     return LayerDescription(
@@ -210,10 +211,11 @@ def _described(config: OwnModel, name: str, taken: Shape | None) -> LayerDescrip
         modes=tuple(
             mode
             for mode in layer.TENSOR_MODES
-            if name != "head" or mode == "1d" or any(part.role == "pooled" for part in parts)
+            if not last or mode == "1d" or any(part.role == "pooled" for part in parts)
         ),
         other_flops=max(0, flops // batch - linear),
         saved=saved // batch,
+        last=last,
     )
 
 

@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import block_index, is_block
 from vitpar.strategy import Plan, Strategy, place_of_rank, stage_layers, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks
@@ -83,11 +84,12 @@ def _listed(members: Sequence[int]) -> str:
 
 def _layers(names: Sequence[str], config: ModelConfig) -> str:
     """Return the names of layers in short, as in `embed, blocks 0-9`, or `blocks 0-3 (stage1, stage2)` with groups."""
-    blocks = [name.removeprefix("blocks.") for name in names if name.startswith("blocks.")]
+    blocks = [block_index(name) for name in names if is_block(name)]
     middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
     groups = dict.fromkeys(group for name in names if (group := config.layers[name].group))
     middle = [f"{words} ({', '.join(groups)})" for words in middle] if groups else middle
-    return ", ".join([*(["embed"] if "embed" in names else []), *middle, *(["head"] if "head" in names else [])])
+    first, last = ([name] if name in names else [] for name in (config.first_layer.name, config.last_layer.name))
+    return ", ".join([*first, *middle, *last])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

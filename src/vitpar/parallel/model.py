@@ -79,16 +79,15 @@ class ParallelModel:
         self.batch = batch_arithmetic(plan, self.batch_size)
         self.takes_images = 0 in stages
         self.gives_logits = plan.num_stages - 1 in stages
-        strategies = plan.strategies(config.layer_names)
-        self._images, self._logits = image_layout(strategies["embed"]), logit_layout(strategies["head"])
+        strategies = tuple(plan.strategies(config.layer_names).values())
+        self._images, self._logits = image_layout(strategies[0]), logit_layout(strategies[-1])
         self._stage_rank = pipe.get_local_rank("stage")
         self._sample_replicas = len(copies(self._logits, self._stage_rank))  # ranks that compute the same logits
         self._boundaries = tuple(config.layers[names[-1]].gives for names in stage_layers(config, plan))
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
-        rules = execution.rules(plan, config.layer_names)
-        executions = {name: rules.of(strategies[name], name) for name in layers}
+        executions = execution.layers(plan, config)
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
         # Schedules with a separate backward for weights do not trigger the hooks that count gradients.

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import backwards
 from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
 from vitpar.parallel.checkpointing import recompute_in_backward
@@ -64,14 +63,13 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
     if precision.float8:
         refuse_small(config, execution.fp8_min_features)
     pipe = pipeline_mesh(plan, device.type)
-    strategies, rules = plan.strategies(config.layer_names), execution.rules(plan, config.layer_names)
-    executions = {name: rules.of(strategy, name) for name, strategy in strategies.items()}
+    strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
     # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
     tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}
-    for strategy, mesh in meshes.items():
-        if size(mesh, "j") > 1 and not rules.wraps(strategy):
+    for name, mesh in by_name.items():
+        if size(mesh, "j") > 1 and not executions[name].wrapped:
             partial_group(mesh)  # made here, where all ranks are: each has only the layers of its stages
     sharing = sharing_meshes(config, plan, device.type)
     parts, partial_gradients = stage_layers(config, plan), {}
@@ -103,9 +101,9 @@ def _allow_graphs(config: ModelConfig, plan: Plan, execution: Execution) -> None
     The limit (torch's default is 8) counts the graphs of a function, and all kinds of blocks share the function
     ``Block.forward``. Beyond it the compiler silently runs a block eagerly.
     """
-    strategies, computed = plan.strategies(config.layer_names), backwards(config.layer_names, execution.frozen)
-    blocks = (name for name in strategies if name not in ("embed", "head"))
-    kinds = {(config.layers[name].kind, strategies[name], computed[name]) for name in blocks}
+    strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
+    compiled = (name for name, layer in config.layers.items() if layer.compiled)
+    kinds = {(config.layers[name].kind, strategies[name], executions[name].backward) for name in compiled}
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, GRAPHS * len(kinds))
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, limits.recompile_limit)
@@ -128,10 +126,10 @@ def _compute(
     if not here.trained:
         layer.requires_grad_(False)
         found = []
-    if name not in ("embed", "head"):
+    if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
             compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
-        if execution.compile:
+        if execution.compile and layer.description.compiled:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             # Not dynamic: by default the second size that the compiler sees, such as that of a Swin's next stage,
             # becomes symbolic, which costs kernels their constants.
@@ -168,7 +166,7 @@ def _connect(
 ) -> None:
     """Apply step 7: redistribute from the incoming layout through those of the layers to the outgoing one."""
     me, group, travel = pipe.get_local_rank("stage"), pipe.get_group("stage"), travel_layouts(config, plan)
-    layout = travel[index - 1] if index > 0 else image_layout(strategies["embed"])
+    layout = travel[index - 1] if index > 0 else image_layout(strategies[config.first_layer.name])
     for name in stage.layers():
         wanted = token_layout(strategies[name])
         stage.rows[name] = wanted[me]

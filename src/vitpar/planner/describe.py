@@ -231,13 +231,13 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
 def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescription]) -> tuple[AxisSummary, ...]:
     """Return the summaries of a strategy's axes, outermost first. layers: those that have it, in order."""
     # Blocks communicate most, and those of the most frequent kind stand for all.
-    kinds = Counter(layer.kind for layer in layers if layer.name not in ("embed", "head"))
+    kinds = Counter(layer.kind for layer in layers if layer.is_block)
     kind = kinds.most_common(1)[0][0] if kinds else layers[-1].kind
     typical = next(layer for layer in layers if layer.kind == kind)
     found = []
     for axis, degree in mesh_axes(strategy):
         if axis in ("dp", "fsdp", "d", "i"):
-            words = _data_words(axis, strategy, plan)
+            words = _data_words(axis, strategy, plan, typical)
         else:
             words = _tensor_words(axis, strategy, typical)
         found.append(AxisSummary("tp" if strategy.tensor_mode == "1d" and axis == "j" else axis, degree, words))
@@ -264,7 +264,7 @@ def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
     return tuple(found)
 
 
-def _data_words(axis: str, strategy: Strategy, plan: Plan) -> str:
+def _data_words(axis: str, strategy: Strategy, plan: Plan, layer: LayerDescription) -> str:
     """Return the communication along an axis that splits the batch, whose ranks hold copies or shards of parameters."""
     sharding = sharding_axes(strategy)
     alike = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
@@ -275,7 +275,7 @@ def _data_words(axis: str, strategy: Strategy, plan: Plan) -> str:
     if axis not in sharding:
         return f"{split}all-reduce {'the shards of ' if sharding else ''}gradients, once a step"
     # The precision does not affect when data is sent.
-    execution = Rules.under(plan, "fp32").of(strategy, "blocks.0")
+    execution = Rules.under(plan, "fp32").of(strategy, layer)
     gather, reduce = _gathers(execution, plan), "once a step"
     if execution.reduced == "every micro-batch":
         reduce = "for every micro-batch"

@@ -20,11 +20,12 @@ Frozen layers reduce nothing. Below the lowest trained layer there is no backwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vitpar.models.description import Backward, backwards
+from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
+from vitpar.models.description import Backward, LayerDescription
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.strategy.plan import Plan
@@ -91,12 +92,11 @@ class Execution:
     fp8_fast_accum: FastAccum = "forward"
     """Float8 products that accumulate in fewer bits."""
 
-    def rules(self, plan: Plan, layers: Sequence[str]) -> Rules:
-        """Return the rules for the layers of `plan`.
-
-        layers: names of all layers of the model, in order.
-        """
-        return Rules.under(plan, self.precision, self.communication, backwards(layers, self.frozen))
+    def layers(self, plan: Plan, config: ModelConfig) -> dict[str, LayerExecution]:
+        """Return the execution of every layer of a model under `plan`, by name."""
+        rules = Rules.under(plan, self.precision, self.communication)
+        layers, strategies = with_frozen(config, self.frozen).layers, plan.strategies(config.layer_names)
+        return {name: rules.of(strategies[name], layer) for name, layer in layers.items()}
 
 
 def multiplies_in_float8(takes: int, gives: int, min_features: float) -> bool:
@@ -189,34 +189,25 @@ class Rules:
     """Whether layers compute in 16 bits, with parameters kept in 32."""
     communication: Communication = Communication()
     """Settings that override the defaults."""
-    backwards: Mapping[str, Backward] = field(default_factory=dict, hash=False)
-    """Gradients that the backward of a layer computes, by its name; "all" if it is left out."""
 
     @classmethod
-    def under(
-        cls,
-        plan: Plan,
-        precision: str,
-        communication: Communication = Communication(),
-        backwards: Mapping[str, Backward] = {},
-    ) -> Rules:
+    def under(cls, plan: Plan, precision: str, communication: Communication = Communication()) -> Rules:
         """Return the rules for the layers of `plan` in a precision."""
-        return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication, backwards)
+        return cls(plan.pp != 1, plan.splits_backward, precision in REDUCE_DTYPES, communication)
 
-    def of(self, strategy: Strategy, layer: str) -> LayerExecution:
-        """Return the execution of the layer called `layer` ("embed", "blocks.0" …, "head") under `strategy`."""
+    def of(self, strategy: Strategy, layer: LayerDescription) -> LayerExecution:
+        """Return the execution of `layer` under `strategy`."""
         as_fsdp, wrapped = shards_as_fsdp(strategy), self.wraps(strategy)
         reshard = self.communication.reshard_after_forward
         if reshard is None:
-            # Under a pipeline a gather for every micro-batch would cost more than the memory is worth. The head's
-            # backward follows its forward at once.
-            reshard = not self.pipelined and layer != "head"
+            # Under a pipeline a gather for every micro-batch would cost more than the memory is worth.
+            reshard = not self.pipelined and not layer.keeps_gathered
         reduced: Reduced = "last micro-batch"
         if strategy.zero == 2 or (as_fsdp and self.communication.reduce_every_microbatch):
             reduced = "every micro-batch"
         elif self.pipelined if wrapped else self.splits_backward:
             reduced = "end of step"
-        backward = self.backwards.get(layer, "all")
+        backward: Backward = "weights" if layer.first and layer.backward == "all" else layer.backward
         return LayerExecution(
             wrapped=wrapped,
             low_precision_copies=self.low_precision and not wrapped,

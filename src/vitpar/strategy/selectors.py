@@ -104,7 +104,7 @@ def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range],
                 f"{len(blocks) - 1}: change it"
             )
         else:
-            found |= {f"blocks.{index}" for index in span}
+            found |= {blocks[index] for index in span}
     return frozenset(found)
 
 
@@ -154,7 +154,7 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
     if name := next((selector for selector in words if selector not in _WORDS), None):
         raise StrategyError(f"blocks are called '{name}', which only a model tells: validate the plan for the model")
     depth = len(layer_names) - 2
-    found: dict[str, Strategy] = {}
+    found: dict[int, Strategy] = {}
     for selector, strategy in groups:
         span = blocks_of(selector)
         if span is None:
@@ -164,11 +164,11 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
                 f"blocks {selector} are given a strategy but the model has {count(depth, 'block')}, 0 to {depth - 1}: "
                 "change the group"
             )
-        found |= {f"blocks.{index}": strategy for index in span}
-    missing = [index for index in range(depth) if f"blocks.{index}" not in found]
+        found |= dict.fromkeys(span, strategy)
+    missing = [index for index in range(depth) if index not in found]
     if missing and "*" not in words:
         raise StrategyError(f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named")
-    blocks = [found.get(f"blocks.{index}", words.get("*")) for index in range(depth)]
+    blocks = [found.get(index, words.get("*")) for index in range(depth)]
     embed = words.get("embed", words.get("*", blocks[0]))
     head = words.get("head", words.get("*", blocks[-1]))
     chosen = [embed, *blocks, head]

@@ -185,14 +185,14 @@ def _inner_size(plan: Plan) -> int:
 
 
 def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return the layer names of each stage: blocks as the plan splits them, embed in the first, head in the last."""
+    """Return the layer names of each stage: blocks as the plan splits them."""
     costs = [float(flops) for flops in config.layer_flops.values()]
     stages = [
-        [f"blocks.{i}" for i in blocks]
+        [config.blocks[i] for i in blocks]
         for blocks in split_blocks(config.num_blocks, plan.num_stages, plan.split, costs)
     ]
-    stages[0].insert(0, "embed")
-    stages[-1].append("head")
+    stages[0].insert(0, config.first_layer.name)
+    stages[-1].append(config.last_layer.name)
     return tuple(tuple(names) for names in stages)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from vitpar.errors import StrategyError
-from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.description import LayerDescription, block_name, layer_of
 from vitpar.models.roles import parameter_splits
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
 from vitpar.strategy.layer import Axis, Role, Strategy
@@ -69,7 +69,7 @@ def _check_layers(plan: Plan, model: Model, batch_size: int | None) -> None:
     checked = set()
     # Blocks first: they have more numbers to divide, so that the message finds a degree that fits everywhere.
     strategies = plan.strategies(tuple(model.layers))
-    for name, strategy in sorted(strategies.items(), key=lambda item: item[0] in ("embed", "head")):
+    for name, strategy in sorted(strategies.items(), key=lambda item: not model.layers[item[0]].is_block):
         layer = model.layers[name]
         if (layer.kind, strategy) not in checked:
             checked.add((layer.kind, strategy))
@@ -117,7 +117,7 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
         return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", fix
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
-        shapes = [layer.takes, layer.gives if layer.name != "head" else None]
+        shapes = [layer.takes, None if layer.last else layer.gives]
         split["feature"] = math.gcd(*(shape.features for shape in shapes if shape))
     divides = math.gcd(*split.values())
     for noun, number in split.items():
@@ -145,13 +145,13 @@ def _layerwise(plan: Plan, model: Model, batch_size: int | None) -> str | None:
         return None
     strategy, layers = plan.strategy, model.layers
     able = {
-        name: all(not unsplittable(layers[f"blocks.{index}"], strategy) for index in blocks)
+        name: all(not unsplittable(layers[block_name(index)], strategy) for index in blocks)
         for name, blocks in model.groups.items()
     }
     if not any(able.values()):
         return None
     unable = [name for name, fits in able.items() if not fits]
-    outside = [name for name in ("embed", "head") if unsplittable(layers[name], strategy)]
+    outside = [name for name, layer in layers.items() if not layer.is_block and unsplittable(layer, strategy)]
     try:
         other = _without_tp(strategy)
         groups = (*((name, other) for name in (*outside, *unable)), ("*", strategy))

@@ -128,7 +128,7 @@ def build(
     optimizer = ShardedOptimizer(
         model.named_parameters(),
         recipe.optimizer,
-        stacked=config.stacked,
+        matrices=config.hidden_matrices,
         layers_above=config.layers_above,
         implementation=implementation.name,
     )

@@ -44,7 +44,7 @@ def classifiers(config: ModelConfig) -> tuple[str, ...]:
 
     Raises ModelError for a model that does not say which they are.
     """
-    names = tuple(part.name for part in config.layers["head"].parts if part.role == "classifier" and part.product)
+    names = tuple(part.name for part in config.last_layer.parts if part.role == "classifier" and part.product)
     if not names:
         raise ModelError(
             f"the head of {config.name} names no classifier, so its features are unknown: give its last linear layer "
@@ -56,7 +56,7 @@ def classifiers(config: ModelConfig) -> tuple[str, ...]:
 def feature_width(config: ModelConfig) -> int:
     """Return the number of features that the classifier reads. Raises ModelError as `classifiers` does."""
     first = classifiers(config)[0]
-    part = next(part for part in config.layers["head"].parts if part.name == first)
+    part = next(part for part in config.last_layer.parts if part.name == first)
     assert part.product is not None, "a classifier is a linear layer"
     return part.product[0]
 
@@ -70,7 +70,7 @@ def _classifier_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
     """
     names = classifiers(model.config)
     (stage,) = model.stages.values()
-    head = stage.layers()["head"]
+    head = stage.layers()[model.config.last_layer.name]
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -154,7 +154,7 @@ def grid_of(config: ModelConfig, positions: tuple[int, ...]) -> tuple[int, int]:
 
     positions: shape of the position embedding.
     """
-    patches = next(part.tokens for part in config.layers["embed"].parts if part.role == "embedding")
+    patches = next(part.tokens for part in config.first_layer.parts if part.role == "embedding")
     return positions[1] - patches, math.isqrt(patches)
 
 

@@ -27,7 +27,7 @@ def test_muon_matches_torch(
         monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
     chosen = section({"name": "muon", **options})
     mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
-    ours = ShardedOptimizer([("blocks.0.attn.proj.weight", mine)], chosen)
+    ours = ShardedOptimizer([("proj.weight", mine)], chosen, matrices={"proj.weight": ()})
     torchs = torch.optim.Muon(
         [theirs],
         weight_decay=0.3,
@@ -69,7 +69,7 @@ def test_query_key_and_value_are_orthogonalised_separately() -> None:
         p = nn.Parameter(drawn("value", name))
         p.grad = drawn("1", name)
         p.grad[rows[1]] *= factor
-        ShardedOptimizer([(name, p)], section(MUON), stacked={name: STACKED}).step(0.1)
+        ShardedOptimizer([(name, p)], section(MUON), matrices={name: STACKED}).step(0.1)
         moved.append(p.detach() - drawn("value", name))
     torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
 
@@ -91,6 +91,6 @@ def test_stacked_maps_of_modern_models_are_orthogonalised_separately(parts: str,
     p.grad = torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     alone = orthogonalise((1 - 0.95**2) * p.grad[rows], 5)
     chosen = section({"name": "muon", "weight_decay": 0.0, "momentum": 0.95})
-    ShardedOptimizer([(weight, p)], chosen, stacked=config.stacked).step(1.0)
+    ShardedOptimizer([(weight, p)], chosen, matrices=config.hidden_matrices).step(1.0)
     factor = 0.2 * max(alone.shape) ** 0.5
     torch.testing.assert_close(p.detach()[rows], -factor * alone, atol=1e-9, rtol=1e-9)

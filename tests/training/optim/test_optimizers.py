@@ -33,8 +33,10 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
-    stacked = dict.fromkeys(QKV, STACKED)
-    return ShardedOptimizer(root.named_parameters(), section(settings), stacked=stacked, layers_above=layers_above)
+    named = dict(root.named_parameters())
+    hidden = {name: () for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2}
+    matrices = {**hidden, **{name: STACKED for name in QKV if name in named}}
+    return ShardedOptimizer(named.items(), section(settings), matrices=matrices, layers_above=layers_above)
 
 
 def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def test_optimizer_state_has_the_shape_of_the_local_shard(
     settings: dict[str, Any], matrix: set[str], other: set[str]
 ) -> None:
     pairs = [("blocks.0.mlp.fc1.weight", nn.Parameter(torch.ones(3, 2))), ("head.fc.weight", nn.Linear(2, 2).weight)]
-    optimizer = ShardedOptimizer(pairs, section(settings))
+    optimizer = ShardedOptimizer(pairs, section(settings), matrices={name: () for name, p in pairs if p.dim() == 2})
     for _, p in pairs:
         p.grad = torch.ones_like(p)
     optimizer.step(0.1)

@@ -19,7 +19,8 @@ from vitpar.models.description import (
     ExtraPasses,
     LayerDescription,
     Part,
-    Shape,
+    TensorSpec,
+    block_name,
     linear,
     norm,
     parameter,
@@ -52,9 +53,9 @@ class SwinStage:
     """Tokens along a side of a window: the model's window size, or `grid` if that is smaller."""
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TensorSpec:
         """Return the activation of one sample."""
-        return Shape(self.grid**2, self.width)
+        return TensorSpec(self.grid**2, self.width)
 
     @property
     def head_dim(self) -> int:
@@ -277,7 +278,7 @@ class SwinConfig(ModelConfig):
             linear("mlp.fc2", "row", h, d, s),
         )
         return LayerDescription(
-            f"blocks.{index}",
+            block_name(index),
             f"merge{stage.number}" if merges else f"stage{stage.number}",
             takes,
             gives,
@@ -302,9 +303,10 @@ class SwinConfig(ModelConfig):
             "head",
             "head",
             shape,
-            Shape(1, self.num_classes),
+            TensorSpec(1, self.num_classes),
             parts,
             divisible={"classifier feature": shape.features},
+            last=True,
         )
 
 

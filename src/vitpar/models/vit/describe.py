@@ -5,7 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vitpar.models.description import AttentionShape, LayerDescription, Part, Shape, linear, norm, parameter
+from vitpar.models.description import (
+    AttentionShape,
+    LayerDescription,
+    Part,
+    TensorSpec,
+    block_name,
+    linear,
+    norm,
+    parameter,
+)
 
 if TYPE_CHECKING:
     from vitpar.models.vit.config import ViTConfig
@@ -17,8 +26,8 @@ def describe(config: ViTConfig) -> tuple[LayerDescription, ...]:
     return _embed(config), *(block(config, index) for index in range(config.depth)), _head(config)
 
 
-def _shape(c: ViTConfig) -> Shape:
-    return Shape(c.tokens, c.embed_dim)
+def _shape(c: ViTConfig) -> TensorSpec:
+    return TensorSpec(c.tokens, c.embed_dim)
 
 
 def _embed(c: ViTConfig) -> LayerDescription:
@@ -93,7 +102,7 @@ def _of_heads(c: ViTConfig, start: str) -> tuple[Part, ...]:
 
 def _of_blocks(c: ViTConfig, index: int, parts: tuple[Part, ...]) -> LayerDescription:
     return LayerDescription(
-        f"blocks.{index}",
+        block_name(index),
         "block",
         _shape(c),
         _shape(c),
@@ -124,13 +133,14 @@ def _head(c: ViTConfig) -> LayerDescription:
         "head",
         "head",
         _shape(c),
-        Shape(1, c.num_classes),
+        TensorSpec(1, c.num_classes),
         parts,
         divisible={
             "classifier feature": c.features,
             **({"head": c.num_heads, "hidden feature": c.mlp_hidden_dim} if pooling else {}),
         },
         other_flops=4 * patches * d if pooling else 0,
+        last=True,
     )
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
-from vitpar.models.description import backwards
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
@@ -37,7 +36,6 @@ class LayerCosts:
         self.config = with_frozen(config, frozen)
         # The kind that was profiled, by kind.
         self._profiled = {kind: config.layers[layer.name].kind for kind, layer in self.config.kinds.items()}
-        self._backwards = backwards(config.layer_names, frozen)
         self.model = model = model.steady()
         self.links = Links(self.hardware)
         self.precision = PRECISION_TYPES[model.precision]
@@ -53,8 +51,8 @@ class LayerCosts:
 
     @property
     def passes_gradients(self) -> bool:
-        """Return whether all activations between layers have gradients: whether embed is trained."""
-        return "embed" not in self.frozen
+        """Return whether all activations between layers have gradients: whether the first layer is trained."""
+        return self.config.first_layer.name not in self.frozen
 
     def profiled(self, kind: LayerKind) -> LayerKind:
         """Return the kind in profiles of a kind of layers, which may be frozen."""
@@ -124,7 +122,7 @@ class LayerCosts:
         """Compute what `position` caches."""
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
         data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES, backwards=self._backwards)
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
         wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
         parameters = (
@@ -140,7 +138,7 @@ class LayerCosts:
             strategy,
             tensor_name(strategy),
             groups,
-            {kind: rules.of(strategy, layer.name) for kind, layer in self.config.kinds.items()},
+            {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
             data,
             where.splits,
             computes=self._alike.setdefault(arithmetic, len(self._alike)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -187,6 +188,13 @@ def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
     inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
     pairs = pairwise(place[stage] for stage in range(plan.num_stages))
     return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
+
+
+def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
+    """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
+    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    farthest = _hop(min(places), max(places), inside, plan.pipeline_degree, plan.stage_size, ranks_per_node)
+    return replace(farthest, ranks=len(places))
 
 
 @cache

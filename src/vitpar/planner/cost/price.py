@@ -5,6 +5,7 @@ Replays the micro-batches of all stages in the schedule's order, then the sums, 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.roles import parameter_splits
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
     RankGroup,
@@ -19,6 +22,7 @@ from vitpar.planner.cost.links import (
     hop_wires,
     hops,
     placed,
+    sharing_group,
     shortest_hop,
     stage_place,
     stage_wires,
@@ -39,7 +43,7 @@ from vitpar.strategy import (
     stage_layers,
     stages_of_rank,
 )
-from vitpar.strategy.layout import Layout
+from vitpar.strategy.layout import Layout, mesh_axes, sharding_axes
 from vitpar.strategy.pipeline_orders import ActionOrder, action_order
 from vitpar.strategy.stages import travel_layout
 
@@ -327,6 +331,33 @@ def norm_seconds(costs: LayerCosts, ranks: int) -> float:
     return costs.links.seconds("all_reduce", all_ranks(ranks, costs.hardware.ranks_per_node), 8) if ranks > 1 else 0.0
 
 
+def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
+    """Return the seconds in which ranks add the gradients of shared parameters, and of tables over the world."""
+    config, itemsize = costs.config, costs.precision.parameters.itemsize
+    trained = {name for name, layer in config.layers.items() if layer.backward in ("all", "weights")}
+    owners = [owner for owner in config.holders if layer_of(owner) in trained]
+    if not owners:
+        return 0.0
+    places = {name: rank_of_stage(n, plan) for n, names in enumerate(stage_layers(config, plan)) for name in names}
+    strategies, per_node = plan.strategies(config.layer_names), costs.hardware.ranks_per_node
+    tables = sum(math.prod(config.shape(owner)) for owner in owners if owner in config.tables) * itemsize
+    seconds = costs.links.seconds("all_reduce", all_ranks(plan.world_size, per_node), tables)
+    for owner in owners:
+        used = {places[layer_of(name)] for name in config.holders[owner]}
+        if owner not in config.tables and len(used) > 1:
+            shard = shard_elements(config.layers[layer_of(owner)], owner, strategies[layer_of(owner)]) * itemsize
+            seconds += costs.links.seconds("all_reduce", sharing_group(plan, sorted(used), per_node), shard)
+    return seconds
+
+
+def shard_elements(layer: LayerDescription, parameter: str, strategy: Strategy) -> float:
+    """Return the elements of a rank's shard of a parameter, by its name in the model."""
+    split = parameter_splits(layer, strategy.mode)[parameter.removeprefix(f"{layer.name}.")]
+    sizes = dict(mesh_axes(strategy))
+    parts = math.prod(sizes.get(axis, 1) for axis in (*split.axes, *sharding_axes(strategy)))
+    return math.prod(split.shape) / parts
+
+
 def crowded(at_once: float, pipeline_degree: int) -> float:
     """Return the factor, at most 1, that shortens an action's communication before `replay` stretches the action.
 
@@ -345,7 +376,8 @@ def _finished(
 ) -> tuple[float, Spent, tuple[Event, ...]]:
     """Return (seconds of the step, their breakdown, events) after what follows the last backward.
 
-    That is the sum of partial gradients over tensor axes, the norm of the gradients, and the optimizer.
+    That is the sum of partial gradients over tensor axes, sums of parameters that layers share, the norm of the
+    gradients, and the optimizer.
     """
     where = _where(plan, costs)
     ends, optimizer = [], []
@@ -364,10 +396,11 @@ def _finished(
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
         optimizer.append(sum(updates) * costs.crowd(plan.world_size))
-    # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
-    norm = norm_seconds(costs, plan.world_size)
-    seconds = max(ends) + norm + max(optimizer)
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
+    # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
+    norm, shared = norm_seconds(costs, plan.world_size), sharing_seconds(plan, costs)
+    times.spent[busiest]["gradients"] += shared
+    seconds = max(ends) + shared + norm + max(optimizer)
     spent = times.spent[busiest]
     spent["waiting"] += max(ends) - ends[busiest]
     spent["optimizer"] = norm + max(optimizer)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vitpar.models.description import Shape
+from vitpar.models.description import TensorSpec
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
@@ -235,7 +235,7 @@ def _with_kept(costs: LayerCosts, layers: Sequence[StageLayer], rows: int) -> tu
 
 def moving(
     costs: LayerCosts,
-    shape: Shape | None,
+    shape: TensorSpec | None,
     source: Layout | None,
     target: Layout,
     rows: int,
@@ -352,7 +352,7 @@ def least_load(
     once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
     # The step's first gather and last reduction are embed's: no layer computes before the one or after the other.
     # On a CPU, wrapped layers block anyway and are counted in waits and waits_once.
-    if costs.config.kinds[kind].name == "embed" and not pipelined:
+    if costs.config.kinds[kind].first and not pipelined:
         edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
     if not execution.wrapped:
         sent_once = sent_late = weights.reduce

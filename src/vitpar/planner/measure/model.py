@@ -180,8 +180,8 @@ class LayerBench:
 
     def forward(self) -> None:
         """Run a forward; one backward must follow each."""
-        x = self._x.detach().requires_grad_(self._name != "embed")
-        if self._name == "head":
+        x = self._x.detach().requires_grad_(not self.layer.description.first)
+        if self.layer.description.last:
             y = self._model.loss(self.layer(x), self._labels)
         else:
             y = self.layer(x, self._keys) if self.layer.takes_keys else self.layer(x)
@@ -381,11 +381,12 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Return the seconds of a micro-batch of one image beyond those of its layers."""
     config, layers = subject.config, 0.0
-    first = config.layers["blocks.0"]
+    (begin, *blocks, end) = config.layer_names
+    first = config.layers[blocks[0]]
     # Where the first block fits between embed and head it is the only one, so that little is subtracted.
-    fits = first.gives == config.layers["head"].takes
-    names = tuple(name for name in config.layers if name.startswith("blocks.")) if not fits else ("blocks.0",)
-    counts = Counter(config.layers[name].kind for name in ("embed", *names, "head"))
+    fits = first.gives == config.layers[end].takes
+    names = tuple(blocks[:1] if fits else blocks)
+    counts = Counter(config.layers[name].kind for name in (begin, *names, end))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         for kind, times in counts.items():

@@ -85,7 +85,7 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
     The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
     attention does. With checkpointing, and in models of the user, everything counts.
     """
-    if strategy.checkpoint or layer.saved is not None or layer.name in ("embed", "head"):
+    if strategy.checkpoint or layer.saved is not None or not layer.is_block:
         return 1.0
     t, rows = strategy.degree("tp"), of_role(layer, "row")
     inside = 1 if strategy.mode == "1d" else t

@@ -26,10 +26,10 @@ def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
     The elements are those of one rank of a tensor-parallel group.
     """
     t, parts = strategy.degree("tp"), _parts(strategy)
-    if layer.name == "embed":
+    if layer.first:
         normed = sum(map(normed_elements, of_role(layer, "norm")))
         forward = (4 * layer.gives.elements + 3 * normed) / parts
-    elif layer.name == "head":
+    elif layer.last:
         forward = 3 * (layer.takes or layer.gives).elements / parts
     else:
         rows, merges = of_role(layer, "row"), of_role(layer, "merge")
@@ -52,7 +52,7 @@ def vitpar_elements(
     there. Models of the user keep the usual bytes.
     """
     forward, backward = usual_elements(layer, strategy)
-    if layer.name in ("embed", "head"):
+    if not layer.is_block:
         return forward, backward
     t = strategy.degree("tp")
     # Tensor parallelism and float8 give linear layers a forward of their own (``vitpar.models.compiled.is_plain``).

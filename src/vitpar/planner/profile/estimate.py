@@ -47,7 +47,7 @@ from vitpar.text import divisors
 
 LAUNCH = 5e-6
 """Host seconds to launch an eager operation; a lower bound on a layer's time is the launch of all its operations."""
-BLOCK_LAUNCHES, LAUNCHES = 24, {"embed": 8, "head": 10}
+BLOCK_LAUNCHES, FIRST_LAUNCHES, LAST_LAUNCHES = 24, 8, 10
 """Eager operations of a forward: of a block, and of other layers by name. Backward has twice as many; compiled blocks
 have half."""
 QUANTISING = {True: 0.8, False: 14.0}
@@ -120,9 +120,9 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
             with suppress(StrategyError):
                 strategy = parse(f"tp{degree}{flag}").strategy
                 _ = strategy.tensor_shape  # refuses degrees that are no square or cube
-                ends = (config.layers["embed"], config.layers["head"])
-                able = [not unsplittable(layer, strategy) for layer in (*ends, *config.block_kinds)]
-                if all(able[:2]) and any(able[2:]):
+                able = {layer: not unsplittable(layer, strategy) for layer in config.kinds.values()}
+                ends = (fits for layer, fits in able.items() if not layer.is_block)
+                if all(ends) and any(fits for layer, fits in able.items() if layer.is_block):
                     found.append(f"tp{degree}{flag}")
     return tuple(found)
 
@@ -169,12 +169,13 @@ def estimate_model(
         for kind, layer in config.kinds.items():
             if unsplittable(layer, strategy):
                 continue
-            block = layer.name not in LAUNCHES
+            block = layer.is_block
             elements = layer_elements(layer, strategy).compute_numel
             smallest = fp8_min_features if numbers.float8 and block else math.inf
             kernels, float8 = hardware.kernels, rates.get(FLOAT8)
             plain = _counts(layer, strategy, "none", smallest, kernels.attention_tile)
-            operations = LAUNCHES.get(layer.name, BLOCK_LAUNCHES) / (2 if compiled and block else 1)
+            launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
+            operations = launches / (2 if compiled and block else 1)
             if compiled and vitpar_blocks:
                 touched = vitpar_elements(config, layer, strategy, smallest)
             else:
@@ -307,12 +308,12 @@ def _counts(
     parts = 1 if mode == "1d" else t
     given = layer.gives.elements
     products = tuple(_products(layer, strategy, fp8_min_features))
-    if layer.name == "embed":
+    if layer.first:
         pixels = sum(product.taken for product in products if product.taken)
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
         saved = given / parts + normed + (0 if policy == "full" else pixels)
         return _Counts(products, 0.0, saved, given / parts)
-    if layer.name == "head":
+    if layer.last:
         taken = (layer.takes or layer.gives).elements / parts
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
         return _Counts(products, 0.0, 2 * normed, taken)

@@ -22,6 +22,7 @@ from vitpar.errors import PlannerError
 from vitpar.io import read_json
 from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import block_name
 from vitpar.models.families import config_to_json
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.curves import Curve, exact, fit
@@ -135,7 +136,7 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
     Raises PlannerError if the files are missing, ambiguous, or for another number of tokens.
     """
     sections = sections_of(config).sections
-    tokens = [str(config.layers[f"blocks.{section.blocks[0]}"].gives.tokens) for section in sections]
+    tokens = [str(config.layers[block_name(section.blocks[0])].gives.tokens) for section in sections]
     every = tokens[0] if len(tokens) == 1 else f"[{','.join(tokens)}]"
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
@@ -160,9 +161,9 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
             validate(parse(tensor), config, None)  # refuses degrees that do not fit the model
         for policy, times in (("none", 2), ("full", 3)):
             kinds: dict[LayerKind, tuple[Forwards, float | None]] = {
-                "embed": (ends, first.get(tp, first.get(1, 0.0) / tp)),
+                config.first_layer.kind: (ends, first.get(tp, first.get(1, 0.0) / tp)),
                 **{kind: (block.forwards, block.megabytes(tp, policy)) for kind, block in blocks.items()},
-                "head": (ends, last.get(tp, last.get(1, 0.0) / tp)),
+                config.last_layer.kind: (ends, last.get(tp, last.get(1, 0.0) / tp)),
             }
             kinds = {kind: kinds[kind] for kind in able}
             if any(megabytes is None for _, megabytes in kinds.values()):
@@ -176,7 +177,7 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
                     wrapped=False,
                     forward=Curve(timings=exact(split)),
                     backward=Curve(timings=exact((images, times * seconds) for images, seconds in split)),
-                    input_share=0.0 if kind == "embed" else 0.5,
+                    input_share=0.0 if config.kinds[kind].first else 0.5,
                     saved=Bytes(fixed=0, per_row=(megabytes or 0.0) * MB),
                     workspace=Bytes(fixed=0, per_row=0),
                 )
@@ -241,8 +242,8 @@ def _shares(config: ModelConfig, section: BlockSection) -> dict[LayerKind, float
 
     Galvatron profiles one layer type for each section. A block that merges patches first has some more to compute.
     """
-    last = config.layers[f"blocks.{section.blocks[-1]}"]
-    blocks = [layer for layer in section.layers if layer.name not in ("embed", "head")]
+    last = config.layers[block_name(section.blocks[-1])]
+    blocks = [layer for layer in section.layers if layer.is_block]
     return {layer.kind: layer.flops / last.flops for layer in blocks}
 
 

@@ -18,6 +18,7 @@ from itertools import count
 
 import numpy as np
 
+from vitpar.models.description import layer_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
 from vitpar.planner.cost.records import PlacedStrategy
@@ -66,6 +67,10 @@ class Search:
         self.space, self.effort = space, effort
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
+        config = costs.config
+        self._ends = config.first_layer.name, config.last_layer.name
+        shared = (names for owner, names in config.holders.items() if owner not in config.tables)
+        self._shared = tuple({layer_of(name) for name in names} for names in shared if len(names) > 1)
         self._prices: dict[tuple[Plan, int], Price] = {}
         self._shares: dict[tuple[object, ...], Array] = {}
         self._searched: set[tuple[Plan, int]] = set()  # plans whose `frontier` was searched
@@ -245,7 +250,7 @@ class Search:
         for best in found.plans[:ENDS]:
             pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
             kind = Kind(pipeline, best.batch_size, best.plan.microbatches or 1)
-            for layer in ("embed", "head"):
+            for layer in self._ends:
                 for other in with_other_ends(best.plan, layer, self.options(kind), kind, self.costs.config):
                     if now() < until and self._fits(other, kind.batch_size, budget):
                         price = self.price(other, kind.batch_size)
@@ -320,8 +325,17 @@ class Search:
         return memory_bytes(plan, self.costs, batch_size, self._moments)
 
     def _fits(self, plan: Plan, batch_size: int, budget: float) -> bool:
+        if self._separates(plan):
+            return False
         known = self._prices.get((plan, batch_size))
         return (known.memory_bytes if known else self.memory_bytes(plan, batch_size)) <= budget
+
+    def _separates(self, plan: Plan) -> bool:
+        """Return whether layers that share a parameter have different strategies, which the runtime refuses."""
+        if plan.is_uniform or not self._shared:
+            return False
+        strategies = plan.strategies(self.costs.config.layer_names)
+        return any(len({strategies[layer] for layer in layers}) > 1 for layers in self._shared)
 
     def _kinds(self) -> Iterator[Kind]:
         for batch_size in self.space.batch_sizes:

@@ -31,8 +31,8 @@ def to_galvatron(
         raise StrategyError(
             f"the plan ({shown(plan)}) has no number of micro-batches, which Galvatron's file needs: give microbatches"
         )
-    names = ("embed", *(f"blocks.{index}" for index in range(num_blocks)), "head")
-    layers = {name.replace("blocks.", "block "): layer for name, layer in plan.strategies(names).items()}
+    names = ("embed", *(f"block {index}" for index in range(num_blocks)), "head")
+    layers = plan.strategies(names)
     _check_layers(layers)
     check_batch(plan, batch_size)
     outside, *blocks = list(layers.values())[:-1]

@@ -47,7 +47,7 @@ class ShardedOptimizer:
     """Optimizer over the local shards of named parameters.
 
     parameters: (name, parameter) pairs of this rank, in the order of the global model. Frozen ones are left out.
-    stacked: rows of the maps that weights hold several of, by name (``ModelConfig.stacked``), which muon separates.
+    matrices: hidden matrices by name, with the rows of their maps, for muon (``ModelConfig.hidden_matrices``).
     layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
         decay of the learning rate needs.
     implementation: that of the update (``one_pass.choose_implementation``); None for that of the settings.
@@ -58,7 +58,7 @@ class ShardedOptimizer:
         parameters: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSection,
         *,
-        stacked: Mapping[str, tuple[int, ...]] = {},
+        matrices: Mapping[str, tuple[int, ...]] = {},
         layers_above: Callable[[str], int] | None = None,
         implementation: str | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class ShardedOptimizer:
         }
         groups = _groups(self._pairs, settings, layers_above)
         implementation = implementation or settings.implementation
-        self.torch_optimizer = _torch_optimizer(groups, settings, implementation, self._pairs, stacked)
+        self.torch_optimizer = _torch_optimizer(groups, settings, implementation, self._pairs, matrices)
         self.implementation = implementation
         """Implementation of the update: triton, or torch's."""
         if implementation in ("auto", "triton"):
@@ -209,7 +209,7 @@ def _torch_optimizer(
     settings: OptimizerSection,
     implementation: str,
     pairs: _Pairs,
-    stacked: Mapping[str, tuple[int, ...]],
+    matrices: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
     moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
@@ -237,16 +237,9 @@ def _torch_optimizer(
             return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
         case "muon":
             shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
-            return Muon(groups, _matrices(pairs, stacked), lr=lr, **moments, **momentum, **shape)
-
-
-def _matrices(pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]) -> dict[Tensor, Matrix]:
-    """Return the matrices of the blocks, by shard, for Muon. Embed and head are not hidden layers."""
-    return {
-        shard: Matrix(parameter, stacked.get(name, ()))
-        for name, (parameter, shard) in pairs.items()
-        if name.startswith("blocks.") and parameter.dim() == 2
-    }
+            held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
+            hidden: dict[Tensor, Matrix] = {shard: Matrix(parameter, rows) for parameter, shard, rows in held}
+            return Muon(groups, hidden, lr=lr, **moments, **momentum, **shape)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def pack_command(
     from vitpar.data import Reencode, pack
     from vitpar.data.shards.pack import SKIPPED
     from vitpar.data.sources import Source, open_source
-    from vitpar.data.sources.found import describe
+    from vitpar.data.sources.contents import describe
     from vitpar.data.survey import survey
 
     def print_found(found: Source) -> None:

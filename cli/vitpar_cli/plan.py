@@ -10,7 +10,7 @@ import typer
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.sizes import parse_size
 from vitpar.text import count, shown
-from vitpar.training.recipe.machine import resolve_precision
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
@@ -101,7 +101,7 @@ def plan(
     whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
     asked = merged
     if whole is None:
-        merged = resolve_precision(merged, choose_device(None))
+        merged = replace_auto_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
     config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.whole

@@ -90,12 +90,12 @@ class ShardedOptimizer:
         A value is sharded like the parameter and shares memory, or is a single number. Empty before the first step or
         `allocate`.
         """
-        found = {}
+        tensors = {}
         for name, (parameter, shard) in self._pairs.items():
             for key, value in self.torch_optimizer.state[shard].items():
                 if isinstance(value, Tensor):
-                    found[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
-        return found
+                    tensors[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
+        return tensors
 
     def allocate(self) -> None:
         """Create the state that the first step would create, to be filled. Collective if `step` is.
@@ -184,20 +184,20 @@ def _groups(
 
     The factor has timm's key, lr_scale.
     """
-    found: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, (parameter, shard) in pairs.items():
         above = 0
         if settings.layer_decay != 1.0:
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
-        found.setdefault((decays(parameter), above), []).append(shard)
+        members.setdefault((decays(parameter), above), []).append(shard)
     groups = [
         {
-            "params": found[decay, above],
+            "params": members[decay, above],
             "weight_decay": settings.weight_decay if decay else 0.0,
             "lr_scale": settings.layer_decay**above,
         }
-        for decay, above in sorted(found, reverse=True)
+        for decay, above in sorted(members, reverse=True)
     ]
     # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
     return groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]

@@ -134,12 +134,12 @@ class Recipe(Section):
         if self.train.freeze is None:
             return frozenset()
         try:
-            found = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
+            layers = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
         except StrategyError as error:
             raise RecipeError(f"train.freeze: {error}") from None
-        if len(found) == len(config.layer_names):
+        if len(layers) == len(config.layer_names):
             raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
-        return found
+        return layers
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
@@ -148,9 +148,9 @@ class Recipe(Section):
         """
         if self.train.precision != "auto":
             return self
-        found = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
-        found._refuse_contradictions()
-        return found
+        changed = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
+        changed._refuse_contradictions()
+        return changed
 
     def plan(self, config: ModelConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """Return the plan of `parallel.mesh`, validated against the model and the batch.

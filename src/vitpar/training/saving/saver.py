@@ -120,13 +120,13 @@ class Saver:
         """Minutes since the last checkpoint, or since the start."""
         return (time.monotonic() - self._since) / 60
 
-    def resume(self, found: Checkpoint) -> None:
-        """Resume from `found`.
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Resume from `checkpoint`.
 
         Later checkpoints belong to an abandoned course of the run. They stay until this one has saved a checkpoint.
         """
-        self._best = found.facts.best
-        self._earlier = {step for step in self.checkpoints.steps() if step <= found.facts.step}
+        self._best = checkpoint.facts.best
+        self._earlier = {step for step in self.checkpoints.steps() if step <= checkpoint.facts.step}
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`, by the number of the step alone."""

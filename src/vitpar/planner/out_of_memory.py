@@ -51,9 +51,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     # torch's pipelining wraps errors, so the causes count too.
     if error is None:
         return False
-    found = isinstance(error, torch.cuda.OutOfMemoryError)
-    found = found or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
-    return found or is_out_of_memory(error.__cause__)
+    matches = isinstance(error, torch.cuda.OutOfMemoryError)
+    matches = matches or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
+    return matches or is_out_of_memory(error.__cause__)
 
 
 def estimate_memory(

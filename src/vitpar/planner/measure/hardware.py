@@ -206,7 +206,7 @@ def process_overhead(device: torch.device) -> int:
     """
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
-    training, found = Training(recipe, config), []
+    training, overheads = Training(recipe, config), []
     with freed_memory_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
             plan = validate(parse(words), config, recipe.train.batch_size)
@@ -218,7 +218,7 @@ def process_overhead(device: torch.device) -> int:
             step()
             copies = 4  # parameters, gradients, two moments
             tensors = copies * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
-            found.append(max(0, (peak.grown or 0) - tensors))
-    most = torch.tensor(int(statistics.mean(found)), device=device)
+            overheads.append(max(0, (peak.grown or 0) - tensors))
+    most = torch.tensor(int(statistics.mean(overheads)), device=device)
     all_reduce_(most, dist.ReduceOp.MAX)
     return int(most)

@@ -64,14 +64,14 @@ def scratch(
     The maximum over the ranks; 0 where the system reports no peak. Collective. Call it before anything large has been
     computed: memory that was freed before may be reused, and then hides a peak.
     """
-    found = {}
+    taken = {}
     with freed_memory_given_back():
         for shape in shapes:
             with own_group(*shape) as group:
                 for operation in operations(shape[0]):
                     for size in sizes:
-                        found[shape, operation, size] = _taken(device, operation, group, size)
-    return found
+                        taken[shape, operation, size] = _taken(device, operation, group, size)
+    return taken
 
 
 def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch: int) -> Timing:

@@ -114,7 +114,7 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
 
     2.5d is not among them: each of its squares computes as 2d, and shares that profile.
     """
-    found = ["tp1"]
+    names = ["tp1"]
     for degree in divisors(ranks)[1:]:
         for flag in ("", "+sp", "+2d", "+3d"):
             with suppress(StrategyError):
@@ -123,8 +123,8 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
                 ends = (config.layers["embed"], config.layers["head"])
                 able = [not unsplittable(layer, strategy) for layer in (*ends, *config.block_kinds)]
                 if all(able[:2]) and any(able[2:]):
-                    found.append(f"tp{degree}{flag}")
-    return tuple(found)
+                    names.append(f"tp{degree}{flag}")
+    return tuple(names)
 
 
 def estimate_model(

@@ -92,10 +92,12 @@ def bench(
         settings = Settings(steps, repeats, warmup)
         memory = explain_memory(merged, config, chosen.plan, device)
         with memory, Status(shown=dist.get_rank() == 0) as status:
-            found = measure(merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell)
+            benchmark = measure(
+                merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell
+            )
         if dist.get_rank() == 0:
-            warn(chosen.because, *found.warnings)
-            typer.echo(json.dumps(found.to_json())) if as_json else show(found, profile)
+            warn(chosen.because, *benchmark.warnings)
+            typer.echo(json.dumps(benchmark.to_json())) if as_json else show(benchmark, profile)
         return 0
 
     run_in_world(chosen, kind, work)

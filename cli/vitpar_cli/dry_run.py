@@ -52,12 +52,12 @@ def show_dry_run(
     memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), frozen)
     fullest = max(memory, key=lambda one: one.total)
     if as_json:
-        found = {
+        record = {
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
         }
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(record))
         return
     typer.echo(recipe.to_toml())
     summary = summarize(config, plan, train.batch_size, state_bytes(recipe), frozen_bytes(recipe, config))

@@ -128,9 +128,9 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
     """
     from vitpar.data import StreamSet
 
-    def add(found: "Predictions") -> None:
+    def add(predictions: "Predictions") -> None:
         assert file is not None and not isinstance(images, StreamSet)
-        file.add(data, [images.name(sample) for sample in found.samples.tolist()], found)
+        file.add(data, [images.name(sample) for sample in predictions.samples.tolist()], predictions)
 
     return add
 

@@ -125,7 +125,7 @@ def plan(
 
     frozen = frozen_bytes(merged, config)
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged), frozen)
-    found = None if whole is None else _predict(made, asked, whole, cluster, budget)
+    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
@@ -133,14 +133,16 @@ def plan(
         record = _to_json(config, made, merged.train.precision, summary)
         record |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
         typer.echo(
-            json.dumps(record if found is None else {**record, "predicted": prediction_to_json(found, origin())})
+            json.dumps(
+                record if prediction is None else {**record, "predicted": prediction_to_json(prediction, origin())}
+            )
         )
     else:
         show(config, made, merged.train.precision, summary, state_words(merged))
         if modules:
             show_modules(by_module)
-        if found is not None:
-            show_prediction(found, origin())
+        if prediction is not None:
+            show_prediction(prediction, origin())
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -182,10 +184,10 @@ def _predict(
         train = recipe.train
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
-    found = price(plan, costs, recipe.train.batch_size, moments(recipe))
+    priced = price(plan, costs, recipe.train.batch_size, moments(recipe))
     limit = budget or usual_budget(costs)
-    training = training_time(found, training_length(recipe))
-    return Prediction(found, costs, limit, training, gains((found,), costs, limit, moments(recipe)))
+    training = training_time(priced, training_length(recipe))
+    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe)))
 
 
 def _closed(plan: "Plan") -> "Plan":
@@ -211,7 +213,7 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
     from vitpar.strategy.plan_json import plan_to_json
     from vitpar_cli.rank_grid import shown_axis
 
-    found = {
+    fields = {
         "model": config.name,
         "num_classes": config.num_classes,
         "strategy": str(plan),
@@ -224,9 +226,9 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
         ],
     }
     kinds = {str(kind): kind for kind in plan.kinds}
-    for record in found["strategies"]:
+    for record in fields["strategies"]:
         kind = kinds[record["strategy"]]
         record["places"] = [
             {shown_axis(kind, axis): index for axis, index in place(kind, rank).items()} for rank in range(kind.size)
         ]
-    return found
+    return fields

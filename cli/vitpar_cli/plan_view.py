@@ -133,13 +133,13 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
     """Return the rows of each axis of a strategy: several if tp is arranged as a square or cube."""
     left = iter(part.axes)
-    found = []
+    groups = []
     for axis in strategy.axes:
         shape = strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),)
         names = [f"{name}{size}" for name, size in shape]
         rows = [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
-        found.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
-    return found
+        groups.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
+    return groups
 
 
 def _flag_rows(part: StrategySummary) -> list[Row]:

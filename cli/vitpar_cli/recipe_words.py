@@ -92,8 +92,8 @@ def precision_words(recipe: Recipe, automatic: bool) -> str:
     """
     from vitpar.parallel import PRECISIONS
 
-    found = PRECISIONS[recipe.train.precision]
-    compute, parameters = (str(dtype).removeprefix("torch.") for dtype in (found.compute, found.parameters))
+    precision = PRECISIONS[recipe.train.precision]
+    compute, parameters = (str(dtype).removeprefix("torch.") for dtype in (precision.compute, precision.parameters))
     words = f"{recipe.train.precision}{' (auto)' * automatic}"
     return words if compute == parameters else f"{words}: compute in {compute}, parameters in {parameters}"
 

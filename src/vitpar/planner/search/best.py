@@ -81,19 +81,21 @@ class Search:
         """
         effort = effort or self.effort
         begun, until = time.perf_counter(), now() + effort.seconds
-        answer = self._best(budget, effort, until, progress)
+        search_result = self._best(budget, effort, until, progress)
         best = (
-            answer.plans[0]
-            if answer.plans and not answer.exact and answer.gap > WORTH_MORE and effort.patient
+            search_result.plans[0]
+            if search_result.plans and not search_result.exact and search_result.gap > WORTH_MORE and effort.patient
             else None
         )
         # Searching the frontier of the best plan can price a faster plan: repeat until the best stays the same.
         while best is not None and now() < until:
             self.frontier(best, until=until)
             known = self._known(budget, effort).ranked
-            answer = replace(answer, plans=known, bound=max(answer.bound, *(one.images_per_second for one in known)))
+            search_result = replace(
+                search_result, plans=known, bound=max(search_result.bound, *(one.images_per_second for one in known))
+            )
             best = known[0] if known[0] is not best else None
-        return replace(answer, priced=len(self._prices), seconds=time.perf_counter() - begun)
+        return replace(search_result, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
     def _best(
         self,

@@ -188,9 +188,10 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     if profile.links:
         console.print(_links(profile))
     if profile.overlap:
-        o = profile.overlap
+        overlap = profile.overlap
         console.print(
-            f"overlap    matrix products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
+            f"overlap    matrix products take {overlap.compute:.2f} times as long, "
+            f"an all-reduce {overlap.communication:.2f} times",
             highlight=False,
         )
     curves = [*profile.matmuls, *copies, *profile.links]

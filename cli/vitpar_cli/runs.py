@@ -65,9 +65,9 @@ def _notes(summaries: "list[RunSummary]") -> list[str]:
         if run.note:
             alike.setdefault(re.sub(r"\d[\d.,]*", "0", run.note), []).append(run)
     lines = []
-    for runs in alike.values():
-        newest = runs[0]
-        others = f" and {count(len(runs) - 1, 'more run')}" if len(runs) > 1 else ""
+    for equal in alike.values():
+        newest = equal[0]
+        others = f" and {count(len(equal) - 1, 'more run')}" if len(equal) > 1 else ""
         lines.append(f"{printable(shown(newest.name))}{others}: {printable(shown(newest.note))}")
     return lines
 

@@ -108,7 +108,7 @@ def validate(
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
     known = measured_before(prices, runner.agree(earlier)) if resume else []
-    rows = [AccuracyRow(price, measured, profile.pace) for price, measured in zip(prices, known, strict=False)]
+    rows = [AccuracyRow(predicted, measured, profile.pace) for predicted, measured in zip(prices, known, strict=False)]
     favourite, done = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
     for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite, known), start=done + 1):
         rows[index : index + 1] = [

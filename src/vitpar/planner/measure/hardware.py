@@ -187,7 +187,7 @@ def _product(device: torch.device, dtype: torch.dtype, shape: ProductShape, fast
         a, b = (torch.randn(size, device=device).to(dtype) for size in ((rows, inside), (inside, columns)))
         out = a.new_empty(rows, columns)
         return lambda: torch.mm(a, b, out=out)
-    (a, of_a), (b, of_b) = (scaled_rows(torch.randn(count, inside, device=device)) for count in (rows, columns))
+    (a, of_a), (b, of_b) = (scaled_rows(torch.randn(lines, inside, device=device)) for lines in (rows, columns))
     return lambda: multiply(a, of_a, b, of_b, torch.bfloat16, fast_sums)
 
 

@@ -93,14 +93,14 @@ def overlap(clock: Clock, side: int, size: int) -> Overlap:
     """
     a = torch.zeros(side, side, device=clock.device)
     out = torch.empty_like(a)
-    message = torch.zeros(size // 4, device=clock.device)
+    sent = torch.zeros(size // 4, device=clock.device)
 
     def compute(times: int) -> None:
         for _ in range(times):
             torch.mm(a, a, out=out)
 
     def send(times: int) -> list[dist.Work]:
-        return [dist.all_reduce(message, async_op=True) for _ in range(times)]
+        return [dist.all_reduce(sent, async_op=True) for _ in range(times)]
 
     def wait(works: list[dist.Work]) -> None:
         for work in works:

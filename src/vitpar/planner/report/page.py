@@ -92,7 +92,7 @@ def page(findings: Findings, moments: float) -> str:
 def _facts(findings: Findings) -> str:
     """Return the table of facts about the best plan."""
     best, costs, doubt = findings.result.plans[0], findings.costs, findings.doubt
-    figures = [*(findings.notes or ("measured",)), *assumptions(findings.training), *([doubt.source] if doubt else [])]
+    remarks = [*(findings.notes or ("measured",)), *assumptions(findings.training), *([doubt.source] if doubt else [])]
     training = {"training": escape(findings.training.words(hours_name(costs.hardware)))} if findings.training else {}
     return facts(
         {
@@ -100,7 +100,7 @@ def _facts(findings: Findings) -> str:
             **training,
             "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, of {size(findings.budget)} allowed"),
             **_source(costs, findings.origin, best.plan.world_size),
-            "figures": "<br>".join(map(escape, figures)),
+            "figures": "<br>".join(map(escape, remarks)),
         }
     )
 
@@ -136,25 +136,25 @@ def _table(findings: Findings) -> str:
     return table(["plan", *COLUMNS], rows, numbers=slice(1, None))
 
 
-def _plan(price: Price, findings: Findings, opened: bool) -> str:
+def _plan(priced: Price, findings: Findings, opened: bool) -> str:
     """Return the charts of a plan's memory, time and timeline. opened: whether they are unfolded at first."""
     memory = [
         (
-            f"pp {place}" if len(price.memory) > 1 else "memory",
+            f"pp {place}" if len(priced.memory) > 1 else "memory",
             {n: v for n, v in asdict(m).items() if n != "host" and v},
         )
-        for place, m in enumerate(price.memory)
+        for place, m in enumerate(priced.memory)
     ]
-    time = {name: seconds for name, seconds in price.time.items() if seconds > 1e-3 * price.seconds}
-    spans = timeline(price, findings.costs)
+    time = {name: seconds for name, seconds in priced.time.items() if seconds > 1e-3 * priced.seconds}
+    spans = timeline(priced, findings.costs)
     cut = f", the first {MOST_EVENTS} of {len(spans)} spans" if len(spans) > MOST_EVENTS else ""
-    each = "the fullest rank at each pp index" if len(price.memory) > 1 else "the fullest rank"
+    each = "the fullest rank at each pp index" if len(priced.memory) > 1 else "the fullest rank"
     return (
-        f"<details{' open' * opened}><summary>{escape(plan_title(price.plan))}: "
-        f"{escape(speed_words(price, findings.costs))}</summary>"
+        f"<details{' open' * opened}><summary>{escape(plan_title(priced.plan))}: "
+        f"{escape(speed_words(priced, findings.costs))}</summary>"
         f"<p>Memory of {each}</p>{svg.bars(memory, size, findings.budget)}"
         f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], duration)}"
-        f"<p>Timeline of a step{cut}</p>{svg.timeline(spans[:MOST_EVENTS], price.seconds)}</details>"
+        f"<p>Timeline of a step{cut}</p>{svg.timeline(spans[:MOST_EVENTS], priced.seconds)}</details>"
     )
 
 

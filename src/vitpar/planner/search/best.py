@@ -118,7 +118,7 @@ class Search:
         least, exact = min(least, unpriced), exact and unpriced >= best_plans.limit
         if effort.patient:
             self._free_ends(budget, best_plans, until)
-        fastest = max((price.images_per_second for price in best_plans.plans), default=0.0)
+        fastest = max((one.images_per_second for one in best_plans.plans), default=0.0)
         return Result(
             plans=best_plans.ranked,
             bound=max(fastest, 1 / least),
@@ -256,8 +256,8 @@ class Search:
             for layer in ("embed", "head"):
                 for other in with_other_ends(best.plan, layer, self.options(kind), kind, self.costs.config):
                     if now() < until and self._fits(other, kind.batch_size, budget):
-                        price = self.price(other, kind.batch_size)
-                        best = price if price.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
+                        tried = self.price(other, kind.batch_size)
+                        best = tried if tried.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
             best_plans.offer(best)
 
     def _moves(self, kind: Kind, machine: Machine) -> Moves:
@@ -307,9 +307,9 @@ class Search:
             fitting = [one for one in known if one.memory_bytes <= step * prices[-1].memory_bytes]
             if not fitting:
                 break
-            prices.append(max(fitting, key=lambda price: price.images_per_second))
+            prices.append(max(fitting, key=lambda one: one.images_per_second))
         if len(prices) == 1:
-            least = min(known, key=lambda price: price.memory_bytes, default=best)
+            least = min(known, key=lambda one: one.memory_bytes, default=best)
             prices += [least] if least.memory_bytes < best.memory_bytes else []
         return tuple(prices)
 
@@ -376,7 +376,7 @@ class Search:
     def _ideal(self, kind: Kind) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
         works = self._options.least_work(kind.pipeline, kind.rows)
-        work = sum(count * each for count, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
+        work = sum(number * each for number, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
         sizes = [len(blocks) for blocks in split_blocks(self._sections.depth, kind.pipeline.num_stages, "even")]
         share = self._sections.least_share(sizes, works)
         return ideal_seconds(kind, work, share, self.machine(kind, math.inf)) / kind.batch_size

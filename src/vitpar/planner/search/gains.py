@@ -38,10 +38,10 @@ class Gain:
     """Relative change of the time per image: -0.5 for half the time."""
 
 
-def shares(price: Price) -> dict[str, float]:
+def shares(priced: Price) -> dict[str, float]:
     """Return the shares of a step, 0 to 1, by the names of `PURPOSES`, largest first."""
     by_purpose = {
-        name: sum(price.time.get(part, 0.0) for part in parts) / price.seconds for name, parts in PURPOSES.items()
+        name: sum(priced.time.get(part, 0.0) for part in parts) / priced.seconds for name, parts in PURPOSES.items()
     }
     return dict(sorted(by_purpose.items(), key=lambda item: -item[1]))
 

@@ -140,5 +140,5 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     folders = sorted({answer.folder for answer in answers.values() if answer.folder})
     said = " and ".join(f"'{folder}'" for folder in folders[:_MOST_FOLDERS])
     more = f" and {len(folders) - _MOST_FOLDERS} more" if len(folders) > _MOST_FOLDERS else ""
-    stacks = f"; stacks are in {said}{more}" if folders else ""
-    return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{stacks}"
+    where_stacks = f"; stacks are in {said}{more}" if folders else ""
+    return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{where_stacks}"

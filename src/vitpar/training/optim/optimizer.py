@@ -210,7 +210,7 @@ def _torch_optimizer(
     pairs: _Pairs,
     stacked: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
-    moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
     fused: dict[str, Any] = {"fused": True}
     # On a rank whose shards do not fit one pass, triton is fused.
@@ -225,18 +225,18 @@ def _torch_optimizer(
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
         case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
-            return OnePassAdamW(groups, lr=lr, **moments)
+            return OnePassAdamW(groups, lr=lr, **adam)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, **moments, **options)
+            return torch.optim.AdamW(groups, lr=lr, **adam, **options)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, **momentum, **options)
         case "lamb":
-            return LAMB(groups, adapted, lr=lr, **moments)
+            return LAMB(groups, adapted, lr=lr, **adam)
         case "lars":
             return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
         case "muon":
             shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
-            return Muon(groups, _matrices(pairs, stacked), lr=lr, **moments, **momentum, **shape)
+            return Muon(groups, _matrices(pairs, stacked), lr=lr, **adam, **momentum, **shape)
 
 
 def _matrices(pairs: _Pairs, stacked: Mapping[str, tuple[int, ...]]) -> dict[Tensor, Matrix]:

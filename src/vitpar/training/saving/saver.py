@@ -163,9 +163,9 @@ class Saver:
         self._since = time.monotonic()
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
-        texts = self._texts(step, samples, self._best)
+        files = self._texts(step, samples, self._best)
         self.writer.begin(
-            self.checkpoints.path(step), self._state.tensors(), texts, lambda: self.checkpoints.keep(kept)
+            self.checkpoints.path(step), self._state.tensors(), files, lambda: self.checkpoints.keep(kept)
         )
         if not self._settings.asynchronous:
             self.finish()

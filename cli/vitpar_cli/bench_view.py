@@ -47,7 +47,9 @@ class Status:
     def __enter__(self) -> Status:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self._write("\r\x1b[K" if self._live else "")
 
     def tell(self, words: str) -> None:

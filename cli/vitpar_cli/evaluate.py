@@ -114,7 +114,7 @@ def evaluate(
             _print(results, split, as_json)
         return 0
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)
 
 
 def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:

@@ -225,10 +225,11 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
             dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
         ],
     }
-    kinds = {str(kind): kind for kind in plan.kinds}
+    strategies = {str(strategy): strategy for strategy in plan.kinds}
     for record in fields["strategies"]:
-        kind = kinds[record["strategy"]]
+        strategy = strategies[record["strategy"]]
         record["places"] = [
-            {shown_axis(kind, axis): index for axis, index in place(kind, rank).items()} for rank in range(kind.size)
+            {shown_axis(strategy, axis): index for axis, index in place(strategy, rank).items()}
+            for rank in range(strategy.size)
         ]
     return fields

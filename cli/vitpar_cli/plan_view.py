@@ -117,9 +117,9 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
         yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
         return
     yield "", first + pipeline
-    kinds = {str(kind): kind for kind in plan.kinds}
+    strategies = {str(strategy): strategy for strategy in plan.kinds}
     for part in summary.strategies:
-        rows = [row for rows in _axis_rows(kinds[part.strategy], part) for row in rows]
+        rows = [row for rows in _axis_rows(strategies[part.strategy], part) for row in rows]
         heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"
         yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}

@@ -82,7 +82,7 @@ def predict(
             _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
         return report_bad(source.problems)
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)
 
 
 def class_names(saved: SavedModel) -> tuple[str, ...] | None:

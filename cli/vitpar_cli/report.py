@@ -155,4 +155,4 @@ def _with_images(
         write_page(sheet(predicted, validation.read, number, about))
         return report_bad(source.problems)
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)

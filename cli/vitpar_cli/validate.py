@@ -81,7 +81,7 @@ def validate(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
     # --microbatches applies to the plans on the command line, not to the recipe's plan.
     merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
-    kind, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
+    device_type, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
@@ -97,13 +97,13 @@ def validate(
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
     earlier = _rows_of(out, costs) if resume and out is not None else []
-    resolve(chosen[0], kind)  # refuses more ranks than the launcher or the GPUs provide
-    world = enter(machine.ranks, kind)
+    resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
+    world = enter(machine.ranks, device_type)
 
     from vitpar.planner.measure.clock import load_share
     from vitpar.planner.measure.steps import PlanRunner, Training
 
-    runner = PlanRunner(world, kind, seconds)
+    runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run

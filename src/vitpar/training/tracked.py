@@ -59,9 +59,9 @@ class Tracked(Reporter):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(failed=kind is not None)
+        self._close(failed=error_type is not None)
 
     def started(self, header: RunHeader) -> None:
         """Start the trackers."""

@@ -168,16 +168,16 @@ def _checked_size(path: Path) -> int:
     return size
 
 
-def _has_bytes(kind: Any) -> bool:
+def _has_bytes(arrow_type: Any) -> bool:
     """Return whether a column type is binary, or a struct with a binary field `bytes`."""
     from pyarrow import types
 
-    place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
-    return _is_binary(kind) or (place >= 0 and _is_binary(kind.field(place).type))
+    place = arrow_type.get_field_index("bytes") if types.is_struct(arrow_type) else -1
+    return _is_binary(arrow_type) or (place >= 0 and _is_binary(arrow_type.field(place).type))
 
 
-def _is_binary(kind: Any) -> bool:
-    return str(kind) in ("binary", "large_binary", "binary_view")
+def _is_binary(arrow_type: Any) -> bool:
+    return str(arrow_type) in ("binary", "large_binary", "binary_view")
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:

@@ -74,11 +74,11 @@ def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda
     return apply
 
 
-def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
+def _enhanced(enhancer: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
         part = level / HIGHEST
         factor = max(0.1, 1 + setting.signed(0.9 * part)) if setting.increasing else 0.1 + 1.8 * part
-        return kind(image).enhance(factor)
+        return enhancer(image).enhance(factor)
 
     return apply
 

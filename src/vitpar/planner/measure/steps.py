@@ -106,12 +106,12 @@ class Measured:
 class PlanRunner:
     """Runner of plans, each in new processes that are forked from the ranks of `world`.
 
-    kind: type of device.
+    device_type: type of the device.
     seconds: approximate time of a run's timed steps. There are at least three, after two warm-up steps.
     """
 
-    def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
-        self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
+    def __init__(self, world: World, device_type: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
+        self._world, self._device_type, self._seconds, self._worlds = world, device_type, seconds, 0
         self._store = meeting_place(world)  # served by rank 0; every forked process opens its own connection
 
     def agree(self, value: Json) -> Any:
@@ -166,7 +166,7 @@ class PlanRunner:
             if self._store is not None:
                 w = self._world
                 store = dist.PrefixStore(str(self._worlds), dist.TCPStore(w.master_addr, w.master_port, w.size, False))
-            result = work(join(self._world, self._kind, store=store))
+            result = work(join(self._world, self._device_type, store=store))
             leave()
             return result
 

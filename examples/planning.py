@@ -9,11 +9,11 @@ import vitpar
 def main() -> None:
     """Print the best plan for ViT-H/14 on 8 H100 GPUs under two memory budgets per GPU."""
     for memory in ("80GB", "20GB"):
-        found = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, memory=memory, seconds=5)
-        best = found.plans[0]
+        result = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, memory=memory, seconds=5)
+        best = result.plans[0]
         print(
             f"{memory}: {best.plan}, {best.images_per_second:,.0f} images/s, "
-            f"{best.memory_bytes / 1e9:.1f} GB, at most {found.gap:.1%} from the best"
+            f"{best.memory_bytes / 1e9:.1f} GB, at most {result.gap:.1%} from the best"
         )
 
 

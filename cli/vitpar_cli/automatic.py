@@ -185,8 +185,8 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     name = device_name(torch.device(device))
 
     def is_here(path: Path) -> bool:
-        found = Hardware.read(path)
-        return (found.ranks, found.device, found.device_name) == (ranks, device, name)
+        measured = Hardware.read(path)
+        return (measured.ranks, measured.device, measured.device_name) == (ranks, device, name)
 
     def costs(path: Path) -> LayerCosts:
         t = recipe.train
@@ -298,10 +298,10 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     answers, rest = PrefixStore(f"plan/{attempt}", met), PrefixStore(f"run/{attempt}", met)
     if world.rank:
-        found = answers.get("plan").decode()
-        if "error" in (answer := parse_json(found)):
+        text = answers.get("plan").decode()
+        if "error" in (answer := parse_json(text)):
             raise PlannerError(str(answer["error"]))
-        return chosen_from_text(found), rest
+        return chosen_from_text(text), rest
     try:
         chosen = find()
     except UserError as error:

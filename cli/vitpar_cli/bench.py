@@ -72,10 +72,10 @@ def bench(
     merged = o.merged_recipe(recipe, {**o.checked_settings(bench, locals()), "train.steps": 1}, assignments)
     from vitpar.training.input import open_split, transforms
 
-    kind = choose_device(device)
+    device_type = choose_device(device)
     images = open_split(merged, "train") if reads else None
     config = merged.config(images.num_classes if images is not None else o.classes_of(merged, num_classes, CLASSES))
-    merged, chosen = o.decide(merged, config, kind)
+    merged, chosen = o.decide(merged, config, device_type)
     if images is not None:
         transforms(merged, config.image_size)  # refuses invalid settings before ranks start
     if profile is not None:
@@ -92,13 +92,15 @@ def bench(
         settings = Settings(steps, repeats, warmup)
         memory = explain_memory(merged, config, chosen.plan, device)
         with memory, Status(shown=dist.get_rank() == 0) as status:
-            found = measure(merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell)
+            benchmark = measure(
+                merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell
+            )
         if dist.get_rank() == 0:
-            warn(chosen.because, *found.warnings)
-            typer.echo(json.dumps(found.to_json())) if as_json else show(found, profile)
+            warn(chosen.because, *benchmark.warnings)
+            typer.echo(json.dumps(benchmark.to_json())) if as_json else show(benchmark, profile)
         return 0
 
-    run_in_world(chosen, kind, work)
+    run_in_world(chosen, device_type, work)
 
 
 def _make(folder: Path) -> None:

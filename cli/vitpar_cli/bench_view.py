@@ -47,7 +47,9 @@ class Status:
     def __enter__(self) -> Status:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self._write("\r\x1b[K" if self._live else "")
 
     def tell(self, words: str) -> None:
@@ -63,7 +65,7 @@ class Status:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def show(found: Benchmark, traces: Path | None) -> None:
+def show(benchmark: Benchmark, traces: Path | None) -> None:
     """Print the setup, the result, the phases, and the kernels if they were recorded.
 
     traces: folder of the traces.
@@ -71,63 +73,63 @@ def show(found: Benchmark, traces: Path | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
-    for rows in (_ran(found), _reached(found)):
+    for rows in (_ran(benchmark), _reached(benchmark)):
         _print(console, rows)
-    console.print(_phases(found))
-    if found.kernels is not None:
-        console.print(_kernels(found.kernels, found.device, console.width))
+    console.print(_phases(benchmark))
+    if benchmark.kernels is not None:
+        console.print(_kernels(benchmark.kernels, benchmark.device, console.width))
         console.print(
             Text(f"traces      {traces}/rank_*.json, for chrome://tracing or ui.perfetto.dev"), soft_wrap=True
         )
 
 
-def _ran(found: Benchmark) -> Iterator[tuple[str, str]]:
+def _ran(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     """Yield names and values of the benchmark's setup."""
     from vitpar.planner.cost.elements import layer_parameters
     from vitpar.planner.cost.pipeline import idle_share
 
-    config, plan = found.config, found.plan
-    batch = batch_arithmetic(plan, found.batch_size)
+    config, plan = benchmark.config, benchmark.plan
+    batch = batch_arithmetic(plan, benchmark.batch_size)
     parameters = sum(layer_parameters(config, Plan()).values())
     flops = f"{_short(config.flops)}FLOP per image and step"
     yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
-    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {found.device}, {found.device_name}"
+    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark.device}, {benchmark.device_name}"
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
     yield "batch", batch_words(batch)
-    attention = f", attention by {found.attention}" if found.attention else ""
-    yield "precision", found.precision + (", blocks compiled" if found.compiled else "") + attention
-    yield "input", found.data.name if found.data else "synthetic: random images on the device"
-    warm = found.warm_up
+    attention = f", attention by {benchmark.attention}" if benchmark.attention else ""
+    yield "precision", benchmark.precision + (", blocks compiled" if benchmark.compiled else "") + attention
+    yield "input", benchmark.data.name if benchmark.data else "synthetic: random images on the device"
+    warm = benchmark.warm_up
     words = f"{count(warm.steps, 'step')}, the first took {warm.first:.1f} s" + (
         "" if warm.steady else "; not steady yet"
     )
     yield "warm-up", words
 
 
-def _reached(found: Benchmark) -> Iterator[tuple[str, str]]:
+def _reached(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     """Yield names and values of the result."""
-    rates = found.rates
-    how = f"{count(len(found.seconds.values), 'repeat')} of {count(found.steps, 'step')}"
-    yield "step", f"{_ms(found.seconds)} ms, mean ± deviation of {how}"
-    yield "speed", f"{_spread(found.images_per_second, 1.0)} images/s"
-    if found.mfu is not None and rates.peak is not None:
-        yield "MFU", f"{percent(found.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s per rank"
+    rates = benchmark.rates
+    how = f"{count(len(benchmark.seconds.values), 'repeat')} of {count(benchmark.steps, 'step')}"
+    yield "step", f"{_ms(benchmark.seconds)} ms, mean ± deviation of {how}"
+    yield "speed", f"{_spread(benchmark.images_per_second, 1.0)} images/s"
+    if benchmark.mfu is not None and rates.peak is not None:
+        yield "MFU", f"{percent(benchmark.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s per rank"
     measured = f"{_short(rates.matmul)}FLOP/s per rank, the measured rate of matrix products of these shapes"
-    yield "products", f"{percent(found.matmul_share)} of {measured}"
-    yield "memory", f"{size(found.memory_bytes)} on the fullest rank"
-    if found.data:
-        share = _spread(found.data.share, 100.0, 1)
-        yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(found.data.synthetic)} ms"
+    yield "products", f"{percent(benchmark.matmul_share)} of {measured}"
+    yield "memory", f"{size(benchmark.memory_bytes)} on the fullest rank"
+    if benchmark.data:
+        share = _spread(benchmark.data.share, 100.0, 1)
+        yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(benchmark.data.synthetic)} ms"
 
 
-def _phases(found: Benchmark) -> Table:
-    whole = found.phased.mean
+def _phases(benchmark: Benchmark) -> Table:
+    whole = benchmark.phased.mean
     table = data_table()
     table.add_column("phase", no_wrap=True)
     for heading in ("ms", "share", "slowest", "limit", "of limit"):
         table.add_column(heading, justify="right")
-    for phase in found.phases:
+    for phase in benchmark.phases:
         limited = phase.limit is not None and phase.seconds.mean > SHORT
         table.add_row(
             phase.name,
@@ -137,9 +139,9 @@ def _phases(found: Benchmark) -> Table:
             "" if phase.limit is None else _milliseconds(phase.limit),
             percent(phase.limit_share) if limited and phase.limit_share is not None else "",
         )
-    table.add_row("between phases", _milliseconds(found.between), percent(found.between / whole))
+    table.add_row("between phases", _milliseconds(benchmark.between), percent(benchmark.between / whole))
     table.add_section()
-    table.add_row("step, timed by phase", _ms(found.phased))
+    table.add_row("step, timed by phase", _ms(benchmark.phased))
     return table
 
 

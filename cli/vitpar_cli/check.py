@@ -79,13 +79,13 @@ def check(
     from vitpar.training.recipe import read_recipe
 
     merged = read_recipe(recipe, given, assignments or ()) if recipe else recipe_to_check(given, assignments or ())
-    kind = choose_device(device)
-    parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, kind)).plan
+    device_type = choose_device(device)
+    parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, device_type)).plan
     named = batch_size or o.assigned(assignments, "train.batch_size")
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     config = merged.config(o.classes_of(merged, num_classes, 10))
-    merged, chosen = o.decide(merged, config, kind)
+    merged, chosen = o.decide(merged, config, device_type)
     plan = chosen.plan
 
     def work(device: "torch.device") -> int:
@@ -105,7 +105,7 @@ def check(
             typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
         return 0 if result.passed else 1
 
-    run_in_world(chosen, kind, work)
+    run_in_world(chosen, device_type, work)
 
 
 def _batch_that_divides(plan: Plan) -> int:

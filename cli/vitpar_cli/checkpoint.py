@@ -88,7 +88,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     there = checkpoints_of(run)
     if not there.steps():
         raise CheckpointError(f"'{run}' has no checkpoints: give the folder of a run that saved some")
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     best = None  # according to the newest checkpoint
     for step in there.steps():
         path = there.path(step)
@@ -103,14 +103,14 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
             row["problem"] = str(error)
         with suppress(FileNotFoundError):  # the run is still training and has removed it
             written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds")
-            found.append({**row, "written": written})
-    for row in found:
+            records.append({**row, "written": written})
+    for row in records:
         row["best"] = best is not None and best.step == row["step"]
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(records))
         return
     table = data_table("step", "samples", "written", "size", "files", "note")
-    for row in found:
+    for row in records:
         if row["problem"]:
             table.add_row(f"{row['step']:,}", "", row["written"], "", "", f"[red]{row['problem']}")
             continue
@@ -141,12 +141,12 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
         size = sum(number * width for number, width in zip(elements, widths, strict=True))
         groups[group] = {"tensors": len(inside), "elements": sum(elements), "bytes": size}
     plan = str(read_plan(checkpoint.path / PLAN))
-    found = {"path": str(checkpoint.path), **checkpoint.facts.model_dump(), "plan": plan, "tensors": groups}
+    record = {"path": str(checkpoint.path), **checkpoint.facts.model_dump(), "plan": plan, "tensors": groups}
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(record))
         return
     console, facts = Console(highlight=False), checkpoint.facts
-    console.print(found["path"], markup=False, soft_wrap=True)
+    console.print(record["path"], markup=False, soft_wrap=True)
     console.print(f"after      step {facts.step:,}, {facts.samples:,} samples")
     console.print(f"plan       {plan}", markup=False)
     if facts.loss_scale:
@@ -198,16 +198,18 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
     changed = changes(*(read_recipe(checkpoint.path / RECIPE) for checkpoint in (one, other)))
     total = len(one.index.tensors | other.index.tensors)
     console = Console(stderr=True)
-    found = [*track(differences(one, other), "comparing", total=total, console=console, transient=True)]
-    apart = [d for d in found if d.largest is None or d.largest != 0]
+    compared = [*track(differences(one, other), "comparing", total=total, console=console, transient=True)]
+    apart = [d for d in compared if d.largest is None or d.largest != 0]
     if as_json:
         rows = [{"name": d.name, "largest": d.largest, "magnitude": d.magnitude} for d in apart]
         steps = [checkpoint.facts.step for checkpoint in (one, other)]
-        typer.echo(json.dumps({"steps": steps, "recipe": list(changed.values()), "tensors": len(found), "apart": rows}))
+        typer.echo(
+            json.dumps({"steps": steps, "recipe": list(changed.values()), "tensors": len(compared), "apart": rows})
+        )
     else:
         for words in changed.values():
             typer.echo(words)
-        typer.echo(f"{len(apart):,} of {len(found):,} tensors differ")
+        typer.echo(f"{len(apart):,} of {len(compared):,} tensors differ")
         table = data_table("tensor", "largest difference", "largest value")
         for d in sorted(apart, key=lambda d: -(d.largest if d.largest is not None else float("inf")))[:_WORST]:
             if d.largest is None or d.magnitude is None:

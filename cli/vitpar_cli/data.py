@@ -120,17 +120,17 @@ def pack_command(
     from vitpar.data import Reencode, pack
     from vitpar.data.shards.pack import SKIPPED
     from vitpar.data.sources import Source, open_source
-    from vitpar.data.sources.found import describe
+    from vitpar.data.sources.contents import describe
     from vitpar.data.survey import survey
 
-    def print_found(found: Source) -> None:
-        for line in describe(source, found):
+    def print_contents(contents: Source) -> None:
+        for line in describe(source, contents):
             say(printable(line))
 
     if dry_run:
         with _progress() as progress:
-            found = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
-        print_found(found)
+            contents = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
+        print_contents(contents)
         return
     if destination is None:
         raise DataError("DST is missing: name the folder to create, or use --dry-run")
@@ -149,7 +149,7 @@ def pack_command(
             progress=progress,
             skip_damaged=skip_damaged,
             decode_images=not no_decode,
-            opened=print_found,
+            opened=print_contents,
         )
     _print_survey(survey(destination))
     listing = destination / SKIPPED
@@ -223,15 +223,15 @@ def verify_command(
     from vitpar.data import verify
 
     with _progress() as progress:
-        found = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
+        problems = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in found]}))
+        typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in problems]}))
     else:
-        for problem in found:
+        for problem in problems:
             number = "" if problem.sample is None else f"{problem.sample:,} "
             say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
-        typer.echo(f"{count(len(found), 'problem')} in '{folder}'" if found else f"'{folder}' is complete")
-    if found:
+        typer.echo(f"{count(len(problems), 'problem')} in '{folder}'" if problems else f"'{folder}' is complete")
+    if problems:
         raise typer.Exit(1)
 
 
@@ -262,13 +262,13 @@ def info_command(
     if preview is None and (recipe is not None or assignments):
         raise DataError("--recipe and --set do nothing without --preview: add --preview FILE.png, or leave them out")
     refuse_unwritable(preview)
-    found = survey(folder)
+    content = survey(folder)
     if preview is not None:
         _draw(folder, preview, training_recipe(recipe, {"data.path": str(folder)}, assignments)[0])
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(content))
     else:
-        _print_survey(found)
+        _print_survey(content)
 
 
 def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
@@ -285,10 +285,10 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     contact_sheet(shards, evaluated, train, mixing(recipe), order_of(recipe, len(shards))).save(path, "PNG")
 
 
-def _print_survey(found: "Survey") -> None:
+def _print_survey(content: "Survey") -> None:
     console = Console()
-    splits = found["splits"]
-    console.print(found["folder"], markup=False, soft_wrap=True)
+    splits = content["splits"]
+    console.print(content["folder"], markup=False, soft_wrap=True)
     table = data_table("split", "samples", "shards", "size", "width", "height", "kB/image")
     for name, split in splits.items():
         spans = (_span(split["width"]), _span(split["height"]), _span([size / 1e3 for size in split["image_bytes"]]))
@@ -298,13 +298,13 @@ def _print_survey(found: "Survey") -> None:
     console.print("minimum (quartiles) maximum, of images sampled from each split", style="dim")
     first = next(iter(splits.values()))["per_class"]
     classes = data_table("label", "class", *splits, "")
-    names = found["class_names"] or found["classes"]
+    names = content["class_names"] or content["classes"]
     for label, name in enumerate(names[:CLASSES_SHOWN]):
         bar = "█" * round(BAR * first[label] / max(1, *first))
         samples = (f"{split['per_class'][label]:,}" for split in splits.values())
         classes.add_row(str(label), _name(name), *samples, bar)
     console.print(classes)
-    hidden = len(found["classes"]) - CLASSES_SHOWN
+    hidden = len(content["classes"]) - CLASSES_SHOWN
     if hidden > 0:
         low, high = (pick(range(len(first)), key=first.__getitem__) for pick in (min, max))
         console.print(f"and {hidden:,} more classes; --json lists them all", markup=False)

@@ -23,9 +23,9 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
     from vitpar.doctor import collect, problems
 
     report = collect()
-    found = problems(report)
+    messages = problems(report)
     if json_:
-        listed = [{"severity": severity, "message": message} for severity, message in found]
+        listed = [{"severity": severity, "message": message} for severity, message in messages]
         print(json.dumps(report | {"problems": listed}, indent=2))
     else:
         console = Console()
@@ -34,11 +34,11 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
         for name, value in _rows(report):
             table.add_row(name, value)
         console.print(table)
-        for severity, message in found:
+        for severity, message in messages:
             print_words(console, f"{severity}: {message}", COLOURS[severity])
-        if not found:
+        if not messages:
             console.print("[green]no problems found[/]")
-    if any(severity == "error" for severity, _ in found):
+    if any(severity == "error" for severity, _ in messages):
         raise typer.Exit(1)
 
 

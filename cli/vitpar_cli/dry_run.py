@@ -30,7 +30,7 @@ def show_dry_run(
     config: "ModelConfig",
     chosen: "Chosen",
     images: int,
-    kind: Device,
+    device_type: Device,
     *,
     searched: bool,
     as_json: bool,
@@ -52,12 +52,12 @@ def show_dry_run(
     memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), frozen)
     fullest = max(memory, key=lambda one: one.total)
     if as_json:
-        found = {
+        record = {
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
         }
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(record))
         return
     typer.echo(recipe.to_toml())
     summary = summarize(config, plan, train.batch_size, state_bytes(recipe), frozen_bytes(recipe, config))
@@ -66,13 +66,13 @@ def show_dry_run(
     typer.echo("")
     rows = {
         "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.num_classes:,} classes",
-        "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {kind}, {train.precision}",
+        "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {device_type}, {train.precision}",
         "memory": f"{memory_words(fullest)} on the fullest rank",
     }
     reason = {"plan": chosen.because} if searched and chosen.because else {}
     for name, words in (rows | reason).items():
         say(f"{name:<11}{words}", indent=11)
     local_ranks = world.local_size if world is not None else plan.world_size
-    lacking = memory_warning(recipe, config, plan, torch.device(kind), local_ranks)
+    lacking = memory_warning(recipe, config, plan, torch.device(device_type), local_ranks)
     warn(None if searched else chosen.because, lacking, large_batch_warning(recipe, images))
     typer.echo("dry run: no training was started")

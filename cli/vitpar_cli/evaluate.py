@@ -114,7 +114,7 @@ def evaluate(
             _print(results, split, as_json)
         return 0
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)
 
 
 def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:
@@ -128,9 +128,9 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
     """
     from vitpar.data import StreamSet
 
-    def add(found: "Predictions") -> None:
+    def add(predictions: "Predictions") -> None:
         assert file is not None and not isinstance(images, StreamSet)
-        file.add(data, [images.name(sample) for sample in found.samples.tolist()], found)
+        file.add(data, [images.name(sample) for sample in predictions.samples.tolist()], predictions)
 
     return add
 

@@ -85,4 +85,4 @@ def features(
             typer.echo(f"{out}: {written:,} images, {width:,} features each (input of {' and '.join(layers)})")
         return report_bad(source.problems)
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)

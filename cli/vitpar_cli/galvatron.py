@@ -49,14 +49,14 @@ def import_command(
         write_plan(out, read.plan)
     if as_json:
         said = origin()
-        found = {
+        record = {
             "vitpar": said.version,
             "command": said.command,
             "plan": plan_to_json(read.plan),
             "strategy": str(read.plan),
             "batch_size": read.batch_size,
         }
-        typer.echo(json.dumps({**found, "blocks": read.num_blocks, "notes": list(read.notes)}))
+        typer.echo(json.dumps({**record, "blocks": read.num_blocks, "notes": list(read.notes)}))
         return
     typer.echo(f"{read.plan}")
     typer.echo(origin())
@@ -134,16 +134,17 @@ def profiles_command(
     merged = planned_recipe(recipe, given, assignments)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
     precision = merged.with_precision(automatic_precision(None, machine.device)).train.precision
-    found = import_model(profiled, merged.config(num_classes), precision)
+    model_profile = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
-    found.save(model_out)
+    model_profile.save(model_out)
     typer.echo(origin())
     kinds = merged.config(num_classes).kinds
-    blocks = next(layer for layer in found.layers if kinds[layer.layer].is_block)
+    blocks = next(layer for layer in model_profile.layers if kinds[layer.layer].is_block)
     sizes = [str(timing.size) for timing in blocks.forward.timings]
     batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")
     typer.echo(
-        f"{found.model['name']} in {found.precision}, {', '.join(found.tensors)}, {batches}, written to {model_out}"
+        f"{model_profile.model['name']} in {model_profile.precision}, {', '.join(model_profile.tensors)}, {batches}, "
+        f"written to {model_out}"
     )
     say(f"note: {UNMEASURED}")

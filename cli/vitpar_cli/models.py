@@ -51,17 +51,17 @@ def models(
     from vitpar.models.families import FAMILIES
 
     known = name is not None and any(family.knows(name) for family in FAMILIES.values())
-    found = [] if known else published(name or "")
-    if name is not None and not found:
+    listed = [] if known else published(name or "")
+    if name is not None and not listed:
         if not known and {*"*?["} & {*name}:
             raise ModelError(f"no published name has a part like '{shown(name)}': `vitpar models` lists all")
         _show_one(model_config(name), as_json)
         return
     if as_json:
-        typer.echo(json.dumps({"models": [asdict(one) for one in found]}))
+        typer.echo(json.dumps({"models": [asdict(one) for one in listed]}))
         return
     table, family = _table("model", "parameters", "GFLOPs", "tokens", "image"), ""
-    for one in found:
+    for one in listed:
         if family not in ("", one.family):
             table.add_section()
         family = one.family

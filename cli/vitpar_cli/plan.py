@@ -10,7 +10,7 @@ import typer
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.sizes import parse_size
 from vitpar.text import count, shown
-from vitpar.training.recipe.machine import resolve_precision
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
@@ -101,7 +101,7 @@ def plan(
     whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
     asked = merged
     if whole is None:
-        merged = resolve_precision(merged, choose_device(None))
+        merged = replace_auto_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
     config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.whole
@@ -125,7 +125,7 @@ def plan(
 
     frozen = frozen_bytes(merged, config)
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged), frozen)
-    found = None if whole is None else _predict(made, asked, whole, cluster, budget)
+    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
@@ -133,14 +133,16 @@ def plan(
         record = _to_json(config, made, merged.train.precision, summary)
         record |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
         typer.echo(
-            json.dumps(record if found is None else {**record, "predicted": prediction_to_json(found, origin())})
+            json.dumps(
+                record if prediction is None else {**record, "predicted": prediction_to_json(prediction, origin())}
+            )
         )
     else:
         show(config, made, merged.train.precision, summary, state_words(merged))
         if modules:
             show_modules(by_module)
-        if found is not None:
-            show_prediction(found, origin())
+        if prediction is not None:
+            show_prediction(prediction, origin())
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -182,10 +184,10 @@ def _predict(
         train = recipe.train
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
-    found = price(plan, costs, recipe.train.batch_size, moments(recipe))
+    priced = price(plan, costs, recipe.train.batch_size, moments(recipe))
     limit = budget or usual_budget(costs)
-    training = training_time(found, training_length(recipe))
-    return Prediction(found, costs, limit, training, gains((found,), costs, limit, moments(recipe)))
+    training = training_time(priced, training_length(recipe))
+    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe)))
 
 
 def _closed(plan: "Plan") -> "Plan":
@@ -211,7 +213,7 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
     from vitpar.strategy.plan_json import plan_to_json
     from vitpar_cli.rank_grid import shown_axis
 
-    found = {
+    fields = {
         "model": config.name,
         "num_classes": config.num_classes,
         "strategy": str(plan),
@@ -223,10 +225,11 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
             dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
         ],
     }
-    kinds = {str(kind): kind for kind in plan.kinds}
-    for record in found["strategies"]:
-        kind = kinds[record["strategy"]]
+    strategies = {str(strategy): strategy for strategy in plan.kinds}
+    for record in fields["strategies"]:
+        strategy = strategies[record["strategy"]]
         record["places"] = [
-            {shown_axis(kind, axis): index for axis, index in place(kind, rank).items()} for rank in range(kind.size)
+            {shown_axis(strategy, axis): index for axis, index in place(strategy, rank).items()}
+            for rank in range(strategy.size)
         ]
-    return found
+    return fields

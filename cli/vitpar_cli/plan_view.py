@@ -117,9 +117,9 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
         yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
         return
     yield "", first + pipeline
-    kinds = {str(kind): kind for kind in plan.kinds}
+    strategies = {str(strategy): strategy for strategy in plan.kinds}
     for part in summary.strategies:
-        rows = [row for rows in _axis_rows(kinds[part.strategy], part) for row in rows]
+        rows = [row for rows in _axis_rows(strategies[part.strategy], part) for row in rows]
         heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"
         yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}
@@ -133,13 +133,13 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
     """Return the rows of each axis of a strategy: several if tp is arranged as a square or cube."""
     left = iter(part.axes)
-    found = []
+    groups = []
     for axis in strategy.axes:
         shape = strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),)
         names = [f"{name}{size}" for name, size in shape]
         rows = [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
-        found.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
-    return found
+        groups.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
+    return groups
 
 
 def _flag_rows(part: StrategySummary) -> list[Row]:

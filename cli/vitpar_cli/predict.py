@@ -58,29 +58,31 @@ def predict(
         from vitpar.training.input import Input
 
         model, warning = planned.built(device)
-        found: dict[int, list[dict[str, Any]]] = {}
+        by_image: dict[int, list[dict[str, Any]]] = {}
         with progress_bar("predicting") as progress:
             for batch in outputs(model, Input(skipping(planned.recipe), model), source, progress=progress):
                 best = batch.logits.double().softmax(dim=1).topk(min(top, batch.logits.shape[1]), dim=1)
                 for sample, numbers, shares in zip(
                     batch.samples, best.indices.tolist(), best.values.tolist(), strict=True
                 ):
-                    found[sample] = [
+                    by_image[sample] = [
                         {"class": number, "name": names[number] if names else None, "probability": share}
                         for number, share in zip(numbers, shares, strict=True)
                     ]
         warn(warning)
         if as_json:
             rows = [
-                {"image": path, "classes": found[i]} if i in found else {"image": path, "error": source.problems[i]}
+                {"image": path, "classes": by_image[i]}
+                if i in by_image
+                else {"image": path, "error": source.problems[i]}
                 for i, path in enumerate(paths)
             ]
             typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
-        elif found:
-            _print_table((paths[i], classes) for i, classes in sorted(found.items()))
+        elif by_image:
+            _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
         return report_bad(source.problems)
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)
 
 
 def class_names(saved: SavedModel) -> tuple[str, ...] | None:
@@ -98,8 +100,8 @@ def class_names(saved: SavedModel) -> tuple[str, ...] | None:
     if data is None or not (Path(data) / MANIFEST).is_file():
         return None
     manifest = read_any_manifest(Path(data))
-    found = manifest.class_names or manifest.classes or []
-    return tuple(found) if len(found) == classes else None
+    known = manifest.class_names or manifest.classes or []
+    return tuple(known) if len(known) == classes else None
 
 
 def _print_table(predicted: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:

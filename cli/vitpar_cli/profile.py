@@ -60,9 +60,9 @@ def hardware(
     from vitpar.launch import find_world
     from vitpar.launch.resources import cpu_cores
 
-    kind = choose_device(device)
-    world = ranks or ranks_available(kind) or cpu_cores()
-    plan = resolve(parse(f"dp{world}"), kind)  # refuses more ranks than the launcher or the GPUs provide
+    device_type = choose_device(device)
+    world = ranks or ranks_available(device_type) or cpu_cores()
+    plan = resolve(parse(f"dp{world}"), device_type)  # refuses more ranks than the launcher or the GPUs provide
     refuse_unwritable(out)
 
     def work(device: "torch.device") -> int:
@@ -80,7 +80,7 @@ def hardware(
             typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _show_hardware(profile, out)
         return 0
 
-    run_in_world(Chosen(plan), kind, work)
+    run_in_world(Chosen(plan), device_type, work)
 
 
 @app.command()
@@ -119,13 +119,13 @@ def model(
     given = o.settings(model, locals())
     o.refuse_idle(assignments, "a profile")
     merged = o.merged_recipe(recipe, given if recipe else {**given, **o.NO_DATA}, assignments)
-    kind = choose_device(device)
-    merged = on_device(merged, kind)
-    largest = ranks or ranks_available(kind) or cpu_cores()
+    device_type = choose_device(device)
+    merged = on_device(merged, device_type)
+    largest = ranks or ranks_available(device_type) or cpu_cores()
     refuse_many_ranks(largest, "the world")
     config = merged.config(o.classes_of(merged, num_classes, 10))
     refuse_unwritable(out)
-    world = enter(largest if kind == "cpu" else 1, kind)
+    world = enter(largest if device_type == "cpu" else 1, device_type)
 
     import torch
 
@@ -134,10 +134,10 @@ def model(
     from vitpar.planner.measure.clock import Clock, Neighbours
     from vitpar.planner.measure.model import Subject, profile_model
 
-    where = torch.device(kind)
+    where = torch.device(device_type)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
     wanted = merged.train.compile
-    compiled = kind == "cuda" and compiler_fault(where) is None if wanted is None else wanted
+    compiled = device_type == "cuda" and compiler_fault(where) is None if wanted is None else wanted
     train = merged.train
     subject = Subject(
         config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
@@ -188,9 +188,10 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     if profile.links:
         console.print(_links(profile))
     if profile.overlap:
-        o = profile.overlap
+        overlap = profile.overlap
         console.print(
-            f"overlap    matrix products take {o.compute:.2f} times as long, an all-reduce {o.communication:.2f} times",
+            f"overlap    matrix products take {overlap.compute:.2f} times as long, "
+            f"an all-reduce {overlap.communication:.2f} times",
             highlight=False,
         )
     curves = [*profile.matmuls, *copies, *profile.links]

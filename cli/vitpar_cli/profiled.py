@@ -73,10 +73,10 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
         raise PlannerError(f"{option} {shown(text)} is not a number: use 256, or several as in 256,512,1024")
-    found = tuple(map(int, parts))
-    if wrong := [number for number in found if not 1 <= number <= most]:
+    values = tuple(map(int, parts))
+    if wrong := [number for number in values if not 1 <= number <= most]:
         raise PlannerError(f"{option} is {wrong[0]}: use 1 to {most:,}")
-    return found
+    return values
 
 
 def planned_recipe(

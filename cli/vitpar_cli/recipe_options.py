@@ -40,9 +40,9 @@ def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: g
     flags, option: as for `typer.Option`.
     to: function from the option's value to the setting's value, or to None to leave the setting unchanged.
     """
-    found = typer.Option(*flags, rich_help_panel=PANELS.get(key.partition(".")[0]), **option)
-    found.setting = key, to
-    return found
+    declared = typer.Option(*flags, rich_help_panel=PANELS.get(key.partition(".")[0]), **option)
+    declared.setting = key, to
+    return declared
 
 
 def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
@@ -50,13 +50,13 @@ def settings(command: Callable[..., None], arguments: Mapping[str, object]) -> d
 
     arguments: arguments of the call, which ``locals()`` returns in the first line of the command.
     """
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, annotation in get_type_hints(command, include_extras=True).items():
         for option in getattr(annotation, "__metadata__", ()):
             if hasattr(option, "setting"):
                 key, to = option.setting
-                found[key] = None if arguments[name] is None else to(arguments[name])
-    return found
+                values[key] = None if arguments[name] is None else to(arguments[name])
+    return values
 
 
 def refuse_early(given: Mapping[str, object]) -> None:
@@ -89,9 +89,9 @@ def refuse_missing_data(path: Path | None, given: Mapping[str, object], assignme
 
 def checked_settings(command: Callable[..., None], arguments: Mapping[str, object]) -> dict[str, object]:
     """Return `settings` after `refuse_early`."""
-    found = settings(command, arguments)
-    refuse_early(found)
-    return found
+    values = settings(command, arguments)
+    refuse_early(values)
+    return values
 
 
 RecipeFile = Annotated[

@@ -91,8 +91,8 @@ def precision_words(recipe: Recipe, automatic: bool) -> str:
 
     automatic: whether the precision was chosen automatically.
     """
-    found = PRECISION_TYPES[recipe.train.precision]
-    compute, parameters = found.compute.name, found.parameters.name
+    precision = PRECISION_TYPES[recipe.train.precision]
+    compute, parameters = precision.compute.name, precision.parameters.name
     words = f"{recipe.train.precision}{' (auto)' * automatic}"
     return words if compute == parameters else f"{words}: compute in {compute}, parameters in {parameters}"
 

@@ -149,10 +149,10 @@ def _with_images(
 
         model, warning = planned.built(device)
         with progress_bar("predicting") as progress:
-            found = predict(model, Input(skipping(planned.recipe), model), source, names, progress)
+            predicted = predict(model, Input(skipping(planned.recipe), model), source, names, progress)
         warn(warning, note)
         about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
-        write_page(sheet(found, validation.read, number, about))
+        write_page(sheet(predicted, validation.read, number, about))
         return report_bad(source.problems)
 
-    run_in_world(planned.chosen, planned.kind, work)
+    run_in_world(planned.chosen, planned.device_type, work)

@@ -34,11 +34,11 @@ def runs(
     """
     from vitpar.runs.listing import runs_in
 
-    found = runs_in(folder)
+    summaries = runs_in(folder)
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "runs": [asdict(run) for run in found]}))
+        typer.echo(json.dumps({"folder": str(folder), "runs": [asdict(run) for run in summaries]}))
         return
-    if not found:
+    if not summaries:
         typer.echo(f"no runs in {folder}")
         return
     console = Console(highlight=False)
@@ -51,23 +51,23 @@ def runs(
     plan.no_wrap, plan.overflow, plan.max_width = False, "fold", PLAN_WIDTH
     for column in table.columns[3:]:
         column.justify = "right"
-    for run in found:
+    for run in summaries:
         table.add_row(*map(Text, _cells(run)))
     console.print(table)
-    for line in _notes(found):
+    for line in _notes(summaries):
         print_words(console, line, "dim")
 
 
-def _notes(found: "list[RunSummary]") -> list[str]:
+def _notes(summaries: "list[RunSummary]") -> list[str]:
     """Return the notes of runs, the newest first; once for several runs whose notes differ in numbers at most."""
     alike: dict[str, list[RunSummary]] = {}
-    for run in found:
+    for run in summaries:
         if run.note:
             alike.setdefault(re.sub(r"\d[\d.,]*", "0", run.note), []).append(run)
     lines = []
-    for runs in alike.values():
-        newest = runs[0]
-        others = f" and {count(len(runs) - 1, 'more run')}" if len(runs) > 1 else ""
+    for equal in alike.values():
+        newest = equal[0]
+        others = f" and {count(len(equal) - 1, 'more run')}" if len(equal) > 1 else ""
         lines.append(f"{printable(shown(newest.name))}{others}: {printable(shown(newest.note))}")
     return lines
 

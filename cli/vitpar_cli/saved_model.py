@@ -78,10 +78,10 @@ class SavedModel:
         """
         from vitpar.training.input import transforms
 
-        kind = choose_device(device)
-        recipe, chosen = o.decide(self.recipe, self.config, kind)
+        device_type = choose_device(device)
+        recipe, chosen = o.decide(self.recipe, self.config, device_type)
         transforms(recipe, self.config.image_size)  # refuses invalid settings before ranks start
-        return PlannedModel(self.folder, self.config, recipe, kind, chosen)
+        return PlannedModel(self.folder, self.config, recipe, device_type, chosen)
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class PlannedModel:
     """Configuration of the model."""
     recipe: Recipe
     """Recipe, adapted to the device."""
-    kind: Device
-    """Kind of the device."""
+    device_type: Device
+    """Type of the device."""
     chosen: Chosen
     """Plan."""
 

@@ -87,22 +87,22 @@ def scaling(
         flags, budget = known_flags(here), limit or usual_budget(here)
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
         known[number, batch] = best_on(number, batch, space, here, budget, moments(merged))
-    found = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
-    if not any(point.price for points in found.values() for point in points):
+    by_kind = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
+    if not any(point.price for points in by_kind.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
     devices = f"up to {count(chosen[-1], 'rank')}"
     title = f"{model_words(whole, devices)}, batch {size:,}"
     if report is not None:
-        write(report, scaling_page(title, found, whole, said))
+        write(report, scaling_page(title, by_kind, whole, said))
     if as_json:
-        typer.echo(json.dumps(scaling_to_json(found, whole, said)))
+        typer.echo(json.dumps(scaling_to_json(by_kind, whole, said)))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{title}[/bold]", soft_wrap=True)
     print_origin(console, said)
-    for note in scaling_notes(found, whole):
+    for note in scaling_notes(by_kind, whole):
         print_words(console, note, "yellow")
-    for kind, points in found.items():
+    for kind, points in by_kind.items():
         print_plans(console, f"{kind} scaling: {WORDS[kind]}", SCALING_COLUMNS, scaling_rows(points, whole))
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
@@ -110,7 +110,7 @@ def scaling(
 
 def _halves(most: int) -> tuple[int, ...]:
     """Return `most`, its half, and so on while that is an integer, in ascending order."""
-    found = [most]
-    while found[-1] % 2 == 0:
-        found.append(found[-1] // 2)
-    return tuple(reversed(found))
+    numbers = [most]
+    while numbers[-1] % 2 == 0:
+        numbers.append(numbers[-1] // 2)
+    return tuple(reversed(numbers))

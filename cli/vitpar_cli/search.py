@@ -163,7 +163,7 @@ def search(
     with SearchProgress(shown=not as_json) as progress:
         result = run_search(searching, limit, progress)
         best = result.plans[0]
-        found = replace(
+        search_findings = replace(
             findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
             training=training_time(best, training_length(merged)),
             gains=gains(result.plans, costs, limit, moments(merged), searching),
@@ -173,13 +173,13 @@ def search(
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        write(report, page(found, moments(merged)))
+        write(report, page(search_findings, moments(merged)))
     if trace_file is not None:
-        write(trace_file, json.dumps(trace(best, costs, found.origin)) + "\n")
+        write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
     if as_json:
-        typer.echo(json.dumps(found.to_json() | {"batch_sizes": comparison_to_json(rows)}))
+        typer.echo(json.dumps(search_findings.to_json() | {"batch_sizes": comparison_to_json(rows)}))
     else:
-        show(found, rows, out, report, trace_file)
+        show(search_findings, rows, out, report, trace_file)
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not request.without & {*name.split("+")}]:

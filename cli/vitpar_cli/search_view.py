@@ -44,13 +44,15 @@ class SearchProgress:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         if self._status:
             self._status.stop()
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
-        found = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
-        line = self.about or f"{done} of {total} kinds of plans{found}"
+        best_so_far = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
+        line = self.about or f"{done} of {total} kinds of plans{best_so_far}"
         if self._status:
             self._status.update(line)
         elif self._lines:
@@ -58,7 +60,7 @@ class SearchProgress:
 
 
 def show(
-    found: "Findings",
+    findings: "Findings",
     batch_sizes: "Sequence[Compared]",
     out: Path | None,
     report: Path | None = None,
@@ -71,16 +73,16 @@ def show(
     from vitpar.planner.report.data import noise_words
 
     console = Console(highlight=False)
-    _show_best(console, found)
-    _show_gains(console, found.gains, found.result.plans[0])
+    _show_best(console, findings)
+    _show_gains(console, findings.gains, findings.result.plans[0])
     _print_comparison(console, "best plan for each batch size", batch_sizes)
-    _print_prices(console, "next best", found.result.plans[1 : 1 + SHOWN], found)
-    _print_prices(console, "with less memory", found.frontier[1:], found)
-    _show_reasons(console, found)
-    if found.doubt:
+    _print_prices(console, "next best", findings.result.plans[1 : 1 + SHOWN], findings)
+    _print_prices(console, "with less memory", findings.frontier[1:], findings)
+    _show_reasons(console, findings)
+    if findings.doubt:
         console.print()
-        print_words(console, noise_words(found.doubt), indent=0)
-    console.print(f"\ntrain      {found.train}", markup=False, soft_wrap=True)
+        print_words(console, noise_words(findings.doubt), indent=0)
+    console.print(f"\ntrain      {findings.train}", markup=False, soft_wrap=True)
     for path in (out, report, trace):
         if path is not None:
             console.print(f"written    {path}", soft_wrap=True)
@@ -117,47 +119,47 @@ def _show_gains(console: Console, gains: "Sequence[Gain]", best: "Price") -> Non
     print_plans(console, "what would help", GAIN_COLUMNS, gain_rows(gains, best))
 
 
-def show_choice(found: "Findings") -> None:
+def show_choice(findings: "Findings") -> None:
     """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
     console = Console(highlight=False)
-    _show_best(console, found)
-    _show_reasons(console, found)
+    _show_best(console, findings)
+    _show_reasons(console, findings)
     console.print()
 
 
-def show_prediction(found: "Prediction", origin: "Provenance") -> None:
+def show_prediction(prediction: "Prediction", origin: "Provenance") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.remedies import less_memory
     from vitpar.planner.report.data import assumptions, provenance, speed_words
     from vitpar.planner.report.uncertainty import uncertainty
 
     console = Console(highlight=False)
-    price, costs, doubt = found.price, found.costs, uncertainty(found.price, found.costs)
+    price, costs, doubt = prediction.price, prediction.costs, uncertainty(prediction.price, prediction.costs)
     console.print(
         f"\n[bold]predicted[/bold] for {model_words(costs, count(price.plan.world_size, 'rank'))}", soft_wrap=True
     )
     print_origin(console, origin)
-    notes = (*provenance(costs.hardware, costs.model), *assumptions(found.training))
+    notes = (*provenance(costs.hardware, costs.model), *assumptions(prediction.training))
     for note in (*notes, *([doubt.source] if doubt else [])):
         print_words(console, note, "yellow")
-    over = price.memory_bytes - found.budget
+    over = price.memory_bytes - prediction.budget
     fullest = max(price.memory, key=lambda memory: memory.total)
     ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
-    fits = "yes" if found.fits else f"no: {size(over)} too much; use {either(ways)}"
-    rows = [("speed", speed_words(price, costs)), *_training_rows(found.training, costs)]
-    print_rows(console, [*rows, *cost_rows(price, found.budget), ("fits", fits)])
-    _show_gains(console, found.gains, price)
+    fits = "yes" if prediction.fits else f"no: {size(over)} too much; use {either(ways)}"
+    rows = [("speed", speed_words(price, costs)), *_training_rows(prediction.training, costs)]
+    print_rows(console, [*rows, *cost_rows(price, prediction.budget), ("fits", fits)])
+    _show_gains(console, prediction.gains, price)
 
 
-def _show_best(console: Console, found: "Findings") -> None:
+def _show_best(console: Console, findings: "Findings") -> None:
     """Print the best plan, the source of its figures, and its costs."""
     from vitpar.planner.report.data import assumptions, speed_words
 
-    best, costs, doubt = found.result.plans[0], found.costs, found.doubt
+    best, costs, doubt = findings.result.plans[0], findings.costs, findings.doubt
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
     console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
-    print_origin(console, found.origin)
-    for note in (*found.notes, *assumptions(found.training), *([doubt.source] if doubt else [])):
+    print_origin(console, findings.origin)
+    for note in (*findings.notes, *assumptions(findings.training), *([doubt.source] if doubt else [])):
         print_words(console, note, "yellow")
     pipeline = ""
     if best.plan.pipeline_degree > 1:
@@ -165,10 +167,10 @@ def _show_best(console: Console, found: "Findings") -> None:
         pipeline = f", {best.plan.schedule}{blocks}"
     rows = [
         ("speed", speed_words(best, costs)),
-        *_training_rows(found.training, costs),
+        *_training_rows(findings.training, costs),
         ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
-        *cost_rows(best, found.budget),
-        ("searched", _searched(found)),
+        *cost_rows(best, findings.budget),
+        ("searched", _searched(findings)),
     ]
     print_rows(console, rows)
 
@@ -197,10 +199,10 @@ def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
         print_words(console, f"{name:<10} {words}", indent=11)
 
 
-def _show_reasons(console: Console, found: "Findings") -> None:
+def _show_reasons(console: Console, findings: "Findings") -> None:
     console.print("\nwhy not")
-    for reason in found.reasons:
-        print_words(console, f"  {reason.plan:<14} {found.why(reason)}", indent=17)
+    for reason in findings.reasons:
+        print_words(console, f"  {reason.plan:<14} {findings.why(reason)}", indent=17)
 
 
 def _parts(price: "Price") -> str:
@@ -227,18 +229,18 @@ def _memory(price: "Price") -> str:
     return ", ".join(f"{name} {size(part)}" for part, name in parts if part >= 0.01 * fullest.total)
 
 
-def _searched(found: "Findings") -> str:
+def _searched(findings: "Findings") -> str:
     from vitpar.planner.report.data import certainty
 
-    result = found.result
+    result = findings.result
     looked = f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, {count(result.priced, 'plan')} priced"
     return f"{looked}: {certainty(result)}"
 
 
-def _print_prices(console: Console, title: str, prices: "Sequence[Price]", found: "Findings") -> None:
+def _print_prices(console: Console, title: str, prices: "Sequence[Price]", findings: "Findings") -> None:
     from vitpar.planner.report.data import COLUMNS, figures, schedule_words
 
-    best, doubt = found.result.plans[0], found.doubt
+    best, doubt = findings.result.plans[0], findings.doubt
     rows = [(*figures(price, best, doubt), f"{price.plan}{schedule_words(price.plan)}") for price in prices]
     print_plans(console, title, COLUMNS, rows)
 

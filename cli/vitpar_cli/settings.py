@@ -26,12 +26,12 @@ def settings(
     """
     from vitpar.training.recipe import reference
 
-    found = list(reference.settings()) if key is None else reference.find(key)
+    listed = list(reference.settings()) if key is None else reference.find(key)
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found]))
+        typer.echo(json.dumps([asdict(one) for one in listed]))
         return
     console, section = Console(highlight=False), ""
-    for one in found:
+    for one in listed:
         name = one.key.partition(".")[0]
         if name != section:
             console.print(f"{chr(10) * bool(section)}[bold]\\[{name}][/bold]  {reference.about(name)}")

@@ -203,7 +203,7 @@ def train(
     from vitpar.training.recipe.machine import on_device, refuse_huge_batch
     from vitpar.training.run_folder import check_run_folder
 
-    kind = choose_device(device)
+    device_type = choose_device(device)
     automatic = merged.train.precision == "auto"
     if resumed_run.recipe is not None:  # a resumed run keeps its precision
         merged = merged.with_precision(read_recipe(resumed_run.recipe).train.precision)
@@ -212,14 +212,16 @@ def train(
     options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
     searched = merged.parallel.mesh == AUTO
     if searched:
-        merged, chosen, store = choose(on_device(merged, kind), config, kind, options, resumed_run.recipe, as_json)
+        merged, chosen, store = choose(
+            on_device(merged, device_type), config, device_type, options, resumed_run.recipe, as_json
+        )
     else:
         options.refuse_beside(merged.parallel.mesh)
-        (merged, chosen), store = o.decide(merged, config, kind), None
+        (merged, chosen), store = o.decide(merged, config, device_type), None
     plan = chosen.plan
     transforms(merged, config.image_size)  # refuses invalid settings before ranks start
     refuse_huge_batch(merged, config)
-    if kind == "cpu":
+    if device_type == "cpu":
         from vitpar.launch import find_world
         from vitpar.planner.out_of_memory import refuse_impossible
 
@@ -232,7 +234,7 @@ def train(
     if dry_run:
         from vitpar_cli.dry_run import show_dry_run
 
-        show_dry_run(merged, config, chosen, len(train_set), kind, searched=searched, as_json=as_json)
+        show_dry_run(merged, config, chosen, len(train_set), device_type, searched=searched, as_json=as_json)
         return
 
     def work(device: "torch.device") -> int:
@@ -277,4 +279,4 @@ def train(
             typer.echo(json.dumps(summary))
         return SAVED if "stopped" in summary else 0
 
-    run_in_world(chosen, kind, work, saves=True, store=store)
+    run_in_world(chosen, device_type, work, saves=True, store=store)

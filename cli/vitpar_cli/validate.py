@@ -81,7 +81,7 @@ def validate(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
     # --microbatches applies to the plans on the command line, not to the recipe's plan.
     merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
-    kind, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
+    device_type, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
     if plans:
@@ -97,18 +97,18 @@ def validate(
         )
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
     earlier = _rows_of(out, costs) if resume and out is not None else []
-    resolve(chosen[0], kind)  # refuses more ranks than the launcher or the GPUs provide
-    world = enter(machine.ranks, kind)
+    resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
+    world = enter(machine.ranks, device_type)
 
     from vitpar.planner.measure.clock import load_share
     from vitpar.planner.measure.steps import PlanRunner, Training
 
-    runner = PlanRunner(world, kind, seconds)
+    runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
     known = measured_before(prices, runner.agree(earlier)) if resume else []
-    rows = [AccuracyRow(price, measured, profile.pace) for price, measured in zip(prices, known, strict=False)]
+    rows = [AccuracyRow(predicted, measured, profile.pace) for predicted, measured in zip(prices, known, strict=False)]
     favourite, done = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
     for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite, known), start=done + 1):
         rows[index : index + 1] = [
@@ -120,11 +120,11 @@ def validate(
             progress(f"run {run}, of {max(run, 2 * len(chosen))} or more: {chosen[index]}")
     if world.rank == 0:
         if corrected is not None:
-            found = correction([row.evidence for row in rows])
-            better = found.of(machine, profile)
+            factors = correction([row.evidence for row in rows])
+            better = factors.of(machine, profile)
             better[0].save(corrected[0])
             better[1].save(corrected[1])
-            complain(f"corrected profiles written to {correct}: {found}")
+            complain(f"corrected profiles written to {correct}: {factors}")
         print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
     end(world)
 
@@ -137,16 +137,16 @@ def _rows_of(out: Path, costs: "LayerCosts") -> list[dict]:
     from vitpar.planner.report.data import origin_to_json
 
     try:
-        found = read_json(out)
+        content = read_json(out)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise PlannerError(f"cannot resume from {out}: {shown(str(error))}: leave out --resume") from None
     wanted = origin_to_json(origin(), costs)
     same = ("model", "precision", "compiled", "hardware", "device", "notes")
-    if not isinstance(found, dict) or any(found.get(key) != wanted[key] for key in same):
+    if not isinstance(content, dict) or any(content.get(key) != wanted[key] for key in same):
         raise PlannerError(f"cannot resume from {out}: it is of another model or other profiles: leave out --resume")
-    rows = found.get("rows")
+    rows = content.get("rows")
     return rows if isinstance(rows, list) else []
 
 
@@ -185,19 +185,19 @@ def _to_json(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None)
     from vitpar.planner.report.accuracy import accuracy, others_used
     from vitpar.planner.report.data import origin_to_json
 
-    found = accuracy(rows)
+    summary = accuracy(rows)
     others = others_used(rows)
     return {
         **origin_to_json(origin(), costs),
         "batch_size": rows[0].price.batch_size,
-        "time_error": {"mean": found.time[0], "largest": found.time[1]},
-        "clocked_time_error": {"mean": found.clocked[0], "largest": found.clocked[1]},
-        "slowdown": found.slowdown,
+        "time_error": {"mean": summary.time[0], "largest": summary.time[1]},
+        "clocked_time_error": {"mean": summary.clocked[0], "largest": summary.clocked[1]},
+        "slowdown": summary.slowdown,
         "others_share": load if others is None else others,
-        "repeat": found.repeat and {"mean": found.repeat[0], "largest": found.repeat[1]},
-        "memory_error": found.memory and {"mean": found.memory[0], "largest": found.memory[1]},
-        "rank_correlation": found.rank,
-        "chosen_slower_than_best": found.chosen,
+        "repeat": summary.repeat and {"mean": summary.repeat[0], "largest": summary.repeat[1]},
+        "memory_error": summary.memory and {"mean": summary.memory[0], "largest": summary.memory[1]},
+        "rank_correlation": summary.rank,
+        "chosen_slower_than_best": summary.chosen,
         "rows": [row.to_json() | {"mfu": row.price.mfu(costs)} for row in rows],
     }
 
@@ -229,27 +229,27 @@ def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) ->
         for row in sorted(rows, key=lambda row: row.seconds)
     ]
     print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
-    found, doubt, mfu = accuracy(rows), uncertainty(best, costs), best.mfu(costs)
-    console.print(f"\ntime       {found.time[0]:.1%} off on average, {found.time[1]:.1%} at most")
+    summary, doubt, mfu = accuracy(rows), uncertainty(best, costs), best.mfu(costs)
+    console.print(f"\ntime       {summary.time[0]:.1%} off on average, {summary.time[1]:.1%} at most")
     if doubt:
         console.print(f"expected   {doubt.source}", soft_wrap=True)
     if mfu is not None:
         console.print(f"MFU        {mfu * 100:.1f} % predicted for the fastest")
-    if found.memory:
-        console.print(f"memory     {found.memory[0]:.1%} off on average, {found.memory[1]:.1%} at most")
+    if summary.memory:
+        console.print(f"memory     {summary.memory[0]:.1%} off on average, {summary.memory[1]:.1%} at most")
     console.print(
-        f"order      rank correlation {found.rank:.3f}; the plan predicted to be fastest is {found.chosen:.1%}"
+        f"order      rank correlation {summary.rank:.3f}; the plan predicted to be fastest is {summary.chosen:.1%}"
     )
     console.print("           slower than the fastest measured plan")
-    if found.slowdown != 1:
-        console.print(f"pace       the same work took {found.slowdown:.0%} of the core time that it took when it")
+    if summary.slowdown != 1:
+        console.print(f"pace       the same work took {summary.slowdown:.0%} of the core time that it took when it")
         console.print("           was profiled; measured times are divided by this ratio, step by step;")
         console.print(
-            f"           without it, predictions are {found.clocked[0]:.1%} off, {found.clocked[1]:.1%} at most"
+            f"           without it, predictions are {summary.clocked[0]:.1%} off, {summary.clocked[1]:.1%} at most"
         )
-    if found.repeat:
-        console.print(f"repeat     repeated measurements of a plan differ by {found.repeat[0]:.1%} on average,")
-        console.print(f"           {found.repeat[1]:.1%} at most: predictions cannot be checked more closely")
+    if summary.repeat:
+        console.print(f"repeat     repeated measurements of a plan differ by {summary.repeat[0]:.1%} on average,")
+        console.print(f"           {summary.repeat[1]:.1%} at most: predictions cannot be checked more closely")
     others = others_used(rows)
     if others is not None:
         verdict = ": figures are not reliable" if others >= BUSY else ""

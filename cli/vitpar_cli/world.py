@@ -144,8 +144,8 @@ def chosen_to_text(chosen: Chosen) -> str:
 
 def chosen_from_text(text: str) -> Chosen:
     """Return the plan that `chosen_to_text` serialised."""
-    found = parse_json(text)
-    return Chosen(plan_from_json(found["plan"]), found["because"])
+    content = parse_json(text)
+    return Chosen(plan_from_json(content["plan"]), content["because"])
 
 
 def run_in_world(

@@ -72,25 +72,25 @@ def problems(report: Mapping[str, Any]) -> list[Problem]:
 
     Errors, with which vitpar does not work, come before warnings.
     """
-    found = [
+    messages = [
         *_wrong_versions(report["versions"]),
         *_wrong_world(report),
         *_wrong_devices(report),
         *_tight_limits(report),
     ]
     if report["compiler"] is None:
-        found.append(
+        messages.append(
             ("warning", "no C++ compiler was found, so torch.compile fails on the CPU: install g++ or set CXX")
         )
-    return sorted(found, key=lambda problem: problem[0])
+    return sorted(messages, key=lambda problem: problem[0])
 
 
 # Collecting
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"vitpar": _version("vitpar"), "python": platform.python_version()}
-    return found | {name: _version(name) for name in MINIMUM if name != "python"}
+    versions: dict[str, str | None] = {"vitpar": _version("vitpar"), "python": platform.python_version()}
+    return versions | {name: _version(name) for name in MINIMUM if name != "python"}
 
 
 def _version(package: str) -> str | None:

@@ -66,18 +66,18 @@ def stat_regular(path: PathLike) -> os.stat_result:
     Raises OSError, also for anything but a regular file.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except ValueError:  # the name has a NUL character or cannot be encoded
         raise OSError(errno.EINVAL, "it is not a valid file name") from None
-    _refuse_irregular(found, path)
-    return found
+    _refuse_irregular(status, path)
+    return status
 
 
-def _refuse_irregular(found: os.stat_result, path: PathLike) -> None:
-    """Raise OSError unless `found` describes a regular file."""
-    if stat.S_ISDIR(found.st_mode):
+def _refuse_irregular(status: os.stat_result, path: PathLike) -> None:
+    """Raise OSError unless `status` describes a regular file."""
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", os.fspath(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 

@@ -18,8 +18,8 @@ def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable
     def load(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        found = getattr(importlib.import_module(places[name]), name)
-        setattr(sys.modules[package], name, found)  # the next use finds it without this function
-        return found
+        value = getattr(importlib.import_module(places[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        return value
 
     return load

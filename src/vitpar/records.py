@@ -30,21 +30,21 @@ class Record(BaseModel):
         return said
 
 
-def table_of(kind: Callable[[Any], Any]) -> BeforeValidator:
+def table_of(convert: Callable[[Any], Any]) -> BeforeValidator:
     """Return a validator that checks the values of a table one by one.
 
-    kind: converts one value, or raises ValueError.
+    convert: converts one value, or raises ValueError.
     """
 
     def checked(said: Any) -> Any:
-        return {key: _checked(kind, key, value) for key, value in said.items()} if isinstance(said, dict) else said
+        return {key: _checked(convert, key, value) for key, value in said.items()} if isinstance(said, dict) else said
 
     return BeforeValidator(checked)
 
 
-def _checked(kind: Callable[[Any], Any], key: object, value: Any) -> Any:
+def _checked(convert: Callable[[Any], Any], key: object, value: Any) -> Any:
     try:
-        return kind(value)
+        return convert(value)
     except ValidationError as error:
         raise ValueError(f"{shown(key)}: {first_wrong(error)}") from None
     except ValueError as error:

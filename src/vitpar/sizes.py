@@ -22,7 +22,7 @@ def parse_size(text: str, name: str = "--memory") -> float:
     match = re.fullmatch(r"([0-9]{0,15}\.?[0-9]{1,15})\s*([A-Za-z]{1,3})", text.strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
         raise UserError(f"{name} {shown(text)} is not a size: use a number and a unit, as in 24GB, 1.5GiB or 500MB")
-    found = float(match[1]) * UNITS[match[2].upper()]
-    if found > MAX_AMOUNT:
+    amount = float(match[1]) * UNITS[match[2].upper()]
+    if amount > MAX_AMOUNT:
         raise UserError(f"{name} {text} is too large: use at most {MAX_AMOUNT:,}B")
-    return found
+    return amount

@@ -114,7 +114,7 @@ def test_all_commands_resolve_the_precision(
     from vitpar.training.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
 
-    resolve, seen = machine.resolve_precision, []
+    resolve, seen = machine.replace_auto_precision, []
 
     def noted(recipe: Any, device: str) -> Any:
         seen.append((recipe.train.precision, resolve(recipe, device).train.precision))
@@ -123,7 +123,7 @@ def test_all_commands_resolve_the_precision(
     def end(kernel: str, device: str) -> None:
         raise Resolved
 
-    monkeypatch.setattr(machine, "resolve_precision", noted)
+    monkeypatch.setattr(machine, "replace_auto_precision", noted)
     monkeypatch.setattr(attention, "refuse_attention", end)
     monkeypatch.chdir(place)
     calls: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -151,7 +151,7 @@ def test_resumed_run_keeps_its_precision(
         kept.append(recipe.train.precision)
         raise Resolved
 
-    monkeypatch.setattr("vitpar.training.recipe.machine.resolve_precision", note)
+    monkeypatch.setattr("vitpar.training.recipe.machine.replace_auto_precision", note)
     for words in ((), ("--recipe", "recipe.toml")):
         with pytest.raises(Resolved):
             printed(train.train, "--resume", "run", *words)

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_images import encoded
 from vitpar.data import ShardSet, pack
 from vitpar.data.sources import open_source
-from vitpar.data.sources.found import describe
+from vitpar.data.sources.contents import describe
 from vitpar.errors import DataError
 
 TRAIN = {"train/a": 5, "train/b": 5}

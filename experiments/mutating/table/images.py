@@ -39,8 +39,8 @@ MUTATIONS = (
         name="shuffle-repeats-samples",
         breaks="Some samples of a shuffled epoch come twice, others not at all.",
         file="src/vitpar/data/randomness.py",
-        old="    return found.astype(np.int64)\n",
-        new="    return found.astype(np.int64) // 2 * 2\n",
+        old="    return permuted.astype(np.int64)\n",
+        new="    return permuted.astype(np.int64) // 2 * 2\n",
         caught_by="pytest tests/data/test_order.py::test_each_epoch_has_every_repeat_of_every_sample_exactly_once",
     ),
     Mutation(

@@ -67,14 +67,14 @@ def record(step: Callable[[], object], device: torch.device, path: Path, matmul_
             else:
                 profiler.step()
     profiler.export_chrome_trace(str(path))
-    return _mean(_found(profiler, device.type), seconds, matmul_rate)
+    return _mean(_device_rows(profiler, device.type), seconds, matmul_rate)
 
 
 _Row = tuple[float, float, float]
 """Seconds, calls and FLOPs of one kernel name, summed over the recorded steps."""
 
 
-def _found(profiler: Any, device: str) -> dict[str, _Row]:
+def _device_rows(profiler: Any, device: str) -> dict[str, _Row]:
     """Return the rows of the kernels that ran on the device, by name, longest first."""
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     flops = _kernel_flops(profiler) if device == "cuda" else None
@@ -95,11 +95,11 @@ def _kernel_flops(profiler: Any) -> Counter[str]:
     The profiler knows the FLOPs of operators and the kernels that each launched. The longest of these is taken as the
     one that computes the product.
     """
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for event in profiler.events():
         if event.flops and event.kernels:
-            found[max(event.kernels, key=lambda kernel: kernel.duration).name] += event.flops
-    return found
+            flops[max(event.kernels, key=lambda kernel: kernel.duration).name] += event.flops
+    return flops
 
 
 def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Kernel, ...]:

@@ -92,14 +92,14 @@ def rank_flops(model: ParallelModel) -> tuple[float, float]:
 def matmul_rates(model: ParallelModel) -> tuple[float, float]:
     """Return the FLOP/s of a rank in the matrix products of a block's forward and of its backward. Collective."""
     numbers, device, execution = model.precision, model.device, model.execution
-    fast, found = FAST[execution.fp8_fast_accum], block_products(model)
+    fast, block_shapes = FAST[execution.fp8_fast_accum], block_products(model)
     outputs, inputs, weights = [], [], []
-    for (m, k, n), float8 in found:
+    for (m, k, n), float8 in block_shapes:
         dtype = E4M3 if float8 else numbers.compute
         outputs.append(products(device, dtype, [(m, k, n)], fast.output))
         inputs.append(products(device, dtype, [(m, n, k)], fast.gradient))
         weights.append(products(device, numbers.compute, [(k, m, n)]))
-    flops = sum(2 * math.prod(shape) for shape, _ in found)
+    flops = sum(2 * math.prod(shape) for shape, _ in block_shapes)
 
     def forward() -> None:
         for work in outputs:
@@ -118,14 +118,14 @@ def block_products(model: ParallelModel) -> list[tuple[ProductShape, bool]]:
     block = config.blocks[0]
     parts = plan.strategies(config.layer_names)[block].data_parallel
     tensor = plan.stage_size // parts
-    images, found = max(1, model.batch.microbatch_rows // parts), []
+    images, shapes = max(1, model.batch.microbatch_rows // parts), []
     for part in config.layers[block].parts:
         if part.product is not None:
             taken, given = part.product
             split = (taken // tensor, given) if part.role == "row" else (taken, given // tensor)
             float8 = model.precision.float8 and multiplies_in_float8(taken, given, model.execution.fp8_min_features)
-            found.append(((images * part.tokens, *split), float8))
-    return found
+            shapes.append(((images * part.tokens, *split), float8))
+    return shapes
 
 
 def update_bytes(trained: TrainingComponents) -> tuple[int, int]:

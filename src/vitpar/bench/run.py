@@ -132,7 +132,7 @@ def _over_ranks(
     """Return phases, step times and rates over all ranks. Collective."""
     world = dist.get_world_size()
     gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
-    every = [([Phased(**run) for run in runs], PhaseLimits(**found)) for runs, found in gathered]
+    every = [([Phased(**run) for run in runs], PhaseLimits(**rank_limits)) for runs, rank_limits in gathered]
     names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
 
     def mean(values: Iterable[float]) -> float:
@@ -143,10 +143,12 @@ def _over_ranks(
     for name in names:
         each = Repeated(tuple(mean(runs[n].phases.get(name, 0.0) for runs, _ in every) for n in repeats))
         slowest = max(sum(run.phases.get(name, 0.0) for run in runs) / len(runs) for runs, _ in every)
-        bound = [found.phases[name] for _, found in every if name in found.phases]
+        bound = [rank_limits.phases[name] for _, rank_limits in every if name in rank_limits.phases]
         phases.append(PhaseTime(name, each, slowest, sum(bound) / world if bound else None))
     whole = Repeated(tuple(mean(runs[n].step for runs, _ in every) for n in repeats))
-    matmul, bandwidth = (mean(getattr(found, rate) for _, found in every) for rate in ("matmul_rate", "bandwidth"))
+    matmul, bandwidth = (
+        mean(getattr(rank_limits, rate) for _, rank_limits in every) for rate in ("matmul_rate", "bandwidth")
+    )
     return tuple(phases), whole, Rates(matmul, peak, bandwidth)
 
 
@@ -223,11 +225,11 @@ class StepRunner:
                 begun = time.perf_counter()
                 for _ in range(steps):
                     self.step(take, clock)
-                found = clock.read()
+                totals = clock.read()
                 whole = time.perf_counter() - begun
             finally:
                 self._model.phase = untimed
-        return Phased(whole / steps, {name: seconds / steps for name, seconds in found.items()})
+        return Phased(whole / steps, {name: seconds / steps for name, seconds in totals.items()})
 
     def _synchronised(self) -> float:
         """Return the time at which all ranks have finished their work."""

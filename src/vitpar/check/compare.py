@@ -92,7 +92,7 @@ def noise_of(
     changed: parameters, if the tensors are their changes. A change is at least as uncertain as the rounding of the
         stored parameter.
     """
-    found: dict[str, list[Tensor]] = {}
+    by_kind: dict[str, list[Tensor]] = {}
     for other in others:
         for name, whole in wholes.items():
             expected = whole.double()
@@ -101,8 +101,8 @@ def noise_of(
             if changed is not None:
                 eps = torch.finfo(changed[name].dtype).eps / 2
                 metrics = metrics.clamp(min=eps * (changed[name].abs().max() / expected.abs().max()).item())
-            found.setdefault(kind(name), []).append(metrics)
-    return {name: torch.stack(metrics).square().mean(0).sqrt().tolist() for name, metrics in found.items()}
+            by_kind.setdefault(kind(name), []).append(metrics)
+    return {name: torch.stack(metrics).square().mean(0).sqrt().tolist() for name, metrics in by_kind.items()}
 
 
 def compare(
@@ -138,8 +138,8 @@ def compare(
         sums.append(
             _own_sums(model, mine[name], whole, trimmed) if name in mine else torch.zeros_like(sizes[-1][[0] * 3])
         )
-    found = torch.stack(sums)
-    largest, added = found[:, 0].contiguous(), found[:, 1:].contiguous()
+    stacked = torch.stack(sums)
+    largest, added = stacked[:, 0].contiguous(), stacked[:, 1:].contiguous()
     all_reduce_(largest, dist.ReduceOp.MAX)
     all_reduce_(added)
     metrics = _metrics(torch.cat([largest[:, None], added], 1), torch.stack(sizes)).tolist()
@@ -164,14 +164,14 @@ def compare_numbers(
     expected: numbers of one process without noise.
     others: numbers of its runs with noise.
     """
-    found = []
+    comparisons = []
     for name, right in expected.items():
         size = abs(right) or 1.0  # of exactly 0 the absolute error counts
         noise = max(abs(other[name] - right) / size for other in others)
         error = abs(mine[name] - right) / size
         allowed = max(least, FACTOR * noise) if tolerance is None else tolerance
-        found.append(Comparison(name, "largest", error, allowed, allowed, abs(right)))
-    return found
+        comparisons.append(Comparison(name, "largest", error, allowed, allowed, abs(right)))
+    return comparisons
 
 
 def _nearest(
@@ -187,8 +187,8 @@ def _nearest(
     known = (elements, elements, scale)
     limits = [max(bound, FACTOR * measured) for bound, measured in zip(known, noise, strict=True)]
     allowed = limits if tolerance is None else [tolerance] * len(limits)
-    found = [Comparison(name, *row, min(allowed), size) for row in zip(_METRICS, errors, allowed, strict=True)]
-    return max(found, key=lambda comparison: comparison.severity)
+    comparisons = [Comparison(name, *row, min(allowed), size) for row in zip(_METRICS, errors, allowed, strict=True)]
+    return max(comparisons, key=lambda comparison: comparison.severity)
 
 
 def _sizes(whole: Tensor) -> Tensor:
@@ -271,11 +271,11 @@ class CheckResult:
 
         Quantities: `gradient`, `SGD update`, `update` and `average` for tensors, `number` for losses and norms.
         """
-        found: dict[str, list[Comparison]] = {}
+        groups: dict[str, list[Comparison]] = {}
         for comparison in self.comparisons:
             quantity, _, parameter = comparison.name.rpartition(" ")
-            found.setdefault(quantity if "." in parameter else "number", []).append(comparison)
-        return {name: sorted(group, key=lambda c: -c.severity) for name, group in found.items()}
+            groups.setdefault(quantity if "." in parameter else "number", []).append(comparison)
+        return {name: sorted(group, key=lambda c: -c.severity) for name, group in groups.items()}
 
     def to_json(self) -> dict[str, object]:
         """Return all results, for ``vitpar check --json``."""

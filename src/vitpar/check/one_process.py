@@ -244,13 +244,13 @@ class Updates:
         s = self._settings
         memory["m"] = s.momentum * memory.get("m", torch.zeros_like(g)) + (1 - s.momentum) * g
         direction = s.momentum * memory["m"] + (1 - s.momentum) * g if s.nesterov else memory["m"]
-        stacked, found = self._hidden[name] or (len(direction),), torch.empty_like(direction)
+        stacked, orthogonal = self._hidden[name] or (len(direction),), torch.empty_like(direction)
         place = torch.arange(len(direction)) % sum(stacked)  # in a group of rows, such as (q|k|v, feature) of a head
         ends = list(accumulate(stacked))
         for start, end in zip([0, *ends], ends, strict=False):
             rows = (start <= place) & (place < end)
-            found[rows] = self._orthogonal(direction[rows])
-        return found
+            orthogonal[rows] = self._orthogonal(direction[rows])
+        return orthogonal
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Return `matrix` after the Newton-Schulz iterations x ← (a + b·xxᵀ + c·(xxᵀ)²)·x.

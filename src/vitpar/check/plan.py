@@ -27,7 +27,7 @@ from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.machine import resolve_precision
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.recipe.sections import OptimizerSection
 
 LEARNING_RATE = 0.05
@@ -96,7 +96,7 @@ def check_plan(
 
     Raises RecipeError as `build` does.
     """
-    recipe = _for_check(resolve_precision(recipe, device.type))
+    recipe = _for_check(replace_auto_precision(recipe, device.type))
     config = config.perturbed
     samples = draw_samples(recipe, config, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
@@ -193,8 +193,8 @@ def _changed(
     """Return the number of changed elements of frozen parameters on all ranks, if there are any such. Collective."""
     if not trained.model.execution.frozen:
         return {}
-    found = sum(int((local(p.detach()) != before[name]).sum()) for name, p in frozen.items())
-    total = torch.tensor(float(found), dtype=torch.float64, device=trained.model.device)
+    changed = sum(int((local(p.detach()) != before[name]).sum()) for name, p in frozen.items())
+    total = torch.tensor(float(changed), dtype=torch.float64, device=trained.model.device)
     all_reduce_(total)
     return {FROZEN: total.item()}
 
@@ -236,9 +236,9 @@ def _compared(
 
 
 def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    assert len(found) == len(tensors), "one process has every tensor"
-    return found
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    assert len(present) == len(tensors), "one process has every tensor"
+    return present
 
 
 def _with_copies(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

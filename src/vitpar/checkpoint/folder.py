@@ -99,23 +99,23 @@ class Checkpoint:
 
         Raises CheckpointError on all ranks if there is none, any file is damaged, or ranks see different checkpoints.
         """
-        found, wrong = None, None
+        checkpoint, wrong = None, None
         try:
-            found = cls.open(path)
-            wrong = found.damage(dist.get_rank(), dist.get_world_size())
+            checkpoint = cls.open(path)
+            wrong = checkpoint.damage(dist.get_rank(), dist.get_world_size())
             wrong = wrong and f"the checkpoint '{path}' is damaged: {wrong}"
         except CheckpointError as error:
             wrong = str(error)
-        everyone = all_gather_json([wrong, found.index.crc32 if found else None])
+        everyone = all_gather_json([wrong, checkpoint.index.crc32 if checkpoint else None])
         if first := next((wrong for wrong, _ in everyone if wrong), None):
             raise CheckpointError(first)
-        assert found is not None
+        assert checkpoint is not None
         if others := [rank for rank, (_, crc) in enumerate(everyone) if crc != everyone[0][1]]:
             raise CheckpointError(
                 f"{ranks(others)} found another checkpoint at '{path}' than rank 0: copy one to all machines, or use "
                 "storage that they share"
             )
-        return found
+        return checkpoint
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:
         """Return the first problem of the files, None if there is none.

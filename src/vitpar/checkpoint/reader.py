@@ -74,10 +74,10 @@ def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
     try:
         with open_safetensors(path) as file:
             for name, there, target in items:
-                found = file.get_slice(name)[there] if there else file.get_tensor(name)
-                if found.shape != target.shape:
+                part = file.get_slice(name)[there] if there else file.get_tensor(name)
+                if part.shape != target.shape:
                     raise CheckpointError(f"{shown(name)} in '{path}' has a wrong checksum: use another checkpoint")
-                target.copy_(found)
+                target.copy_(part)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"'{path}' cannot be read: {first_line(error)}") from None
 
@@ -115,7 +115,7 @@ class Difference:
 def differences(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
     """Yield the difference of every tensor that either checkpoint has."""
     for name in first.index.tensors | second.index.tensors:
-        shapes = [found.shape if (found := c.index.tensors.get(name)) else None for c in (first, second)]
+        shapes = [stored.shape if (stored := c.index.tensors.get(name)) else None for c in (first, second)]
         if None in shapes or shapes[0] != shapes[1]:
             yield Difference(name, None, None)
             continue

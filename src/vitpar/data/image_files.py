@@ -20,18 +20,18 @@ def expand_images(paths: Iterable[Path]) -> list[str]:
 
     Raises DataError for a path that does not exist, and for a folder without images.
     """
-    found: list[str] = []
+    files: list[str] = []
     for path in paths:
         if path.is_dir():
             inside = image_files(path)
             if not inside:
                 raise DataError(f"'{shown(path)}' holds no images ({', '.join(FILE_SUFFIXES)}): name another folder")
-            found += inside
+            files += inside
         elif path.exists():
-            found.append(str(path))
+            files.append(str(path))
         else:
             raise DataError(f"there is no image '{shown(path)}': name image files, or folders of them")
-    return found
+    return files
 
 
 class ImageFiles:

@@ -85,16 +85,16 @@ def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.flo
     if shape < 1:
         boost, shape = (1 - uniforms(keys, which, 0)) ** (1 / shape), shape + 1
     d = shape - 1 / 3
-    found, rest, turn = np.empty(len(keys)), np.arange(len(keys)), 0
+    gammas, rest, turn = np.empty(len(keys)), np.arange(len(keys)), 0
     while len(rest):
         turn += 1
         radius, angle, level = (uniforms(keys[rest], which, turn, part) for part in range(3))
         x = np.sqrt(-2 * np.log(1 - radius)) * np.cos(2 * np.pi * angle)
         v = np.maximum(1 + x / math.sqrt(9 * d), 1e-300) ** 3
         taken = (v > 1e-300) & (np.log(1 - level) < x * x / 2 + d - d * v + d * np.log(np.maximum(v, 1e-300)))
-        found[rest[taken]] = d * v[taken]
+        gammas[rest[taken]] = d * v[taken]
         rest = rest[~taken]
-    return found * boost
+    return gammas * boost
 
 
 class Draws:
@@ -143,16 +143,16 @@ def shuffled(places: Samples, size: int, *key: int) -> Samples:
     high = np.uint64(max(1, (size - 1).bit_length() - int(low)))
     widths, one = (high, low), np.uint64(1)
     keys = hash_numbers(_SHUFFLE, *key, np.arange(_ROUNDS))
-    found = places.astype(np.uint64)
-    rest = np.arange(len(found))
+    permuted = places.astype(np.uint64)
+    rest = np.arange(len(permuted))
     while len(rest):
-        left, right = found[rest] >> low, found[rest] & ((one << low) - one)
+        left, right = permuted[rest] >> low, permuted[rest] & ((one << low) - one)
         for number in range(_ROUNDS):
             drawn = _scrambled(right + keys[number]) & ((one << widths[number % 2]) - one)
             left, right = right, left ^ drawn
-        found[rest] = (left << low) | right
-        rest = rest[found[rest] >= size]
-    return found.astype(np.int64)
+        permuted[rest] = (left << low) | right
+        rest = rest[permuted[rest] >= size]
+    return permuted.astype(np.int64)
 
 
 @dataclass(frozen=True)

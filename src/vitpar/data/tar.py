@@ -209,14 +209,14 @@ def unpacked(path: Path, names: Container[str], most: int) -> dict[str, bytes]:
 
     Raises DataError for a damaged archive, and for one that is larger.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
         with open_regular(path) as packed:
             file = _Unpacked(packed, compressed=not path.name.endswith(".tar"), most=most)
             for member in members(file):
                 name = PurePosixPath(member.name).name
                 if member.isreg() and name in names:
-                    found[name] = content(file, member)
+                    contents[name] = content(file, member)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"'{path}' is not a valid tar file ({shown(error)}): fetch it again") from None
-    return found
+    return contents

@@ -215,7 +215,7 @@ class _Workers:
 
     def failures(self) -> list[Failure]:
         """Return the workers that have reported an error or ended with a code other than 0 so far."""
-        found = []
+        failures = []
         for rank, process in enumerate(self.processes):
             code = process.poll()
             if code:
@@ -223,8 +223,8 @@ class _Workers:
             # A report counts before the process ends: a worker may hang while it exits.
             report = Report.read(self.folder, rank)
             if report or code:
-                found.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
-        return found
+                failures.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
+        return failures
 
     def ask(self) -> None:
         """Ask the ranks to end, by SIGTERM."""

@@ -95,8 +95,8 @@ def available_memory() -> int | None:
         groups = Path("/proc/self/cgroup").read_text()
     except OSError:
         return None
-    found = [int(memory[1]) * 1024] if memory else []
-    return min([*found, *_left(groups)], default=None)
+    amounts = [int(memory[1]) * 1024] if memory else []
+    return min([*amounts, *_left(groups)], default=None)
 
 
 def _left(groups: str) -> Iterable[int]:

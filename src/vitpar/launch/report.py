@@ -219,8 +219,8 @@ def remove_left() -> None:
 
 
 def _remove_if_left(entry: os.DirEntry[str]) -> None:
-    found = entry.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = entry.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return
     lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -260,7 +260,7 @@ def expand_hosts(listing: str) -> list[str]:
     many = LaunchError(f"the SLURM node list '{shown(listing)}' lists more than {MAX_RANKS} hosts: {instead}")
     hosts: list[str] = []
     # Each of these expressions can match a text in only one way, so none backtracks over hostile input.
-    for name in re.sub(r"\[[^\[\]]*\]", lambda found: found[0].replace(",", "\n"), listing).split(","):
+    for name in re.sub(r"\[[^\[\]]*\]", lambda match: match[0].replace(",", "\n"), listing).split(","):
         if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\] ]+\])+", name):
             raise malformed
         choices: list[list[str]] = []

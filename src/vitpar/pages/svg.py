@@ -180,18 +180,22 @@ def _svg(height: float, parts: Sequence[str], words: str) -> str:
 
 def _axes(bottom: float, most_x: float, most_y: float, x_words: str, y_words: str) -> str:
     """Draw grid lines, ticks and names of the axes; no x axis if `most_x` is 0."""
-    found = [f'<text x="{LEFT}" y="8" class="small">{escape(y_words)}</text>']
+    elements = [f'<text x="{LEFT}" y="8" class="small">{escape(y_words)}</text>']
     for value in _ticks(most_y):
         y = (bottom - 16) * (1 - value / most_y) + 16
-        found.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        found.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="small">{value:,.10g}</text>')
+        elements.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        elements.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="small">{value:,.10g}</text>')
     for value in _ticks(most_x) if most_x else ():
         x = LEFT + value / most_x * (WIDTH - LEFT - RIGHT)
-        found.append(f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle" class="small">{value:,.10g}</text>')
+        elements.append(
+            f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle" class="small">{value:,.10g}</text>'
+        )
     if x_words:
         x = (LEFT + WIDTH - RIGHT) / 2
-        found.append(f'<text x="{x}" y="{bottom + 36:.1f}" text-anchor="middle" class="small">{escape(x_words)}</text>')
-    return "".join(found)
+        elements.append(
+            f'<text x="{x}" y="{bottom + 36:.1f}" text-anchor="middle" class="small">{escape(x_words)}</text>'
+        )
+    return "".join(elements)
 
 
 def _ticks(most: float) -> list[float]:

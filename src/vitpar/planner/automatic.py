@@ -2,8 +2,8 @@
 
 import vitpar
 
-found = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, precision="bf16", memory="40GB")
-best = found.plans[0]
+result = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, precision="bf16", memory="40GB")
+best = result.plans[0]
 print(best.plan, best.images_per_second, best.memory_bytes)
 """
 
@@ -165,7 +165,7 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
 
 def _several(numbers: int | Sequence[int], name: str) -> tuple[int, ...]:
     """Return one or several positive numbers as a tuple, else raise PlannerError about the parameter `name`."""
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    if not found or min(found) < 1:
+    values = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not values or min(values) < 1:
         raise PlannerError(f"{name} is {shown(numbers)}: use whole numbers of at least 1")
-    return found
+    return values

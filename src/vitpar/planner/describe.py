@@ -166,12 +166,12 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple
     """
     parts, flops = stage_layers(config, plan), config.layer_flops
     held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
-    found = []
+    pipeline_ranks = []
     for pp in range(plan.pipeline_degree):
         stages = stages_of_rank(pp, plan)
         names = [name for stage in stages for name in parts[stage]]
         parameters = sum(held[name] for name in names)
-        found.append(
+        pipeline_ranks.append(
             PipelineRank(
                 pp=pp,
                 stages=stages,
@@ -182,7 +182,7 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple
                 host_bytes=sum(held[name] * size[name] for name in names if strategies[name].offload),
             )
         )
-    return tuple(found)
+    return tuple(pipeline_ranks)
 
 
 def _strategies(config: ModelConfig, plan: Plan) -> tuple[StrategySummary, ...]:
@@ -207,7 +207,7 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
     # Between two stages the one whose layout does not travel redistributes, see `travel_layouts`.
     strategies, travel = plan.strategies(config.layer_names), travel_layouts(config, plan)
     stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
-    found = []
+    redistributions = []
     for before, behind in pairwise(config.layer_names):
         source, target = token_layout(strategies[before]), token_layout(strategies[behind])
         if source == target:
@@ -215,7 +215,7 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
         stage = stage_of[behind]
         if stage_of[before] < stage and travel[stage_of[before]] == target:
             stage = stage_of[before]
-        found.append(
+        redistributions.append(
             Redistribution(
                 layer=behind,
                 stage=stage,
@@ -225,7 +225,7 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
                 backward=received_share(target, source),
             )
         )
-    return tuple(found)
+    return tuple(redistributions)
 
 
 def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescription]) -> tuple[AxisSummary, ...]:
@@ -234,34 +234,34 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescriptio
     kinds = Counter(layer.kind for layer in layers if layer.is_block)
     kind = kinds.most_common(1)[0][0] if kinds else layers[-1].kind
     typical = next(layer for layer in layers if layer.kind == kind)
-    found = []
+    summaries = []
     for axis, degree in mesh_axes(strategy):
         if axis in ("dp", "fsdp", "d", "i"):
             words = _data_words(axis, strategy, plan, typical)
         else:
             words = _tensor_words(axis, strategy, typical)
-        found.append(AxisSummary("tp" if strategy.tensor_mode == "1d" and axis == "j" else axis, degree, words))
-    return tuple(found)
+        summaries.append(AxisSummary("tp" if strategy.tensor_mode == "1d" and axis == "j" else axis, degree, words))
+    return tuple(summaries)
 
 
 def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
     """Return the summaries of the strategy's flags that no axis describes."""
-    found = []
+    summaries = []
     if strategy.sequence_parallel:
-        found.append(FlagSummary("+sp", SEQUENCE_PARALLEL))
+        summaries.append(FlagSummary("+sp", SEQUENCE_PARALLEL))
     if strategy.checkpoint == "full":
         sent = ", including tp communication," if strategy.has("tp") else ""
         words = f"layers keep only their input and recompute their forward{sent} in backward"
-        found.append(FlagSummary("+ckpt", words))
+        summaries.append(FlagSummary("+ckpt", words))
     elif strategy.checkpoint:
         words = (
             "layers keep outputs of matrix products, attention and tp communication, and recompute the rest in backward"
         )
-        found.append(FlagSummary(f"+ckpt.{strategy.checkpoint}", words))
+        summaries.append(FlagSummary(f"+ckpt.{strategy.checkpoint}", words))
     if strategy.offload:
         words = "parameters, gradients and optimizer state are in host memory; layers copy parameters in to compute"
-        found.append(FlagSummary("+offload", words))
-    return tuple(found)
+        summaries.append(FlagSummary("+offload", words))
+    return tuple(summaries)
 
 
 def _data_words(axis: str, strategy: Strategy, plan: Plan, layer: LayerDescription) -> str:

@@ -51,9 +51,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     # torch's pipelining wraps errors, so the causes count too.
     if error is None:
         return False
-    found = isinstance(error, torch.cuda.OutOfMemoryError)
-    found = found or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
-    return found or is_out_of_memory(error.__cause__)
+    matches = isinstance(error, torch.cuda.OutOfMemoryError)
+    matches = matches or (isinstance(error, RuntimeError) and _TEXT.search(str(error)) is not None)
+    return matches or is_out_of_memory(error.__cause__)
 
 
 def estimate_memory(
@@ -61,13 +61,13 @@ def estimate_memory(
     plan: Plan,
     batch_size: int,
     precision: str,
-    moments: int,
+    num_moments: int,
     frozen: frozenset[str] = frozenset(),
 ) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
     plan: validated plan
-    moments: copies of the parameters that the optimizer and the running average keep
+    num_moments: copies of the parameters that the optimizer and the running average keep
     frozen: names of the layers that are not trained
 
     Raises PlannerError if the plan cannot be priced.
@@ -76,7 +76,7 @@ def estimate_memory(
     nodes = -(-plan.world_size // 8)
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    return price(plan, LayerCosts(config, hardware, profile, frozen), batch_size, moments).memory
+    return price(plan, LayerCosts(config, hardware, profile, frozen), batch_size, num_moments).memory
 
 
 def _of_recipe(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:

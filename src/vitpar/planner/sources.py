@@ -64,14 +64,14 @@ def profiled_costs(
         precision = automatic_precision(profile.precision, profile.device)
     if compiled is None:
         compiled = profile.compiled and profile.device == "cuda"
-    for name, found, asked in (
+    for name, measured, asked in (
         ("precision", profile.precision, precision),
         ("compile", profile.compiled, compiled),
         ("fp8_min_features", profile.fp8_min_features, fp8_min_features if precision == "fp8" else None),
     ):
-        if asked is not None and found != asked:
+        if asked is not None and measured != asked:
             raise PlannerError(
-                f"{path} was measured with {name} {found} but the recipe has {asked}: profile the model again, "
+                f"{path} was measured with {name} {measured} but the recipe has {asked}: profile the model again, "
                 f"or set train.{name}"
             )
     if profile.device != hardware.device:

@@ -244,25 +244,25 @@ def _mark(mark: RunMark, x: float, many: bool) -> str:
 def _path(x: Column, y: Column, points: Points) -> str:
     """Return the `d` of a path through points, in tenths of a unit, relative where that is shorter."""
     tens_x, tens_y = np.rint(10 * x).astype(int).tolist(), np.rint(10 * y).astype(int).tolist()
-    found, last_x, last_y = [], 0, 0
+    commands, last_x, last_y = [], 0, 0
     for px, py, start in zip(tens_x, tens_y, points.starts.tolist(), strict=True):
         if start:
-            found.append(f"M{px / 10:g} {py / 10:g}h0")  # a point alone is a dot, with round ends
+            commands.append(f"M{px / 10:g} {py / 10:g}h0")  # a point alone is a dot, with round ends
         elif px == last_x:
-            found.append(f"v{(py - last_y) / 10:g}")
+            commands.append(f"v{(py - last_y) / 10:g}")
         else:
             down = (py - last_y) / 10
-            found.append(f"l{(px - last_x) / 10:g}{' ' * (down >= 0)}{down:g}")
+            commands.append(f"l{(px - last_x) / 10:g}{' ' * (down >= 0)}{down:g}")
         last_x, last_y = px, py
-    return "".join(found)
+    return "".join(commands)
 
 
 def _sentence(chart: LineChart, line: Line) -> str:
     """Return a sentence that describes a line."""
-    found = _extreme_points(line)
-    if not found:
+    extremes = _extreme_points(line)
+    if not extremes:
         return f"{line.name}: no finite value."
-    first, last, low, high = found
+    first, last, low, high = extremes
     steps = line.x["step"]
 
     def said(index: int) -> str:
@@ -286,10 +286,10 @@ def _key_points(chart: LineChart) -> str:
     """Return a table of the first, smallest, largest and last value of every line."""
     rows = []
     for line in chart.lines:
-        found = _extreme_points(line)
+        extremes = _extreme_points(line)
         cells = ["–"] * 4
-        if found:
-            first, last, low, high = found
+        if extremes:
+            first, last, low, high = extremes
             cells = [
                 f"{escape(chart.words(float(line.y[index])))} <small>at {line.x['step'][index]:,.0f}</small>"
                 for index in (first, low, high, last)

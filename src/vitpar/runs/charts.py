@@ -98,17 +98,17 @@ def waiting_share(run: RunRecord) -> Column:
 
 def marks_of(run: RunRecord, number: int) -> list[RunMark]:
     """Return the checkpoints and restarts of a run."""
-    found = [("saved", step, f"checkpoint after step {step:,}") for step in run.log.saves]
+    marks = [("saved", step, f"checkpoint after step {step:,}") for step in run.log.saves]
     plans = [start.plan for start in run.log.starts]
     for before, start in zip(["", *plans], run.log.starts, strict=False):
         if start.after:
             under = f" under {start.plan}" + (f" instead of {before}" if before not in ("", start.plan) else "")
-            found.append(("restart", start.after, f"resumed after {count(start.after, 'step')}{under}"))
-    steps = np.array([step for _, step, _ in found], dtype=np.float64)
+            marks.append(("restart", start.after, f"resumed after {count(start.after, 'step')}{under}"))
+    steps = np.array([step for _, step, _ in marks], dtype=np.float64)
     places = {axis: run.metrics.at(axis, steps) for axis in AXES}
     return [
         RunMark(number, kind, {axis: float(places[axis][index]) for axis in AXES}, words)
-        for index, (kind, _, words) in enumerate(found)
+        for index, (kind, _, words) in enumerate(marks)
     ]
 
 

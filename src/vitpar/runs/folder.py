@@ -77,14 +77,14 @@ class RunRecord:
     @cached_property
     def environment(self) -> Mapping[str, Any]:
         """Versions, hardware and command of env.json; empty if it cannot be read."""
-        found = _readable(self.path / "env.json", read_json)
-        return found if isinstance(found, dict) else {}
+        content = _readable(self.path / "env.json", read_json)
+        return content if isinstance(content, dict) else {}
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
         """Settings of recipe.toml by dotted key; empty if it cannot be read."""
-        found = _readable(self.path / "recipe.toml", read_toml)
-        sections = found.items() if isinstance(found, dict) else ()
+        content = _readable(self.path / "recipe.toml", read_toml)
+        sections = content.items() if isinstance(content, dict) else ()
         return {
             f"{name}.{key}": value
             for name, section in sections
@@ -170,12 +170,12 @@ class RunRecord:
 
     def stamp(self) -> str:
         """Return a text that changes when the run's log or metrics do."""
-        found = []
+        stamps = []
         for name in (LOG, METRICS):
             with suppress(OSError):
                 status = (self.path / name).stat()
-                found.append(f"{status.st_size}-{status.st_mtime_ns}")
-        return "-".join(found)
+                stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
+        return "-".join(stamps)
 
 
 def _readable(path: Path, read: Any) -> Any:
@@ -204,8 +204,8 @@ def is_locked(path: Path) -> bool:
 def recipe_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Return the settings in which the recipes of runs differ, by dotted key, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    found = {key: [_setting(run.recipe.get(key)) for run in runs] for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    settings = {key: [_setting(run.recipe.get(key)) for run in runs] for key in keys}
+    return {key: values for key, values in settings.items() if len(set(values)) > 1}
 
 
 def _setting(value: Any) -> str:

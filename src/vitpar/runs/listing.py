@@ -52,8 +52,8 @@ def runs_in(folder: Path) -> list[RunSummary]:
     if not folder.is_dir():
         raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
     places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
-    found = [_summary_or_error(RunRecord(path)) for path in places]
-    return sorted(found, key=lambda run: (run.age_seconds, run.name))
+    summaries = [_summary_or_error(RunRecord(path)) for path in places]
+    return sorted(summaries, key=lambda run: (run.age_seconds, run.name))
 
 
 def _summary_or_error(run: RunRecord) -> RunSummary:

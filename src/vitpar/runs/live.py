@@ -168,10 +168,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, page, "text/html", body)
         return self._send(200, version.encode(), "text/plain", body)
 
-    def _send(self, status: int, content: bytes, kind: str, body: bool) -> None:
+    def _send(self, status: int, content: bytes, content_type: str, body: bool) -> None:
         self.send_response(status)
         for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Type", f"{content_type}; charset=utf-8"),
             ("Content-Length", str(len(content))),
             ("Cache-Control", "no-store"),
             ("X-Content-Type-Options", "nosniff"),

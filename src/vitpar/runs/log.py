@@ -73,27 +73,27 @@ def read_log(path: Path) -> RunLog:
 
     Raises OSError.
     """
-    found, resumed = RunLog(), 0
+    run_log, resumed = RunLog(), 0
     for text in _texts(path):
         if said := _RESUMED.match(text):
             resumed = int(said[1])
-            found.saves = [step for step in found.saves if step <= resumed]
+            run_log.saves = [step for step in run_log.saves if step <= resumed]
         elif said := _START.fullmatch(text):
             model, plan, device = said["model"], said["plan"], said["device"]
             counts = (_count(said[name]) for name in ("train", "val", "steps", "batch"))
-            found.starts.append(RunStart(resumed, model, _count(said["parameters"]), plan, device, *counts))
-            found.end, found.words, found.warnings, resumed = "", "", [], 0
+            run_log.starts.append(RunStart(resumed, model, _count(said["parameters"]), plan, device, *counts))
+            run_log.end, run_log.words, run_log.warnings, resumed = "", "", [], 0
         elif said := _SAVED.match(text):
-            found.saves.append(_count(said[1]))
+            run_log.saves.append(_count(said[1]))
         elif said := _STOPPED.match(text):
-            found.end, found.words = "stopped", f"stopped by {said[1]} after step {said[2]}"
+            run_log.end, run_log.words = "stopped", f"stopped by {said[1]} after step {said[2]}"
         elif text.startswith("done  "):
-            found.end, found.words = "done", ""
+            run_log.end, run_log.words = "done", ""
         elif text.startswith("error: "):
-            found.end, found.words = "error", text.removeprefix("error: ")
+            run_log.end, run_log.words = "error", text.removeprefix("error: ")
         elif text.startswith("warning: "):
-            found.warnings = [*found.warnings, text.removeprefix("warning: ")][-MOST_WARNINGS:]
-    return found
+            run_log.warnings = [*run_log.warnings, text.removeprefix("warning: ")][-MOST_WARNINGS:]
+    return run_log
 
 
 def _texts(path: Path) -> Iterator[str]:

@@ -81,10 +81,10 @@ def collect(found_rows: Iterable[dict[str, Any] | None]) -> Metrics:
                 column.append(_number(row.get(name)))
     train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
     train["hours"] = _hours(train["step_ms"])
-    found = Metrics(train, evals, damaged)
+    collected = Metrics(train, evals, damaged)
     for axis in ("samples", "hours"):
-        evals[axis] = found.at(axis, evals["step"])
-    return found
+        evals[axis] = collected.at(axis, evals["step"])
+    return collected
 
 
 def rows(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -104,19 +104,19 @@ def _number(value: Any) -> float:
     if not isinstance(value, int | float):
         return np.nan
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return np.inf
-    return found if abs(found) <= MAX_MEASURE else found * np.inf
+    return number if abs(number) <= MAX_MEASURE else number * np.inf
 
 
 def _sorted(columns: Mapping[str, array[float]]) -> dict[str, Column]:
     """Return the columns sorted by step; of rows of the same step the last."""
-    found = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    order = np.argsort(found["step"], kind="stable")
-    steps = found["step"][order]
+    arrays = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
+    order = np.argsort(arrays["step"], kind="stable")
+    steps = arrays["step"][order]
     last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
-    return {name: column[order][last] for name, column in found.items()}
+    return {name: column[order][last] for name, column in arrays.items()}
 
 
 def _hours(step_ms: Column) -> Column:

@@ -166,22 +166,22 @@ def _plans(runs: Sequence[RunRecord]) -> str:
             parts.setdefault(plan_pictures(run.plan, config_of(run.path)), []).append(run.plan_words)
     if not parts:
         return ""
-    found = ["<h2>Plan</h2>" if len(parts) == 1 else "<h2>Plans</h2>"]
+    pieces = ["<h2>Plan</h2>" if len(parts) == 1 else "<h2>Plans</h2>"]
     for number, (drawn, plans) in enumerate(parts.items()):
         names = ", ".join(f"<code>{escape(shown(name))}</code>" for name in dict.fromkeys(plans))
         if len(parts) == 1:
-            found.append(f"<p>{names}</p>{drawn}")
+            pieces.append(f"<p>{names}</p>{drawn}")
         else:
-            found.append(f"<details{' open' * (number == 0)}><summary>{names}</summary>{drawn}</details>")
-    return "".join(found)
+            pieces.append(f"<details{' open' * (number == 0)}><summary>{names}</summary>{drawn}</details>")
+    return "".join(pieces)
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return the table of settings in which the recipes differ."""
     if len(runs) == 1:
         return ""
-    found = recipe_differences(list(runs))
-    rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in found.items()]
+    differences = recipe_differences(list(runs))
+    rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in differences.items()]
     if not rows:
         return "<h2>Differences between the recipes</h2><p>All settings are equal.</p>"
     heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
@@ -213,10 +213,10 @@ def _versions(run: RunRecord) -> dict[str, str]:
     """Return the versions of env.json as HTML, by name; empty ones are unknown."""
 
     def said(*names: str) -> str:
-        found: Any = run.environment
+        value: Any = run.environment
         for name in names:
-            found = found.get(name) if isinstance(found, dict) else None
-        return "" if found is None or isinstance(found, dict | list) else escape(shown(found))
+            value = value.get(name) if isinstance(value, dict) else None
+        return "" if value is None or isinstance(value, dict | list) else escape(shown(value))
 
     compiled = run.environment.get("compiled")
     return {

@@ -76,10 +76,10 @@ class PredictedImages:
 
     def most_confused(self, most: int) -> list[int]:
         """Return the classes that occur, by number; if they are more than `most`, those with the most errors."""
-        found = np.unique(np.concatenate([self.labels, self.predicted]))
-        if len(found) > most:
-            found = np.sort(found[np.argsort(-self.errors[found], kind="stable")[:most]])
-        return found.tolist()
+        numbers = np.unique(np.concatenate([self.labels, self.predicted]))
+        if len(numbers) > most:
+            numbers = np.sort(numbers[np.argsort(-self.errors[numbers], kind="stable")[:most]])
+        return numbers.tolist()
 
     def confusion(self, classes: Sequence[int]) -> Numbers:
         """Return how many images of each of `classes` (rows) are predicted as each of them (columns)."""
@@ -87,9 +87,9 @@ class PredictedImages:
         place[list(classes)] = np.arange(len(classes))
         true, predicted, counts = self._pairs
         kept = (place[true] >= 0) & (place[predicted] >= 0)
-        found = np.zeros((len(classes), len(classes)), dtype=np.int64)
-        found[place[true[kept]], place[predicted[kept]]] = counts[kept]
-        return found
+        matrix = np.zeros((len(classes), len(classes)), dtype=np.int64)
+        matrix[place[true[kept]], place[predicted[kept]]] = counts[kept]
+        return matrix
 
     def classes(self) -> list[ClassResult]:
         """Return the result of every class that has images, the least accurate first."""
@@ -102,12 +102,12 @@ class PredictedImages:
         for is_, taken_for, number in zip(true.tolist(), predicted.tolist(), counts.tolist(), strict=True):
             if is_ != taken_for and number > worst.get(is_, (0, 0))[0]:
                 worst[is_] = number, taken_for
-        found = []
+        results = []
         for number in np.flatnonzero(images).tolist():
             confusions, other = worst.get(number, (0, None))
             counted = (int(images[number]), int(right[number]), int(named[number]))
-            found.append(ClassResult(number, *counted, other, confusions))
-        return sorted(found, key=lambda result: (result.right / result.images, -result.images))
+            results.append(ClassResult(number, *counted, other, confusions))
+        return sorted(results, key=lambda result: (result.right / result.images, -result.images))
 
     def mistakes(self, most: int) -> list[int]:
         """Return the rows of wrong predictions, the most confident first."""

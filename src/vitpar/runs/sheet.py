@@ -40,24 +40,25 @@ SHEET_STYLE = """
 """Rules of style of these sections."""
 
 
-def sheet(found: PredictedImages, read: Callable[[int], bytes], images: int, about: str) -> str:
+def sheet(predicted_images: PredictedImages, read: Callable[[int], bytes], images: int, about: str) -> str:
     """Return the sections on predictions.
 
     read: returns the encoded image of a sample, or raises BadImage.
     images: number of images to show.
     about: sentence on the weights and the data.
     """
-    mistakes = found.mistakes(MISTAKES)
+    mistakes = predicted_images.mistakes(MISTAKES)
     parts = [
         "<h2>Predictions</h2>",
-        f"<p>{escape(about)} Top-1 accuracy {percent(found.accuracy)} on {len(found.samples):,} images.</p>",
-        _figures(found, found.drawn(images), read),
+        f"<p>{escape(about)} Top-1 accuracy {percent(predicted_images.accuracy)} on "
+        f"{len(predicted_images.samples):,} images.</p>",
+        _figures(predicted_images, predicted_images.drawn(images), read),
         "<h3>Most confident mistakes</h3>" if mistakes else "<p>No prediction is wrong.</p>",
-        _figures(found, mistakes, read) if mistakes else "",
+        _figures(predicted_images, mistakes, read) if mistakes else "",
         "<h3>Confusion matrix</h3>",
-        _confusion(found),
+        _confusion(predicted_images),
         "<h3>Classes</h3>",
-        _classes(found),
+        _classes(predicted_images),
     ]
     return "".join(parts)
 
@@ -80,32 +81,32 @@ def thumbnail(data: bytes) -> str:
     return f'<img src="data:image/{kind};base64,{text}"{" class=tiny" * tiny} alt="">'
 
 
-def _figures(found: PredictedImages, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
+def _figures(predicted_images: PredictedImages, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
     """Return the images of some rows, each with its prediction, and its class if that differs."""
     figures = []
     for row in rows:
         try:
-            picture = thumbnail(read(int(found.samples[row])))
+            picture = thumbnail(read(int(predicted_images.samples[row])))
         except BadImage:  # it has changed since it was predicted
             continue
-        label, predicted = int(found.labels[row]), int(found.predicted[row])
-        words = f"<b>{_name(found, predicted)}</b>, {found.probability[row] * 100:.0f} %"
-        words += "" if label == predicted else f"<br>✗ label <b>{_name(found, label)}</b>"
+        label, predicted = int(predicted_images.labels[row]), int(predicted_images.predicted[row])
+        words = f"<b>{_name(predicted_images, predicted)}</b>, {predicted_images.probability[row] * 100:.0f} %"
+        words += "" if label == predicted else f"<br>✗ label <b>{_name(predicted_images, label)}</b>"
         figures.append(f"<figure>{picture}<figcaption>{words}</figcaption></figure>")
     return f'<div class="sheet">{"".join(figures)}</div>'
 
 
-def _name(found: PredictedImages, number: int) -> str:
+def _name(predicted_images: PredictedImages, number: int) -> str:
     """Return the name of a class as HTML."""
-    return escape(shown(found.class_names[number]))
+    return escape(shown(predicted_images.class_names[number]))
 
 
-def _confusion(found: PredictedImages) -> str:
+def _confusion(predicted_images: PredictedImages) -> str:
     """Return the confusion matrix as a table. The colour of a cell is its share of the row's images."""
-    classes = found.most_confused(MOST_CLASSES)
-    matrix = found.confusion(classes)
-    images = {result.number: result.images for result in found.classes()}
-    heads = "".join(f"<th>{_name(found, number)}</th>" for number in classes)
+    classes = predicted_images.most_confused(MOST_CLASSES)
+    matrix = predicted_images.confusion(classes)
+    images = {result.number: result.images for result in predicted_images.classes()}
+    heads = "".join(f"<th>{_name(predicted_images, number)}</th>" for number in classes)
     rows = []
     for row, number in enumerate(classes):
         cells = []
@@ -114,7 +115,7 @@ def _confusion(found: PredictedImages) -> str:
             shade = f' style="background:rgb(0 114 178/{min(1.0, share) * 0.75:.2f})"' if value else ""
             right = ' class="right"' if row == column else ""
             cells.append(f"<td{right}{shade}>{value or ''}</td>")
-        rows.append(f"<tr><th>{_name(found, number)}</th>{''.join(cells)}</tr>")
+        rows.append(f"<tr><th>{_name(predicted_images, number)}</th>{''.join(cells)}</tr>")
     total = len(images)
     cut = f" The {len(classes)} classes with the most errors of {total:,} are shown." if total > len(classes) else ""
     note = (
@@ -125,11 +126,11 @@ def _confusion(found: PredictedImages) -> str:
     return f'<p class="note">{note}</p><div class="scroll">{table_}</div>'
 
 
-def _classes(found: PredictedImages) -> str:
+def _classes(predicted_images: PredictedImages) -> str:
     """Return the table of classes, the least accurate first."""
-    results = found.classes()
+    results = predicted_images.classes()
     heads = ("class", "images", "accuracy", "precision", "most often taken for")
-    rows = [_class_row(found, result) for result in results[:MOST_ROWS]]
+    rows = [_class_row(predicted_images, result) for result in results[:MOST_ROWS]]
     first = table(heads, rows[:SHOWN_CLASSES], numbers=slice(1, 4))
     if len(results) <= SHOWN_CLASSES:
         return first
@@ -139,10 +140,14 @@ def _classes(found: PredictedImages) -> str:
     return f"{first}<details><summary>{words}</summary>{more}</details>"
 
 
-def _class_row(found: PredictedImages, result: ClassResult) -> list[str]:
-    confused = "" if result.confused_with is None else f"{_name(found, result.confused_with)} ({result.confusions:,})"
+def _class_row(predicted_images: PredictedImages, result: ClassResult) -> list[str]:
+    confused = (
+        ""
+        if result.confused_with is None
+        else f"{_name(predicted_images, result.confused_with)} ({result.confusions:,})"
+    )
     return [
-        _name(found, result.number),
+        _name(predicted_images, result.number),
         f"{result.images:,}",
         percent(result.right / result.images),
         percent(result.right / result.predicted) if result.predicted else "–",

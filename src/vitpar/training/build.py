@@ -25,7 +25,7 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import resolve_precision
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.step import TrainStep, nothing
 from vitpar.weights.folder import fingerprint
 
@@ -115,11 +115,11 @@ def build(
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
     layers that do not exist.
     """
-    recipe = resolve_precision(recipe, device.type)
+    recipe = replace_auto_precision(recipe, device.type)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
-    found = fingerprint(weights) if weights and weights.is_dir() else None
-    refuse_disagreement(recipe, plan, data or {}, {"the content of model.weights": found})
+    digest = fingerprint(weights) if weights and weights.is_dir() else None
+    refuse_disagreement(recipe, plan, data or {}, {"the content of model.weights": digest})
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)

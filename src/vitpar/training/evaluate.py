@@ -113,9 +113,9 @@ def evaluate(
                 sums += _count(mine, labels[rows])
             if predicted is not None:
                 first = (number - 1) * model.batch_size
-                found = _predictions(mine, rows, labels, min(TOP, model.config.num_classes), first)
+                predictions = _predictions(mine, rows, labels, min(TOP, model.config.num_classes), first)
                 if dist.get_rank() == 0:
-                    predicted(found)
+                    predicted(predictions)
             progress(min(number * model.batch_size, len(images)))
     model.parameters_changed()
     all_reduce_(sums)
@@ -169,5 +169,5 @@ def _predictions(logits: Tensor | None, rows: Tensor, labels: Tensor, top: int, 
         table[rows] = torch.cat([best.double(), logits.softmax(dim=1).gather(1, best)], dim=1)
     all_reduce_(table)
     kept = (labels != IGNORED).nonzero().flatten()
-    found = table[kept].cpu()
-    return Predictions(kept.cpu() + first, labels[kept].cpu(), found[:, :top].long(), found[:, top:])
+    kept_rows = table[kept].cpu()
+    return Predictions(kept.cpu() + first, labels[kept].cpu(), kept_rows[:, :top].long(), kept_rows[:, top:])

@@ -79,10 +79,10 @@ def _classifier_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
     handles = [head.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
 
     def taken() -> Tensor:
-        found = torch.stack([torch.cat(pieces) for pieces in seen.values()]).mean(dim=0)
+        features = torch.stack([torch.cat(pieces) for pieces in seen.values()]).mean(dim=0)
         for pieces in seen.values():
             pieces.clear()
-        return found
+        return features
 
     try:
         yield taken

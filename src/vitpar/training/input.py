@@ -290,11 +290,11 @@ class Input:
         The part is None if this rank does not decode.
         """
         groups, rank = self._model.image_groups, dist.get_rank()
-        count = self._model.batch_size // len(groups)  # rows of a group
-        share = -(-count // len(groups[0]))
+        group_rows = self._model.batch_size // len(groups)  # rows of a group
+        share = -(-group_rows // len(groups[0]))
         # Ranks of a group that decode. Shares are rounded up, so the last ranks of a large group may get no rows.
-        decoding = -(-count // share)
-        assert not self._rows or len(self._rows) == count, "groups take equally many rows"
+        decoding = -(-group_rows // share)
+        assert not self._rows or len(self._rows) == group_rows, "groups take equally many rows"
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
@@ -316,8 +316,8 @@ class Input:
         begin = share * dist.get_rank(self._peers)
         return list(rows[begin : begin + share])
 
-    def _gathered(self, images: Tensor | None, count: int) -> Tensor:
-        """Return all `count` images, on the device.
+    def _gathered(self, images: Tensor | None, number: int) -> Tensor:
+        """Return all `number` images, on the device.
 
         images: this rank's share of them; None for none.
         """
@@ -326,12 +326,12 @@ class Input:
         if self._peers is None:
             return mine
         peers = dist.get_world_size(self._peers)
-        share = -(-count // peers)
+        share = -(-number // peers)
         if len(mine) < share:
             mine = torch.cat([mine, mine.new_zeros(share - len(mine), *mine.shape[1:])])
         whole = mine.new_empty(peers * share, *mine.shape[1:])
         dist.all_gather(list(whole.chunk(peers)), mine, group=self._peers)
-        return whole[:count]
+        return whole[:number]
 
 
 def synthetic_batch(model: ParallelModel) -> Given:

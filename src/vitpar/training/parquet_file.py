@@ -53,10 +53,10 @@ class ParquetFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self.flush()
                 self._writer.close()
                 self._file.flush()

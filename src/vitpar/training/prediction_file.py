@@ -53,19 +53,19 @@ class PredictionFile(ParquetFile):
         self._types, self._classes = types, classes
         self._columns: dict[str, list[Any]] = {name: [] for name in types}
 
-    def add(self, data: str, keys: Sequence[str], found: Predictions) -> None:
+    def add(self, data: str, keys: Sequence[str], predictions: Predictions) -> None:
         """Append rows.
 
         data: name of the data set.
         keys: keys of the images; what cannot be written as UTF-8 is escaped.
-        found: predictions for the images.
+        predictions: those for the images.
         """
-        classes, probabilities = found.classes, found.probabilities
+        classes, probabilities = predictions.classes, predictions.probabilities
         rows: dict[str, Sequence[Any] | Tensor] = {
             "data": [utf8(data)] * len(keys),
-            "index": found.samples,
+            "index": predictions.samples,
             "key": [utf8(key) for key in keys],
-            "label": found.labels,
+            "label": predictions.labels,
             "predicted": classes[:, 0],
             "probability": probabilities[:, 0],
             "top5_classes": classes,

@@ -59,9 +59,9 @@ class Tracked(Reporter):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(failed=kind is not None)
+        self._close(failed=error_type is not None)
 
     def started(self, header: RunHeader) -> None:
         """Start the trackers."""
@@ -158,9 +158,9 @@ def _identity(folder: Path, trackers: Sequence[str]) -> tuple[str, list[str]]:
     path, before = folder / TRACK_FILE, list[str]()
     run_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = read_json(path, MAX_TRACK_FILE_BYTES)
-        if _ID.fullmatch(found["id"]):
-            run_id, before = found["id"], [name for name in found["trackers"] if isinstance(name, str)]
+        record = read_json(path, MAX_TRACK_FILE_BYTES)
+        if _ID.fullmatch(record["id"]):
+            run_id, before = record["id"], [name for name in record["trackers"] if isinstance(name, str)]
     with suppress(OSError):  # then a resumed run is a new one for the trackers
         write_text(path, json.dumps({"id": run_id, "trackers": sorted({*before, *trackers})}))
     return run_id, before

@@ -51,17 +51,17 @@ def train(
     elif settings:
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
     refuse_missing(recipe.track.trackers)
-    kind: Device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type: Device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = dist.is_initialized()
     world = find_world() or ALONE
     ranks = dist.get_world_size() if given else world.size
     resumed_run = resumed(resume, None if run_dir is None else Path(run_dir))
-    recipe = on_device(counting_images(recipe, resumed_run), kind)
+    recipe = on_device(counting_images(recipe, resumed_run), device_type)
     config = recipe.config(open_data(recipe)[0].num_classes)
     plan = recipe.chosen(config, lambda plan: plan.resolve(ranks)).plan
     transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
     refuse_huge_batch(recipe, config)
-    own_device = _device(kind) if given else join(world, kind)
+    own_device = _device(device_type) if given else join(world, device_type)
     folder = Path(run_dir) if run_dir is not None else resumed_run.run
     try:
         trainer = Trainer(
@@ -77,6 +77,6 @@ def train(
     return summary
 
 
-def _device(kind: Device) -> torch.device:
+def _device(device_type: Device) -> torch.device:
     """Return the device that the owner of the process group has chosen."""
-    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")

@@ -28,7 +28,7 @@ from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import large_batch_warning, resolve_precision
+from vitpar.training.recipe.machine import large_batch_warning, replace_auto_precision
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.training.saving.saver import Saver, TrainingState, texts
@@ -72,7 +72,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.watchdog = watchdog or Watchdog()
-        recipe = resolve_precision(recipe, device.type)
+        recipe = replace_auto_precision(recipe, device.type)
         self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
         self.train_set, self.val_set = open_data(recipe)
         if self.val_set is None and recipe.checkpoint.keep_best:
@@ -120,10 +120,10 @@ class Trainer:
         if self.folder:
             self.saver.checkpoints.clear()
         try:
-            found = find(resume, self.reporter.note) if resume else None
-            self.attention = trained.choose_attention(found.facts.attention if found else None)
-            if found:
-                self._resume(found, allow_change, resuming)
+            checkpoint = find(resume, self.reporter.note) if resume else None
+            self.attention = trained.choose_attention(checkpoint.facts.attention if checkpoint else None)
+            if checkpoint:
+                self._resume(checkpoint, allow_change, resuming)
             elif recipe.model.weights is not None:
                 self.reporter.info(begin(self.model, recipe, self.train_set, self.ema))
             cached = self.input.cache(self.train_set, self.val_set)
@@ -247,30 +247,30 @@ class Trainer:
         facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
         return texts(facts, self.recipe, self.config, self.plan, self.train_set.class_names)
 
-    def _resume(self, found: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
-        """Resume from `found`.
+    def _resume(self, checkpoint: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
+        """Resume from `checkpoint`.
 
         same_folder: whether the run continues in its own folder.
         """
-        changed = allowed_changes(found, self.recipe, self.train_set, allow_change)
-        self.samples = found.facts.samples
+        changed = allowed_changes(checkpoint, self.recipe, self.train_set, allow_change)
+        self.samples = checkpoint.facts.samples
         # With another batch size, resume at the step that corresponds to the samples seen.
-        self.done = found.facts.step
+        self.done = checkpoint.facts.step
         if "train.batch_size" in changed:
             self.done = self.samples // self.recipe.train.batch_size
-        if same_folder and self.done != found.facts.step:
+        if same_folder and self.done != checkpoint.facts.step:
             raise CheckpointError(
                 f"with train.batch_size {self.recipe.train.batch_size} the step numbers of the run in '{self.path}' "
                 "would change: name another folder with --run-dir"
             )
-        self.state.load(found, changed)
+        self.state.load(checkpoint, changed)
         for name, mine in self._paths.items():
-            if (before := getattr(found.facts, name)) not in (None, mine):
+            if (before := getattr(checkpoint.facts, name)) not in (None, mine):
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if same_folder:
-            self.saver.resume(found)
+            self.saver.resume(checkpoint)
         complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
-        self.reporter.info(f"resuming from {found.path}: {count(self.done, 'step')} done{complete}")
+        self.reporter.info(f"resuming from {checkpoint.path}: {count(self.done, 'step')} done{complete}")
 
     def _start(self) -> None:
         images = len(self.train_set), len(self.val_set) if self.val_set is not None else 0

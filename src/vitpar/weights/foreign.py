@@ -20,14 +20,14 @@ def recognised(place: object, shapes: Shapes) -> tuple[ModuleType, Renamed]:
     Raises DataError for an unknown format, and for names that a model of the format does not have.
     """
     for family in FAMILIES:
-        found: Renamed | None = family.renamed(shapes)
-        if found is None:
+        renamed: Renamed | None = family.renamed(shapes)
+        if renamed is None:
             continue
-        if found.unknown:
+        if renamed.unknown:
             raise DataError(
-                f"'{place}' has {listed(list(found.unknown))}, which vitpar's model lacks: use another model"
+                f"'{place}' has {listed(list(renamed.unknown))}, which vitpar's model lacks: use another model"
             )
-        return family, found
+        return family, renamed
     raise DataError(
         f"the tensor names in '{place}' are not those of timm's, transformers' or vitpar's models: it has "
         f"{listed(sorted(shapes))}"

@@ -94,11 +94,11 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `said` that no tensor shows and that have the right type; others are left out."""
     words, numbers = ("position", "rope", "activation"), ("rope_temperature", "rope_register_temperature")
-    found: dict[str, Any] = {name: said[name] for name in words if isinstance(said.get(name), str)}
-    found |= {name: number for name in numbers if (number := _measure(said.get(name))) is not None}
+    fields: dict[str, Any] = {name: said[name] for name in words if isinstance(said.get(name), str)}
+    fields |= {name: number for name in numbers if (number := _measure(said.get(name))) is not None}
     if (grid := _number(said.get("rope_grid"))) is not None:
-        found["rope_grid"] = grid
-    return found
+        fields["rope_grid"] = grid
+    return fields
 
 
 def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
@@ -155,13 +155,13 @@ def _crop_of_transformers(kind: str, images: Mapping[str, Any]) -> dict[str, Any
         size = size.get("shortest_edge") or size.get("height")
     if isinstance(crop, dict):
         crop = crop.get("height")
-    found: dict[str, Any] = {"crop_mode": "squash" if squashed else "center", "crop_pct": 1.0}
+    fields: dict[str, Any] = {"crop_mode": "squash" if squashed else "center", "crop_pct": 1.0}
     if images.get("do_center_crop", kind in _CROPPED):
         size, crop = _number(size) or 256, _number(crop) or 224
         pct = min(1.0, crop / size)
         # The transform rounds crop / pct down, which must give `size` again.
-        found["crop_pct"] = pct if math.floor(crop / pct) == max(size, crop) else math.nextafter(pct, 0)
-    return found
+        fields["crop_pct"] = pct if math.floor(crop / pct) == max(size, crop) else math.nextafter(pct, 0)
+    return fields
 
 
 def _timm(config: Mapping[str, Any]) -> Hints:
@@ -217,23 +217,23 @@ def _rope_of_timm(arguments: Mapping[str, Any], known: Mapping[str, Any]) -> dic
     if arguments.get("use_rot_pos_emb") is False:
         return {"rope": "none"}
     kind = {"cat": "axial", "dinov3": "dinov3"}.get(str(arguments.get("rope_type")))
-    found: dict[str, Any] = {"rope": kind} if kind else {} if "rope" in known else {"rope": "axial"}
+    fields: dict[str, Any] = {"rope": kind} if kind else {} if "rope" in known else {"rope": "axial"}
     if (temperature := _measure(arguments.get("rope_temperature"))) is not None:
-        found["rope_temperature"] = temperature
+        fields["rope_temperature"] = temperature
     grid = arguments.get("ref_feat_shape")
     if isinstance(grid, list) and grid and (side := _number(grid[0])) is not None:
-        found["rope_grid"] = side
-    return found
+        fields["rope_grid"] = side
+    return fields
 
 
 def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
     given = {"mean": mean, "std": std}
-    found = {
+    colours = {
         name: tuple(number for each in value if (number := _measure(each)) is not None)
         for name, value in given.items()
         if isinstance(value, list | tuple) and len(value) == 3
     }
-    return {name: numbers for name, numbers in found.items() if len(numbers) == 3}
+    return {name: numbers for name, numbers in colours.items() if len(numbers) == 3}
 
 
 def _class_names(said: Any) -> tuple[str, ...] | None:

@@ -58,12 +58,12 @@ def hub_name(text: str) -> HubName | None:
     """
     if not text.startswith(PREFIX):
         return None
-    found = _NAME.fullmatch(text)
-    if found is None or ".." in text or "--" in found[1]:
+    match = _NAME.fullmatch(text)
+    if match is None or ".." in text or "--" in match[1]:
         raise DataError(
             f"'{shown(text)}' is not a name on the Hugging Face hub: write hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
         )
-    return HubName(found[1], found[2])
+    return HubName(match[1], match[2])
 
 
 def fetch(name: HubName, *, offline: bool = False) -> Path:
@@ -244,12 +244,12 @@ def _cached(hub: Any, name: HubName, reason: str) -> Path:
         f"{name} was not downloaded before and the hub cannot be reached ({reason}): connect, or copy the model here"
     )
     try:
-        found = hub.snapshot_download(
+        snapshot = hub.snapshot_download(
             name.repo, revision=name.revision, local_files_only=True, allow_patterns=["config.json"]
         )
     except Exception:  # of several classes, by version
         raise DataError(words) from None
-    folder = Path(found)
+    folder = Path(snapshot)
     if not any((folder / file).exists() for file in (INDEX, WEIGHTS)):
         raise DataError(words)
     return folder

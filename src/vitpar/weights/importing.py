@@ -78,9 +78,9 @@ def import_weights(
     """
     refuse_used(folder)
     source = unwrapped(open_source(path, trust), prefix)
-    (family, found), hinted = recognised(path, source.shapes), hints(source.configs)
-    there = family.infer_config(path, found, hinted, model)
-    made, notes = family.parts(found, there), [*source.notes, *found.notes, *hinted.notes]
+    (family, renamed), hinted = recognised(path, source.shapes), hints(source.configs)
+    there = family.infer_config(path, renamed, hinted, model)
+    made, notes = family.parts(renamed, there), [*source.notes, *renamed.notes, *hinted.notes]
     if hinted.data is None:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     headless = not any(name in made for name in CLASSIFIERS)
@@ -125,7 +125,7 @@ def import_weights(
         shard_bytes=shard_bytes,
         progress=progress,
     )
-    return ImportedWeights(found.format, config, files, notes, new_classifier=bool(reset))
+    return ImportedWeights(renamed.format, config, files, notes, new_classifier=bool(reset))
 
 
 def resized(before: ModelConfig, after: ModelConfig) -> str:

@@ -118,6 +118,6 @@ def _difference(path: Path, model: nn.Module, images: Tensor) -> float:
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     more = torch.cat([images, images[:1].flip(-1)])
-    found = torch.from_numpy(session.run(["logits"], {"images": more.numpy()})[0])
+    logits = torch.from_numpy(session.run(["logits"], {"images": more.numpy()})[0])
     expected = model(more)
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
+    return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()

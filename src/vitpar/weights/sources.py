@@ -102,16 +102,16 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
-        found = unpickled(file, trust)
-        while isinstance(found, dict) and (keys := [key for key in _INSIDE if isinstance(found.get(key), dict)]):
+        content = unpickled(file, trust)
+        while isinstance(content, dict) and (keys := [key for key in _INSIDE if isinstance(content.get(key), dict)]):
             if len(keys) > 1:
                 notes.append(f"'{file}' has {' and '.join(keys)}: the first is used")
-            found = found[keys[0]]
-        if not isinstance(found, dict) or not any(isinstance(value, Tensor) for value in found.values()):
+            content = content[keys[0]]
+        if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
-        found = {name: value for name, value in found.items() if not _is_counter(value)}
-        _refuse_unusual(file, found)
-        tensors |= found
+        content = {name: value for name, value in content.items() if not _is_counter(value)}
+        _refuse_unusual(file, content)
+        tensors |= content
     around = _around(tensors)
     tensors = {name.removeprefix(around): tensor for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -31,15 +31,15 @@ def unwrapped(source: ForeignWeights, prefix: str | None = None) -> ForeignWeigh
     """
     shapes = {name: shape for name, shape in source.shapes.items() if not _COUNTERS.fullmatch(name)}
     if prefix is None:
-        found = [] if _recognised(shapes) else list(dict.fromkeys(_prefixes(shapes)))
-        best = [one for one in found if any(word in one for word in _BETTER)]
-        found = best or found
-        if len(found) > 1:
+        prefixes = [] if _recognised(shapes) else list(dict.fromkeys(_prefixes(shapes)))
+        best = [one for one in prefixes if any(word in one for word in _BETTER)]
+        prefixes = best or prefixes
+        if len(prefixes) > 1:
             raise DataError(
-                f"'{source.place}' has several models, with names after {either(repr(shown(one)) for one in found)}: "
-                "choose one with --prefix"
+                f"'{source.place}' has several models, with names after "
+                f"{either(repr(shown(one)) for one in prefixes)}: choose one with --prefix"
             )
-        prefix = found[0] if found else ""
+        prefix = prefixes[0] if prefixes else ""
     inside = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     if not inside:
         raise DataError(

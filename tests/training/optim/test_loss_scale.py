@@ -108,7 +108,12 @@ def test_restored_scaler_continues_the_same_scales() -> None:
 
 def judged(gradients: dict[str, Tensor], loss: float = 1.0, name: str = "fp16") -> float:
     """Return the global norm of `gradients`, which is finite only if every gradient and the loss are."""
-    model: Any = SimpleNamespace(config=SimpleNamespace(shared={}), device=torch.device("cpu"), precision=PRECISIONS[name], replicas=lambda tensor: 1)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(shared={}),
+        device=torch.device("cpu"),
+        precision=PRECISIONS[name],
+        replicas=lambda tensor: 1,
+    )
     return global_norm(gradients, model, torch.tensor(loss)).item()
 
 

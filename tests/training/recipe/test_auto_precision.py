@@ -10,7 +10,7 @@ from helpers.ranks import RankPool
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.machine import automatic_precision, resolve_precision
+from vitpar.training.recipe.machine import automatic_precision, replace_auto_precision
 
 
 def recipe(**train: Any) -> Recipe:
@@ -34,19 +34,19 @@ def test_auto_precision_is_bf16_only_on_gpus_that_compute_in_it(
     gpus: list[tuple[int, int]], capabilities: list[tuple[int, int]], name: str
 ) -> None:
     gpus += capabilities
-    found = resolve_precision(recipe(), "cuda")
+    found = replace_auto_precision(recipe(), "cuda")
     assert (found.train.precision, found.train.steps) == (name, 1)
-    assert resolve_precision(found, "cpu") is found
-    assert resolve_precision(recipe(precision="fp16"), "cuda").train.precision == "fp16"
-    assert resolve_precision(recipe(), "cpu").train.precision == "fp32"
+    assert replace_auto_precision(found, "cpu") is found
+    assert replace_auto_precision(recipe(precision="fp16"), "cuda").train.precision == "fp16"
+    assert replace_auto_precision(recipe(), "cpu").train.precision == "fp32"
 
 
 def test_settings_without_effect_are_refused_before_and_after_resolution(gpus: list[tuple[int, int]]) -> None:
     gpus.append((8, 0))
     reduced = recipe(reduce_dtype="bf16")
-    assert resolve_precision(reduced, "cuda").train.reduce_dtype == "bf16"
+    assert replace_auto_precision(reduced, "cuda").train.reduce_dtype == "bf16"
     with pytest.raises(RecipeError, match=r"reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"):
-        resolve_precision(reduced, "cpu")
+        replace_auto_precision(reduced, "cpu")
     for words in ("train.reduce_dtype=fp16", "loss_scale.hysteresis=1"):
         with pytest.raises(RecipeError, match=r"with train.precision 'auto'|train.precision 'auto' does not support"):
             read_recipe(None, {"data.path": "x", "train.steps": 1}, [words])

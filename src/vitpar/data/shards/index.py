@@ -104,7 +104,7 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
     """
     plain: dict[str, _Sample] = {}
     longer: dict[str, list[_Sample]] = {}
-    found: dict[str, int | str] = {}
+    label_values: dict[str, int | str] = {}
     with open_tar(shard) as file:
         for member in members(file):
             folder, slash, name = member.name.rpartition("/")
@@ -113,14 +113,14 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
             if not member.isreg() or stem == "" or not (is_image(extension) or labels.has(extension)):
                 continue
             where = f"'{shard.name}/{shown(member.name)}'"
-            if key in (plain if extension in EXTENSIONS else found if labels.has(extension) else ()):
+            if key in (plain if extension in EXTENSIONS else label_values if labels.has(extension) else ()):
                 raise DataError(
                     f"{where} repeats the key '{shown(key)}', which ends at the first dot: make keys unique"
                 )
             if labels.has(extension):
                 if member.size > MAX_LABEL_BYTES:
                     raise DataError(f"label {where} has {member.size:,} bytes: use at most {MAX_LABEL_BYTES:,}")
-                found[key] = label_of(content(file, member), labels, where)
+                label_values[key] = label_of(content(file, member), labels, where)
                 continue
             if not 0 < member.size <= MAX_IMAGE_BYTES:
                 raise DataError(
@@ -134,7 +134,7 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
             if labels.kind == "folder":
                 if folder in ("", "."):
                     raise DataError(f"image {where} is not in a class folder: move it into one, or set --label")
-                found[key] = folder.rpartition("/")[2]
+                label_values[key] = folder.rpartition("/")[2]
     samples = plain.copy()
     for key, images in longer.items():
         if key not in plain and len(images) > 1:
@@ -144,21 +144,24 @@ def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> S
             )
         samples.setdefault(key, images[0])
     samples = dict(sorted(samples.items(), key=lambda item: item[1]))
-    for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
+    for these, others, partner in (
+        (samples, label_values, f"label (.{labels.extension})"),
+        (label_values, samples, "image"),
+    ):
         lonely = next((key for key in these if key not in others), None)
         if lonely is not None:
             raise DataError(f"sample '{shard.name}/{shown(lonely)}' has no {partner}")
-    if len({type(label) for label in found.values()}) > 1:
+    if len({type(label) for label in label_values.values()}) > 1:
         raise DataError(f"some labels of '{shard.name}' are numbers and some are names: use one of them")
-    return _table(samples, found)
+    return _table(samples, label_values)
 
 
-def _table(samples: dict[str, _Sample], found: dict[str, int | str]) -> Scan:
-    classes = sorted({label for label in found.values() if isinstance(label, str)})
+def _table(samples: dict[str, _Sample], label_values: dict[str, int | str]) -> Scan:
+    classes = sorted({label for label in label_values.values() if isinstance(label, str)})
     number = {name: place for place, name in enumerate(classes)}
     rows = np.zeros(len(samples), ROW)
     for place, (key, (offset, size, crc)) in enumerate(samples.items()):
-        label = found[key]
+        label = label_values[key]
         rows[place] = 0, number[label] if isinstance(label, str) else label, offset, size, crc
     return Scan(rows, classes or None)
 
@@ -188,13 +191,13 @@ def label_of(data: bytes, labels: Labels, where: str) -> int | str:
     return value
 
 
-def _field(found: Any, name: str) -> object:
+def _field(value: Any, name: str) -> object:
     """Return the field `name` of a JSON object, or the one that its dots lead to."""
-    if name in found:
-        return found[name]
+    if name in value:
+        return value[name]
     for part in name.split("."):
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def index(
@@ -221,14 +224,14 @@ def index(
     """
     folder = Path(folder)
     files = _files(folder, splits)
-    found: dict[str, dict[Path, Scan]] = {split: {} for split in files}
+    by_split: dict[str, dict[Path, Scan]] = {split: {} for split in files}
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-index") as pool:
         for split, paths in files.items():
             for path, scanned in zip(paths, pool.map(partial(scan, labels=labels), paths), strict=True):
-                found[split][path] = scanned
+                by_split[split][path] = scanned
                 if progress:
-                    progress(split, len(found[split]), len(paths))
-    scans = [(path, one) for split in found.values() for path, one in split.items()]
+                    progress(split, len(by_split[split]), len(paths))
+    scans = [(path, one) for split in by_split.values() for path, one in split.items()]
     old = read_any_manifest(folder)
     names = _classes([one for _, one in scans], classes, old.classes)
     check_number_of_classes(names)
@@ -238,7 +241,7 @@ def index(
     class_names = old.class_names if names == old.classes else None
     entries = {}
     try:
-        for split, shards in found.items():
+        for split, shards in by_split.items():
             tables = [one.numbered(names) for one in shards.values()]
             entries[split] = write_split(folder, split, list(shards), tables, len(names))
         manifest = Manifest(classes=names, class_names=class_names, labels=str(labels), splits=entries)
@@ -252,37 +255,37 @@ def index(
 
 
 def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    shards: dict[str, list[Path]] = {}
     if not folder.is_dir():
         raise DataError(f"no folder '{folder}' to index: name the folder of the shards")
     if splits is None:
         for path in sorted(folder.glob("*.tar")):
             rest = re.sub(r"([-_.]*([0-9]+|of))*$", "", path.stem)
-            found.setdefault(split_of(path.name) or rest or "train", []).append(path)
+            shards.setdefault(split_of(path.name) or rest or "train", []).append(path)
     else:
         for split, pattern in splits.items():
             if Path(split).name != split or Path(pattern).name != pattern:
                 raise DataError(f"'{split}={pattern}' must be a split name and a file name pattern, without folders")
-            found[split] = sorted(folder.glob(pattern))
-    empty = next((split for split, paths in found.items() if not paths), None)
+            shards[split] = sorted(folder.glob(pattern))
+    empty = next((split for split, paths in shards.items() if not paths), None)
     if empty is not None and splits is not None:
         raise DataError(f"no file in '{folder}' matches '{splits[empty]}' for the split '{empty}'")
-    if not found:
+    if not shards:
         packed = any(folder.glob("*.tar.*")) or any(folder.glob("*.tgz"))
         raise DataError(
             f"no .tar files in '{folder}'"
             + (": decompress the shards, since compressed ones cannot be indexed" * packed)
         )
-    return found
+    return shards
 
 
 def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence[str] | None) -> list[str]:
     named = [one.classes for one in scans if one.classes is not None]
     if named and any(one.classes is None and len(one.rows) for one in scans):
         raise DataError("some shards have numbers as labels and some have names: use one of them")
-    found = sorted({name for names in named for name in names})
-    if given is None and found:
-        return found
+    used = sorted({name for names in named for name in names})
+    if given is None and used:
+        return used
     most = max((int(one.rows["label"].max()) for one in scans if len(one.rows)), default=-1) + 1
     if given is None and known is not None and most <= len(known):
         return list(known)
@@ -290,9 +293,9 @@ def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence
         if most > MAX_CLASSES:
             raise DataError(f"label {most - 1} in the shards is above {MAX_CLASSES - 1}: check --label")
         return [str(label) for label in range(most)]
-    unknown = next((name for name in found if name not in given), None)
+    unknown = next((name for name in used if name not in given), None)
     if unknown is not None:
         raise DataError(f"class '{shown(unknown)}' in the shards is not one of the {len(given)} named classes")
-    if not found and most > len(given):
+    if not used and most > len(given):
         raise DataError(f"label {most - 1} in the shards is outside the {len(given)} named classes")
     return list(given)

@@ -223,12 +223,12 @@ def _header_bytes(file: BinaryIO, samples: int) -> int | None:
     """
     try:
         np.lib.format.read_magic(file)
-        found = np.lib.format.read_array_header_1_0(file)
+        header = np.lib.format.read_array_header_1_0(file)
     except OSError:
         raise
     except Exception:  # damaged headers make numpy raise nearly anything
         return None
-    return file.tell() if found == ((samples,), False, ROW) else None
+    return file.tell() if header == ((samples,), False, ROW) else None
 
 
 def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:

@@ -119,15 +119,15 @@ def pack(
     target = Path(destination).resolve()
     _check_destination(target, overwrite)
     try:
-        found = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
+        contents = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
         settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source)), decode_images]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
-    opened(found)
+    opened(contents)
     try:
-        with _workplace(target, found, settings) as partial:
+        with _workplace(target, contents, settings) as partial:
             settings_of_shards = (shard_samples, reencode, seed, progress, skip_damaged, decode_images)
-            manifest = _Packing(found, partial, *settings_of_shards).run(workers)
+            manifest = _Packing(contents, partial, *settings_of_shards).run(workers)
             _check_destination(target, overwrite)  # again, since packing may have taken hours
             _put_in_place(partial, target)
     except OSError as error:
@@ -157,8 +157,8 @@ def _stamps(source: Path) -> list[tuple[str, int, int]]:
 
     They identify the source and reveal changes to it.
     """
-    found = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
-    return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in found if path.is_file()] + [
+    paths = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
+    return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in paths if path.is_file()] + [
         (str(source.resolve()), 0, 0)
     ]
 

@@ -186,8 +186,8 @@ class _OpenFile:
             self._file.close()
 
 
-def _stamp(found: os.stat_result) -> Stamp:
-    return found.st_size, found.st_mtime_ns
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_size, status.st_mtime_ns
 
 
 def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
@@ -201,14 +201,14 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
 def _checked(path: Path, size: int) -> Stamp:
     name = shown(path, len(str(path)))  # shows the end of a long path
     try:
-        found = stat_regular(path)
+        status = stat_regular(path)
     except FileNotFoundError:
         raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
     except OSError as error:
         raise DataError(f"cannot read '{name}': {error.strerror}") from None
-    if found.st_size != size:
+    if status.st_size != size:
         raise DataError(
-            f"shard '{path}' has {found.st_size} bytes but {size} were indexed: restore it, or rewrite the index "
+            f"shard '{path}' has {status.st_size} bytes but {size} were indexed: restore it, or rewrite the index "
             f"with `vitpar data index {path.parent}`"
         )
-    return _stamp(found)
+    return _stamp(status)

@@ -63,8 +63,10 @@ def verify(
             for begin in range(0, len(shards), _ROUND):
                 end = min(begin + _ROUND, len(shards))
                 tasks = [range(start, min(start + _TASK, end)) for start in range(begin, end, _TASK)]
-                for task, found in zip(tasks, pool.map(partial(_problems, shards, pixels=pixels), tasks), strict=True):
-                    yield from found
+                for task, problems in zip(
+                    tasks, pool.map(partial(_problems, shards, pixels=pixels), tasks), strict=True
+                ):
+                    yield from problems
                     if progress:
                         progress(split, task.stop, len(shards))
 
@@ -84,12 +86,12 @@ def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | N
 
 
 def _problems(shards: ShardSet, samples: range, pixels: bool) -> list[Problem]:
-    found = []
+    problems = []
     for i in samples:
         try:
             data = shards.read(i)
             if pixels:
                 decode(data)
         except DataError as error:  # BadImage is one
-            found.append(Problem(shards.split, i, shards.name(i), str(error)))
-    return found
+            problems.append(Problem(shards.split, i, shards.name(i), str(error)))
+    return problems

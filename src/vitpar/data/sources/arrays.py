@@ -85,8 +85,8 @@ def cifar(files: Files) -> Source:
         for split, names in (("train", train), ("val", test))
     }
     splits = {}
-    for split, found in parts.items():
-        pixels, labels = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    for split, batches in parts.items():
+        pixels, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
         splits[split] = _split(split, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels)
     classes = _classes(files, fine, binary)
     most = max(int(split.labels.max()) for split in splits.values())
@@ -137,9 +137,9 @@ def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray
 
 
 def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
-    found = _loaded(files, name)
+    batch = _loaded(files, name)
     try:
-        pixels, numbers = found[b"data"].value, found[b"fine_labels" if fine else b"labels"]
+        pixels, numbers = batch[b"data"].value, batch[b"fine_labels" if fine else b"labels"]
         if pixels.dtype != np.uint8 or pixels.shape != (len(numbers), _PIXELS):
             raise ValueError
         # Check the types first: a list of lists that share their items would become an array far larger than its file.

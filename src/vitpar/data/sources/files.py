@@ -43,7 +43,7 @@ def split_folders(folder: Path) -> dict[str, Path]:
 
     Raises DataError for two folders of the same split, and for other splits without train.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     others = 0
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if not _is_class(entry):
@@ -51,15 +51,15 @@ def split_folders(folder: Path) -> dict[str, Path]:
         split, path = SPLIT_WORDS.get(entry.name.lower()), folder / entry.name
         if split is None:
             others += 1
-        elif split in found:
-            raise DataError(f"'{found[split]}' and '{path}' are both the {split} split: keep one")
+        elif split in folders:
+            raise DataError(f"'{folders[split]}' and '{path}' are both the {split} split: keep one")
         else:
-            found[split] = path
-    if "train" in found:
-        alone = len(found) == 1 and not any(map(_is_class, os.scandir(found["train"])))
-        return {} if alone else {split: found[split] for split in SPLITS if split in found}
-    if found and not others:
-        raise DataError(f"'{folder}' has {', '.join(found)} but no training split: add a folder train")
+            folders[split] = path
+    if "train" in folders:
+        alone = len(folders) == 1 and not any(map(_is_class, os.scandir(folders["train"])))
+        return {} if alone else {split: folders[split] for split in SPLITS if split in folders}
+    if folders and not others:
+        raise DataError(f"'{folder}' has {', '.join(folders)} but no training split: add a folder train")
     return {}
 
 
@@ -87,12 +87,12 @@ def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
             f"no images to pack in '{folder}': it needs train/<class>/ and val/<class>/, or <class>/, "
             "with images in them, or train.zip, val.zip, train_map.txt and val_map.txt"
         )
-    found = {}
+    source_splits = {}
     for split, place in splits.items():
         origin = "" if place == folder else f"{place.name}/"
         annotations = place / f"{place.name}_annotations.txt"
         if split != "train" and annotations.is_file():
-            found[split] = replace(_annotated(annotations, classes), origin=f"{origin} and {annotations.name}")
+            source_splits[split] = replace(_annotated(annotations, classes), origin=f"{origin} and {annotations.name}")
             continue
         unknown = sorted(set(_classes_in(place)) - set(classes))
         unlabelled = not {*_classes_in(place)} & {*classes} and bool(image_files(place))
@@ -116,8 +116,8 @@ def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
             labels += [label] * len(images)
         if not paths:
             raise DataError(f"'{place}' holds no images: fill it or remove it")
-        found[split] = replace(_split(paths, labels), origin=origin)
-    return Source(classes, found, left_out=left_out)
+        source_splits[split] = replace(_split(paths, labels), origin=origin)
+    return Source(classes, source_splits, left_out=left_out)
 
 
 def _classes_in(folder: Path) -> list[str]:
@@ -158,7 +158,7 @@ def _is_class(entry: "os.DirEntry[str]") -> bool:
 
 
 def image_files(folder: Path) -> list[str]:
-    found = []
+    paths = []
     seen = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         place = os.stat(parent)
@@ -168,8 +168,8 @@ def image_files(folder: Path) -> list[str]:
         seen.add((place.st_dev, place.st_ino))
         folders.sort()
         images = sorted(name for name in files if name.lower().endswith(FILE_SUFFIXES) and not name.startswith("."))
-        found += [os.path.join(parent, name) for name in images]
-    return found
+        paths += [os.path.join(parent, name) for name in images]
+    return paths
 
 
 def _split(paths: list[str], labels: list[int]) -> SourceSplit:
@@ -205,10 +205,10 @@ def listed(path: Path) -> Source:
         rows.setdefault(split, []).append((whole, label))
     if "train" not in rows:
         raise DataError(f"'{path}' lists no training images")
-    classes, number = _classes([label for found in rows.values() for _, label in found])
+    classes, number = _classes([label for pairs in rows.values() for _, label in pairs])
     splits = {
-        split: _split([image for image, _ in found], [number[label] for _, label in found])
-        for split, found in rows.items()
+        split: _split([image for image, _ in pairs], [number[label] for _, label in pairs])
+        for split, pairs in rows.items()
     }
     return Source(classes, splits)
 

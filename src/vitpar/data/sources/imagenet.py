@@ -95,19 +95,19 @@ def _kit(path: Path) -> _Kit:
 
 
 def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> SourceSplit:
-    known, found = set(classes), dict[str, _Images]()
+    known, by_synset = set(classes), dict[str, _Images]()
     with open_tar(path) as file:
         for member in members(file):
             synset = member.name.removeprefix("./").removesuffix(".tar")
-            if synset not in known or synset in found or not member.isreg():
+            if synset not in known or synset in by_synset or not member.isreg():
                 raise tarfile.ReadError(f"'{shown(member.name)}' is not the tar file of a class, or occurs twice")
-            found[synset] = _images(_Part(file, file.tell(), member.size), file.tell())
+            by_synset[synset] = _images(_Part(file, file.tell(), member.size), file.tell())
             if progress:
-                progress("reading train", len(found), len(classes))
-    empty = next((synset for synset in classes if synset not in found or not found[synset].names), None)
+                progress("reading train", len(by_synset), len(classes))
+    empty = next((synset for synset in classes if synset not in by_synset or not by_synset[synset].names), None)
     if empty is not None:
         raise DataError(f"'{path}' has no images of {empty}: fetch it again")
-    images = [found[synset] for synset in classes]
+    images = [by_synset[synset] for synset in classes]
     names = [name for one in images for name in one.names]
     labels = np.repeat(np.arange(len(classes)), [len(one.names) for one in images])
     return _split(path, _Images(names, np.concatenate([one.spans for one in images])), labels)
@@ -116,8 +116,8 @@ def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> Sou
 def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
     with open_tar(path) as file:
         images = _images(file)
-    found = [_VAL_NAME.fullmatch(name) for name in images.names]
-    numbers = [int(name[1]) if name else 0 for name in found]
+    matches = [_VAL_NAME.fullmatch(name) for name in images.names]
+    numbers = [int(name[1]) if name else 0 for name in matches]
     if sorted(numbers) != list(range(1, len(truth) + 1)):
         raise DataError(
             f"'{path}' does not have the {len(truth):,} images listed in the development kit: fetch both again"

@@ -96,14 +96,14 @@ def _elements(data: memoryview) -> Iterator[_Element]:
 def _inflated(data: memoryview, limit: int) -> _Element:
     inflate = zlib.decompressobj()
     try:
-        found = inflate.decompress(data, limit + 1)
+        content = inflate.decompress(data, limit + 1)
     except zlib.error:
         raise ValueError("its compressed data is damaged") from None
-    if len(found) > limit:
+    if len(content) > limit:
         raise ValueError(f"it unpacks to more than {limit:,} bytes")
     if not inflate.eof:
         raise ValueError("its compressed data is truncated")
-    return _next(_elements(memoryview(found)))
+    return _next(_elements(memoryview(content)))
 
 
 def _array(data: memoryview) -> _Array:
@@ -158,7 +158,7 @@ def _numbers(element: _Element) -> np.ndarray:
 
 
 def _next(elements: Iterator[_Element]) -> _Element:
-    found = next(elements, None)
-    if found is None:
+    element = next(elements, None)
+    if element is None:
         raise ValueError("it is truncated")
-    return found
+    return element

@@ -43,18 +43,18 @@ def parquet(folder: Path) -> Source:
     left_out = []
     if "test" in tables and all((file.labels < 0).all() for file in tables["test"]):
         left_out = [f"'{tables.pop('test')[0].path}' and other files of test: they have no labels"]
-    files = [file for found in tables.values() for file in found]
+    files = [file for group in tables.values() for file in group]
     named = next((file.classes for file in files if file.classes), None)
-    labels = {split: np.concatenate([file.labels for file in found]) for split, found in tables.items()}
-    for split, found in labels.items():
-        if len(missing := np.flatnonzero(found == _MISSING)):
+    labels = {split: np.concatenate([file.labels for file in group]) for split, group in tables.items()}
+    for split, numbers in labels.items():
+        if len(missing := np.flatnonzero(numbers == _MISSING)):
             raise DataError(
                 f"{len(missing):,} rows of '{split}' in '{folder}' have no label (null or -1), the first is row "
                 f"{missing[0]}: remove or label them"
             )
     classes = named or numbered([int(label) for split in labels.values() for label in np.unique(split)])
-    for split, found in labels.items():
-        wrong = found[(found < 0) | (found >= len(classes))]
+    for split, numbers in labels.items():
+        wrong = numbers[(numbers < 0) | (numbers >= len(classes))]
         if len(wrong):
             raise DataError(f"label {wrong[0]} of '{split}' in '{folder}' is outside the {len(classes)} classes")
     return Source(classes, {split: _split(tables[split], labels[split]) for split in tables}, left_out=left_out)
@@ -69,13 +69,13 @@ def parquet_files(folder: Path) -> list[Path]:
     Raises DataError for several configurations.
     """
     for pattern in ("*.parquet", "data/*.parquet"):
-        if found := sorted(folder.glob(pattern)):
-            return found
-    found = sorted(path for depth in ("*/*", "*/*/*") for path in folder.glob(f"{depth}.parquet"))
-    places = list(dict.fromkeys(folder / path.relative_to(folder).parts[0] for path in found))
+        if matching := sorted(folder.glob(pattern)):
+            return matching
+    matching = sorted(path for depth in ("*/*", "*/*/*") for path in folder.glob(f"{depth}.parquet"))
+    places = list(dict.fromkeys(folder / path.relative_to(folder).parts[0] for path in matching))
     if len(places) > 1 and any(split_of(place.name) is None for place in places):
         raise DataError(f"'{folder}' has Parquet files in {either(place.name for place in places)}: name one of them")
-    return found
+    return matching
 
 
 class _File:
@@ -168,16 +168,16 @@ def _checked_size(path: Path) -> int:
     return size
 
 
-def _has_bytes(kind: Any) -> bool:
+def _has_bytes(arrow_type: Any) -> bool:
     """Return whether a column type is binary, or a struct with a binary field `bytes`."""
     from pyarrow import types
 
-    place = kind.get_field_index("bytes") if types.is_struct(kind) else -1
-    return _is_binary(kind) or (place >= 0 and _is_binary(kind.field(place).type))
+    place = arrow_type.get_field_index("bytes") if types.is_struct(arrow_type) else -1
+    return _is_binary(arrow_type) or (place >= 0 and _is_binary(arrow_type.field(place).type))
 
 
-def _is_binary(kind: Any) -> bool:
-    return str(kind) in ("binary", "large_binary", "binary_view")
+def _is_binary(arrow_type: Any) -> bool:
+    return str(arrow_type) in ("binary", "large_binary", "binary_view")
 
 
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:

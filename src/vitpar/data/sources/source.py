@@ -172,14 +172,14 @@ def by_split(paths: Iterable[Path], root: Path) -> dict[str, list[Path]]:
 
     Raises DataError if only some names contain one.
     """
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     unknown: list[Path] = []
     for path in sorted(paths):
         split = split_of(path.name) or (split_of(path.parent.name) if path.parent != root else None)
-        (unknown if split is None else found.setdefault(split, [])).append(path)
-    if unknown and found:
+        (unknown if split is None else splits.setdefault(split, [])).append(path)
+    if unknown and splits:
         raise DataError(f"'{unknown[0]}' lacks a split in its name, unlike other files: rename or remove it")
-    return found or {"train": unknown}
+    return splits or {"train": unknown}
 
 
 def numbered(labels: Sequence[int]) -> list[str]:

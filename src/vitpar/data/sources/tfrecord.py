@@ -53,18 +53,18 @@ def tfrecords(folder: Path) -> Source:
     """
     _masked_crc(b"")  # fails early if its library is missing
     paths = by_split((path for path in folder.iterdir() if NAME.fullmatch(path.name)), folder)
-    found = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
-    empty = next((split for split, records in found.items() if not records), None)
+    splits = {split: [(path, record) for path in files for record in _records(path)] for split, files in paths.items()}
+    empty = next((split for split, records in splits.items() if not records), None)
     if empty is not None:
         raise DataError(f"the TFRecords of '{empty}' in '{folder}' hold no images: remove them or fetch them again")
-    names = {record.label: record.name for records in found.values() for _, record in records}
+    names = {record.label: record.name for records in splits.values() for _, record in records}
     first = 1 if min(names) == 1 else 0
     classes = numbered([label - first for label in names])
     for label, name in names.items():
         classes[label - first] = name or classes[label - first]
     if len(set(classes)) < len(classes):
         classes = numbered([label - first for label in names])
-    return Source(classes, {split: _split(records, first) for split, records in found.items()})
+    return Source(classes, {split: _split(records, first) for split, records in splits.items()})
 
 
 def _split(records: list[tuple[Path, _Record]], first: int) -> SourceSplit:
@@ -125,24 +125,24 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
-    found: dict[bytes, tuple[int, int]] = {}
+    spans: dict[bytes, tuple[int, int]] = {}
     for _, features in _fields(data, begin, end, 1):
         for _, entry in _fields(data, *features, 1):
             parts = dict(_fields(data, *entry, 1, 2))
             if 1 in parts and 2 in parts:
                 key = slice(*parts[1])
                 if key.stop - key.start <= 64:
-                    found[data[key]] = parts[2]
-    missing = next((name for name in (_IMAGE, _LABEL) if name not in found), None)
+                    spans[data[key]] = parts[2]
+    missing = next((name for name in (_IMAGE, _LABEL) if name not in spans), None)
     if missing is not None:
         raise ValueError(f"it has no feature '{missing.decode()}'")
-    image = _first_text(data, *found[_IMAGE])
+    image = _first_text(data, *spans[_IMAGE])
     if image is None or image[0] == image[1]:
         raise ValueError("its image is empty")
     inside = slice(image[0] - begin, image[1] - begin)
-    named = _first_text(data, *found[_NAME]) if _NAME in found else None
+    named = _first_text(data, *spans[_NAME]) if _NAME in spans else None
     name = None if named is None else data[slice(*named)].decode(errors="replace")
-    return _Record(begin, end - begin, inside, _integer(data, *found[_LABEL]), name)
+    return _Record(begin, end - begin, inside, _integer(data, *spans[_LABEL]), name)
 
 
 def _first_text(data: mmap.mmap, begin: int, end: int) -> tuple[int, int] | None:

@@ -153,12 +153,12 @@ class Reader:
         for number in itertools.count(first):
             shards = self.pass_shards(number)
             draws = random.Random(int(hash_numbers(_BUFFER, self.seed, number, part)[0]))
-            found = 0
+            usable = 0
             with closing(self._samples(shards, number)) as samples:
                 for sample in shuffle(size, initial=size, rng=draws)(samples):
-                    found += 1
+                    usable += 1
                     yield sample
-            if not found:
+            if not usable:
                 why = "; ".join((self.broken + self.skipped)[:3]) or "they are empty"
                 raise DataError(
                     f"none of the {count(len(shards), 'shard')} that part {part} of {parts} read from "
@@ -171,8 +171,8 @@ class Reader:
 
     def pass_shards(self, number: int) -> list[int]:
         """Return the numbers of the shards that this part reads in pass `number`, in order."""
-        count = len(self.data.shards)
-        return shuffled(np.arange(count), count, self.seed, number)[self.part.number :: self.part.parts].tolist()
+        total = len(self.data.shards)
+        return shuffled(np.arange(total), total, self.seed, number)[self.part.number :: self.part.parts].tolist()
 
     def _samples(self, shards: Iterable[int], number: int) -> Generator[Sample]:
         for shard in shards:
@@ -183,7 +183,7 @@ class Reader:
 
         url = self.data.shards[shard]
 
-        def found(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
+        def readable(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
             for member in members(stream):
                 most = self._most_bytes(member.name)
                 if member.size > (most or MAX_RECORD_BYTES):
@@ -198,7 +198,7 @@ class Reader:
             return self._bad(f"shard '{shown(url)}' cannot be opened: {urls.words(error)}", self.broken, "restore it")
         with closing(stream):
             try:
-                for sample in group_by_keys(found(stream)):
+                for sample in group_by_keys(readable(stream)):
                     if (made := self._sample(sample, shard, number)) is not None:
                         yield made
             except (DataError, urls.Stopped):
@@ -214,12 +214,12 @@ class Reader:
             return MAX_IMAGE_BYTES
         return MAX_LABEL_BYTES if self.data.labels.has(extension) else 0
 
-    def _sample(self, found: dict[str, Any], shard: int, number: int) -> Sample | None:
-        url, key, extension = self.data.shards[shard], found["__key__"], self.data.labels.extension
+    def _sample(self, fields: dict[str, Any], shard: int, number: int) -> Sample | None:
+        url, key, extension = self.data.shards[shard], fields["__key__"], self.data.labels.extension
         name = f"sample '{shown(key)}' of '{shown(url)}'"
-        images = [found[kind] for kind in EXTENSIONS if kind in found]
-        images = images or [data for kind, data in found.items() if is_image(kind)]
-        label_data = next((data for kind, data in found.items() if self.data.labels.has(kind)), None)
+        images = [fields[kind] for kind in EXTENSIONS if kind in fields]
+        images = images or [data for kind, data in fields.items() if is_image(kind)]
+        label_data = next((data for kind, data in fields.items() if self.data.labels.has(kind)), None)
         if label_data is None or len(images) != 1:
             has = f"no label (.{extension})" if label_data is None else f"{len(images)} images"
             self._bad(f"{name} has {has}", self.skipped, "fix it")

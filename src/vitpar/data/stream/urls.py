@@ -124,8 +124,8 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
 
 
 def _scheme(url: str) -> str:
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", url)
-    return found.group(1) if found else ""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", url)
+    return match.group(1) if match else ""
 
 
 def _opened(url: str) -> Any:

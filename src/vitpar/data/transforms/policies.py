@@ -74,11 +74,11 @@ def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda
     return apply
 
 
-def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
+def _enhanced(enhancer: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
         part = level / HIGHEST
         factor = max(0.1, 1 + setting.signed(0.9 * part)) if setting.increasing else 0.1 + 1.8 * part
-        return kind(image).enhance(factor)
+        return enhancer(image).enhance(factor)
 
     return apply
 
@@ -235,24 +235,24 @@ def parse_policy(text: str) -> Policy:
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for part in parts:
         match = re.fullmatch(r"([a-z]{1,4})([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
-        if match is None or match[1] not in _PARTS or _PARTS[match[1]] in found:
+        if match is None or match[1] not in _PARTS or _PARTS[match[1]] in values:
             raise _unknown(text, f"it has '{shown(part)}'")
-        found[_PARTS[match[1]]] = float(match[2])
+        values[_PARTS[match[1]]] = float(match[2])
     if kind != "rand":
         raise _unknown(text, f"there is no '{shown(kind)}'")
-    if found.get("magnitude", 0) > HIGHEST:
+    if values.get("magnitude", 0) > HIGHEST:
         raise _unknown(text, f"m is above {HIGHEST}")
-    if found.get("probability", 0) > 1:
+    if values.get("probability", 0) > 1:
         raise _unknown(text, "p is above 1")
-    if not found.get("operations", 2.0).is_integer() or found.get("increasing", 0.0) not in (0.0, 1.0):
+    if not values.get("operations", 2.0).is_integer() or values.get("increasing", 0.0) not in (0.0, 1.0):
         raise _unknown(text, "n takes a whole number and inc 0 or 1")
-    if found.get("operations", 0) > MAX_POLICY_OPERATIONS:
+    if values.get("operations", 0) > MAX_POLICY_OPERATIONS:
         raise _unknown(text, f"n is above {MAX_POLICY_OPERATIONS}")
-    operations, increasing = int(found.pop("operations", 2)), bool(found.pop("increasing", 0))
-    return RandAugment(operations=operations, increasing=increasing, **found)
+    operations, increasing = int(values.pop("operations", 2)), bool(values.pop("increasing", 0))
+    return RandAugment(operations=operations, increasing=increasing, **values)
 
 
 def _unknown(text: str, why: str) -> RecipeError:

@@ -130,15 +130,15 @@ class ClockedRanks:
 
     def agree(self, seconds: list[float]) -> tuple[list[float], list[float]]:
         """Return (maximum over the ranks of each number, zeros as skews); equal on all ranks."""
-        found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        all_reduce_(found, dist.ReduceOp.MAX)
-        return found.tolist(), [0.0] * len(seconds)
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        all_reduce_(slowest, dist.ReduceOp.MAX)
+        return slowest.tolist(), [0.0] * len(seconds)
 
     def mean(self, seconds: list[float]) -> list[float]:
         """Return the mean over the ranks of each number; equal on all ranks."""
-        found = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        all_reduce_(found)
-        return (found / dist.get_world_size()).tolist()
+        sums = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        all_reduce_(sums)
+        return (sums / dist.get_world_size()).tolist()
 
 
 class Neighbours:
@@ -230,7 +230,7 @@ class Clock:
             self._together.meet()
             rows.append(read())
             paces.append(self._paced())
-        found = self._together.agree([seconds for row in rows for seconds in row])
+        flat = self._together.agree([seconds for row in rows for seconds in row])
         paces = self._together.mean(paces)
         self._paces += paces
         # Each reading is scaled by the probe's mean before and after it.
@@ -238,7 +238,7 @@ class Clock:
         each = len(rows[0])
         agreed, more = (
             [[factor * s for s in values[n * each : (n + 1) * each]] for n, factor in enumerate(factors)]
-            for values in found
+            for values in flat
         )
         return agreed, more
 

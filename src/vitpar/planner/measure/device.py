@@ -22,8 +22,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found.group(1) if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return match.group(1) if match else platform.processor() or platform.machine()
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -187,7 +187,7 @@ def _product(device: torch.device, dtype: torch.dtype, shape: ProductShape, fast
         a, b = (torch.randn(size, device=device).to(dtype) for size in ((rows, inside), (inside, columns)))
         out = a.new_empty(rows, columns)
         return lambda: torch.mm(a, b, out=out)
-    (a, of_a), (b, of_b) = (scaled_rows(torch.randn(count, inside, device=device)) for count in (rows, columns))
+    (a, of_a), (b, of_b) = (scaled_rows(torch.randn(lines, inside, device=device)) for lines in (rows, columns))
     return lambda: multiply(a, of_a, b, of_b, torch.bfloat16, fast_sums)
 
 
@@ -206,7 +206,7 @@ def process_overhead(device: torch.device) -> int:
     """
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
-    training, found = Training(recipe, config), []
+    training, overheads = Training(recipe, config), []
     with freed_memory_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
             plan = validate(parse(words), config, recipe.train.batch_size)
@@ -218,7 +218,7 @@ def process_overhead(device: torch.device) -> int:
             step()
             copies = 4  # parameters, gradients, two moments
             tensors = copies * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
-            found.append(max(0, (peak.grown or 0) - tensors))
-    most = torch.tensor(int(statistics.mean(found)), device=device)
+            overheads.append(max(0, (peak.grown or 0) - tensors))
+    most = torch.tensor(int(statistics.mean(overheads)), device=device)
     all_reduce_(most, dist.ReduceOp.MAX)
     return int(most)

@@ -64,14 +64,14 @@ def scratch(
     The maximum over the ranks; 0 where the system reports no peak. Collective. Call it before anything large has been
     computed: memory that was freed before may be reused, and then hides a peak.
     """
-    found = {}
+    taken = {}
     with freed_memory_given_back():
         for shape in shapes:
             with own_group(*shape) as group:
                 for operation in operations(shape[0]):
                     for size in sizes:
-                        found[shape, operation, size] = _taken(device, operation, group, size)
-    return found
+                        taken[shape, operation, size] = _taken(device, operation, group, size)
+    return taken
 
 
 def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch: int) -> Timing:
@@ -93,14 +93,14 @@ def overlap(clock: Clock, side: int, size: int) -> Overlap:
     """
     a = torch.zeros(side, side, device=clock.device)
     out = torch.empty_like(a)
-    message = torch.zeros(size // 4, device=clock.device)
+    sent = torch.zeros(size // 4, device=clock.device)
 
     def compute(times: int) -> None:
         for _ in range(times):
             torch.mm(a, a, out=out)
 
     def send(times: int) -> list[dist.Work]:
-        return [dist.all_reduce(message, async_op=True) for _ in range(times)]
+        return [dist.all_reduce(sent, async_op=True) for _ in range(times)]
 
     def wait(works: list[dist.Work]) -> None:
         for work in works:

@@ -79,7 +79,7 @@ class PlanSteps:
         """
         if not (pace and self.paces):
             return statistics.median(self.seconds)
-        return statistics.median(s * pace / found for s, found in zip(self.seconds, self.paces, strict=True))
+        return statistics.median(s * pace / one_pace for s, one_pace in zip(self.seconds, self.paces, strict=True))
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Measured:
 class PlanRunner:
     """Runner of plans, each in new processes that are forked from the ranks of `world`.
 
-    kind: type of device.
+    device_type: type of the device.
     seconds: approximate time of a run's timed steps. There are at least three, after two warm-up steps.
     """
 
-    def __init__(self, world: World, kind: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
-        self._world, self._kind, self._seconds, self._worlds = world, kind, seconds, 0
+    def __init__(self, world: World, device_type: Literal["cpu", "cuda"], seconds: float = 2.0) -> None:
+        self._world, self._device_type, self._seconds, self._worlds = world, device_type, seconds, 0
         self._store = meeting_place(world)  # served by rank 0; every forked process opens its own connection
 
     def agree(self, value: Json) -> Any:
@@ -131,21 +131,21 @@ class PlanRunner:
         favourite: index of the plan to compare with the fastest others.
         known: measurements of the first plans that an earlier call made; their runs are not repeated.
         """
-        found = list(known)
-        for index, plan in enumerate(plans[len(found) :], start=len(found)):
+        done = list(known)
+        for index, plan in enumerate(plans[len(done) :], start=len(done)):
             memory = self.memory(training, plan)
-            found.append(Measured((self.run(training, plan),), memory))
-            yield index, found[-1]
+            done.append(Measured((self.run(training, plan),), memory))
+            yield index, done[-1]
 
         def again(index: int) -> tuple[int, Measured]:
-            runs = *found[index].runs, self.run(training, plans[index])
-            found[index] = replace(found[index], runs=runs)
-            return index, found[index]
+            runs = *done[index].runs, self.run(training, plans[index])
+            done[index] = replace(done[index], runs=runs)
+            return index, done[index]
 
-        yield from map(again, [index for index, measured in enumerate(found) if len(measured.runs) < 2])
-        apart = [index for index, measured in enumerate(found) if measured.apart > AGREED]
-        yield from map(again, [index for index in apart if len(found[index].runs) < 3])
-        order = sorted(range(len(plans)), key=lambda index: found[index].middle)
+        yield from map(again, [index for index, measured in enumerate(done) if len(measured.runs) < 2])
+        apart = [index for index, measured in enumerate(done) if measured.apart > AGREED]
+        yield from map(again, [index for index in apart if len(done[index].runs) < 3])
+        order = sorted(range(len(plans)), key=lambda index: done[index].middle)
         leading = [favourite, *(index for index in order if index != favourite)][:LEADING]
         yield from map(again, leading * TURNS if len(leading) > 1 else [])
 
@@ -166,9 +166,9 @@ class PlanRunner:
             if self._store is not None:
                 w = self._world
                 store = dist.PrefixStore(str(self._worlds), dist.TCPStore(w.master_addr, w.master_port, w.size, False))
-            found = work(join(self._world, self._kind, store=store))
+            result = work(join(self._world, self._device_type, store=store))
             leave()
-            return found
+            return result
 
         return run_in_subprocess(joined)
 
@@ -277,12 +277,12 @@ def example_plans(config: ModelConfig, ranks: int, batch_size: int, precision: s
     words += [(f"pp{ranks}", {"microbatches": 8, "schedule": "zbvzerobubble", "virtual_stages": 2})]
     words += [(f"pp1: 0-{middle - 1}=dp{ranks}, *=fsdp{ranks}", {})]
     words += [(f"pp{a}: 0-{middle - 1}=dp{b}, *=tp{b}", {"microbatches": 4}) for a, b in splits[:1]]
-    found: dict[Plan, None] = {}
+    plans: dict[Plan, None] = {}
     for text, fields in words:
         try:
             plan = validate(replace(parse(text), **fields), config, batch_size)
             refuse_clashes(plan, precision, compiled)
         except StrategyError:
             continue
-        found[plan] = None
-    yield from found
+        plans[plan] = None
+    yield from plans

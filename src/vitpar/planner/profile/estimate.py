@@ -114,7 +114,7 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
 
     2.5d is not among them: each of its squares computes as 2d, and shares that profile.
     """
-    found = ["tp1"]
+    names = ["tp1"]
     for degree in divisors(ranks)[1:]:
         for flag in ("", "+sp", "+2d", "+3d"):
             with suppress(StrategyError):
@@ -123,8 +123,8 @@ def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
                 able = {layer: not unsplittable(layer, strategy) for layer in config.kinds.values()}
                 ends = (fits for layer, fits in able.items() if not layer.is_block)
                 if all(ends) and any(fits for layer, fits in able.items() if layer.is_block):
-                    found.append(f"tp{degree}{flag}")
-    return tuple(found)
+                    names.append(f"tp{degree}{flag}")
+    return tuple(names)
 
 
 def estimate_model(

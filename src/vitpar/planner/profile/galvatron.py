@@ -250,8 +250,8 @@ def _shares(config: ModelConfig, section: BlockSection) -> dict[LayerKind, float
 def _sized(times: Mapping[str, float], operation: str, ranks: int) -> tuple[tuple[int, float], ...]:
     """Return the measured (bytes, seconds) of an operation among `ranks` ranks, by rising bytes."""
     pattern = re.compile(rf"{operation}_size_{ranks}_([1-9][0-9]{{0,8}})MB_time")
-    found = ((pattern.fullmatch(key), milliseconds) for key, milliseconds in times.items() if milliseconds)
-    return tuple(sorted((int(match[1]) * MB, milliseconds / 1e3) for match, milliseconds in found if match))
+    matches = ((pattern.fullmatch(key), milliseconds) for key, milliseconds in times.items() if milliseconds)
+    return tuple(sorted((int(match[1]) * MB, milliseconds / 1e3) for match, milliseconds in matches if match))
 
 
 def _rate(bandwidth: float) -> float:
@@ -269,14 +269,14 @@ def _forwards(computed: Mapping[str, float], name: str, tokens: str, folder: Pat
     """
     pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}}|\[[0-9,]{{1,99}}\])")
     matches = [(match, each) for key, each in computed.items() if (match := pattern.fullmatch(key))]
-    found = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if match[2] == tokens}
-    if not found:
+    forwards = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if match[2] == tokens}
+    if not forwards:
         known = shown(", ".join(sorted({match[2] for match, _ in matches}))) or "none"
         raise PlannerError(
             f"the computation profile in {folder} has no layertype_{name} of {tokens} tokens (it has {known}): select "
             "the profiled model with --model or --set model.…"
         )
-    return tuple(sorted(found.items()))
+    return tuple(sorted(forwards.items()))
 
 
 def _split(forwards: Forwards, tp: int) -> Forwards:
@@ -290,8 +290,8 @@ def _split(forwards: Forwards, tp: int) -> Forwards:
 
 
 def _section(memory: Mapping[str, Any], name: str, tokens: str, folder: Path) -> Mapping[str, Any]:
-    found = memory.get(name, memory.get(f"{name}_sp"))
-    part = found.get(tokens) if isinstance(found, dict) else None
+    section = memory.get(name, memory.get(f"{name}_sp"))
+    part = section.get(tokens) if isinstance(section, dict) else None
     if not isinstance(part, dict):
         raise PlannerError(
             f"the memory profile in {folder} has no {name} of {tokens} tokens: select the profiled model with "
@@ -300,12 +300,12 @@ def _section(memory: Mapping[str, Any], name: str, tokens: str, folder: Path) ->
     return part
 
 
-def _activations(found: Any, folder: Path) -> dict[int, float]:
+def _activations(content: Any, folder: Path) -> dict[int, float]:
     """Return the megabytes of activations per image, by tensor-parallel degree.
 
     Raises PlannerError without a valid entry for degree 1.
     """
-    by_degree = found if isinstance(found, dict) else {}
+    by_degree = content if isinstance(content, dict) else {}
     known = {int(key): value for key, value in by_degree.items() if re.fullmatch("[0-9]{1,9}", key)}
     if 1 not in known or not all(isinstance(value, int | float) and value >= 0 for value in known.values()):
         raise PlannerError(f"the memory profile in {folder} lacks activations of degree 1: profile the model again")
@@ -314,28 +314,28 @@ def _activations(found: Any, folder: Path) -> dict[int, float]:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        what = f"{len(found)} files" if found else "no file"
+    files = sorted(folder.glob(pattern))
+    if len(files) != 1:
+        what = f"{len(files)} files" if files else "no file"
         raise PlannerError(f"{folder} has {what} {pattern}: use a folder with exactly one")
-    return found[0]
+    return files[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = read_json(path, MAX_PROFILE_BYTES)
+        content = read_json(path, MAX_PROFILE_BYTES)
     except OSError as error:
         raise PlannerError(f"cannot read Galvatron's profile {path}: {error.strerror}") from None
     except ValueError as error:
         raise PlannerError(f"{path} is not a Galvatron profile: {shown(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise PlannerError(f"{path} is not a Galvatron profile: it has no JSON object")
-    return found
+    return content
 
 
-def _numbers(found: Mapping[str, Any], folder: Path) -> dict[str, float]:
+def _numbers(content: Mapping[str, Any], folder: Path) -> dict[str, float]:
     """Return the values that are numbers above 0, and zeros of layers that take no time."""
-    numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in content.items() if isinstance(value, int | float)}
     return {key: _number(key, value, folder) for key, value in numbers.items() if not value < 0}
 
 

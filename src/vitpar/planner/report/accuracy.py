@@ -153,7 +153,7 @@ def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
 
     Raises PlannerError if `rows` are of other plans, or damaged.
     """
-    found = list[Measured]()
+    measured = list[Measured]()
     for number, (price, row) in enumerate(zip(prices, rows, strict=False), start=1):
         try:
             of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
@@ -161,7 +161,7 @@ def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
             memory = tuple(None if size is None else int(size) for size in row["measured_memory_bytes"])
             if not (runs and memory) or not all(_usable(run) for run in runs):
                 raise ValueError
-            found.append(Measured(runs, memory))
+            measured.append(Measured(runs, memory))
         except (KeyError, TypeError, ValueError) as error:
             raise PlannerError(
                 f"cannot resume, row {number} is damaged ({type(error).__name__}): leave out --resume"
@@ -171,7 +171,7 @@ def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
             raise PlannerError(
                 f"cannot resume, row {number} is of {shown(of[0])}, not of '{plan}': give the same plans"
             )
-    return found
+    return measured
 
 
 def _usable(run: PlanSteps) -> bool:

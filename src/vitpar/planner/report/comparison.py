@@ -22,15 +22,15 @@ def comparison_columns(rows: Iterable[Compared]) -> tuple[str, ...]:
 
 def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
     """Return a row of `comparison_columns` for each combination, and its plan or why there is none."""
-    found: list[tuple[str, ...]] = []
+    table: list[tuple[str, ...]] = []
     for row in rows:
         where, best = row.combination, row.best
         if best is None:
             cells = (where.cluster, "", f"{where.batch_size:,}", *("",) * 5)
-            found.append((*cells, row.why.partition(": ")[0]))
+            table.append((*cells, row.why.partition(": ")[0]))
             continue
         price, mfu = best.price, best.price.mfu(best.costs)
-        found.append(
+        table.append(
             (
                 where.cluster,
                 str(price.plan.world_size),
@@ -43,7 +43,7 @@ def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
                 f"{plan_title(price.plan)}; {limit_words(price)}",
             )
         )
-    return found
+    return table
 
 
 def limit_words(price: Price) -> str:
@@ -65,11 +65,11 @@ def comparison_notes(rows: Sequence[Compared]) -> tuple[str, ...]:
 
 def comparison_to_json(rows: Iterable[Compared]) -> list[dict[str, object]]:
     """Return a record for each combination; `why` is the reason where there is no plan."""
-    found: list[dict[str, object]] = []
+    records: list[dict[str, object]] = []
     for row in rows:
         where, best = asdict(row.combination), row.best
         if best is None:
-            found.append({**where, "why": row.why})
+            records.append({**where, "why": row.why})
             continue
         about = {
             "device": best.costs.hardware.device_name,
@@ -78,5 +78,5 @@ def comparison_to_json(rows: Iterable[Compared]) -> list[dict[str, object]]:
             "memory_budget_bytes": best.budget,
             "training": best.training.to_json(),
         }
-        found.append({**where, **about, **price_to_json(best.price, best.costs)})
-    return found
+        records.append({**where, **about, **price_to_json(best.price, best.costs)})
+    return records

@@ -261,19 +261,19 @@ class Prediction:
         return self.price.memory_bytes <= self.budget
 
 
-def prediction_to_json(found: Prediction, origin: Provenance) -> dict[str, object]:
+def prediction_to_json(prediction: Prediction, origin: Provenance) -> dict[str, object]:
     """Return a prediction as JSON, in seconds and bytes; the plan as in plan.json."""
     return {
-        **origin_to_json(origin, found.costs),
-        "memory_budget_bytes": found.budget,
-        "fits": found.fits,
-        "training": found.training.to_json(),
-        "what_would_help": gains_to_json(found.gains),
-        **price_to_json(found.price, found.costs),
+        **origin_to_json(origin, prediction.costs),
+        "memory_budget_bytes": prediction.budget,
+        "fits": prediction.fits,
+        "training": prediction.training.to_json(),
+        "what_would_help": gains_to_json(prediction.gains),
+        **price_to_json(prediction.price, prediction.costs),
     }
 
 
-def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> dict[str, object]:
+def scaling_to_json(by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> dict[str, object]:
     """Return a scaling prediction as JSON: by kind of scaling, a record for each number of ranks.
 
     Records without a plan are those where no plan fits.
@@ -290,17 +290,17 @@ def scaling_to_json(found: Mapping[str, Sequence[Point]], costs: LayerCosts, ori
             }
             for point, part in zip(points, efficiency(points), strict=True)
         ]
-        for kind, points in found.items()
+        for kind, points in by_kind.items()
     }
     return {**origin_to_json(origin, costs), **points}
 
 
-def scaling_notes(found: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
+def scaling_notes(by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
     """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
 
-    found: points by kind of scaling
+    by_kind: points by kind of scaling
     """
-    prices = [point.price for points in found.values() for point in points if point.price is not None]
+    prices = [point.price for points in by_kind.values() for point in points if point.price is not None]
     doubts = filter(None, (uncertainty(price, costs) for price in prices))
     return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
 

@@ -23,8 +23,8 @@ LOCAL = ("uneven", "other", "optimizer")
 def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     """Return the spans of one step, in the order of their starts."""
     if price.plan.pipeline_degree > 1:
-        found = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in price.events]
-        return tuple(sorted(found, key=lambda span: (span.start, span.row)))
+        spans = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in price.events]
+        return tuple(sorted(spans, key=lambda span: (span.start, span.row)))
     plan = price.plan
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
     layers = [(layer.kind, strategies[name]) for name, layer in costs.config.layers.items()]
@@ -49,7 +49,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
     """Merge neighbouring spans of the same action."""
-    found: list[Span] = []
+    joined: list[Span] = []
     for row in (COMPUTES, SENDS):
         mine = sorted((span for span in spans if span.row == row), key=lambda span: span.start)
         starts = [0] + [
@@ -60,8 +60,8 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
         for first, after in pairwise([*starts, len(mine)]):
             if first < after:
                 begun, end = mine[first], mine[after - 1]
-                found.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
-    return tuple(sorted(found, key=lambda span: (span.start, span.row)))
+                joined.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
+    return tuple(sorted(joined, key=lambda span: (span.start, span.row)))
 
 
 class _Recorder(Streams):

@@ -96,11 +96,11 @@ def _median(curves: list[Curve]) -> float:
 def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
     """Return the mean spread of the timings in one direction ("forward" or "backward") over the plan's layers."""
     rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
-    found = []
+    spreads = []
     for profile, data in _profiles(price, costs):
         timings = getattr(profile, direction).timings
-        found.append(min(timings, key=lambda timing: abs(timing.size - rows / data)).spread)
-    return statistics.fmean(found) if found else 0.0
+        spreads.append(min(timings, key=lambda timing: abs(timing.size - rows / data)).spread)
+    return statistics.fmean(spreads) if spreads else 0.0
 
 
 def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, int]]:

@@ -86,15 +86,21 @@ class Search:
         """
         effort = effort or self.effort
         begun, until = time.perf_counter(), now() + effort.seconds
-        found = self._best(budget, effort, until, progress)
-        best = found.plans[0] if found.plans and not found.exact and found.gap > WORTH_MORE and effort.patient else None
+        search_result = self._best(budget, effort, until, progress)
+        best = (
+            search_result.plans[0]
+            if search_result.plans and not search_result.exact and search_result.gap > WORTH_MORE and effort.patient
+            else None
+        )
         # Searching the frontier of the best plan can price a faster plan: repeat until the best stays the same.
         while best is not None and now() < until:
             self.frontier(best, until=until)
             known = self._known(budget, effort).ranked
-            found = replace(found, plans=known, bound=max(found.bound, *(one.images_per_second for one in known)))
+            search_result = replace(
+                search_result, plans=known, bound=max(search_result.bound, *(one.images_per_second for one in known))
+            )
             best = known[0] if known[0] is not best else None
-        return replace(found, priced=len(self._prices), seconds=time.perf_counter() - begun)
+        return replace(search_result, priced=len(self._prices), seconds=time.perf_counter() - begun)
 
     def _best(
         self,
@@ -107,19 +113,19 @@ class Search:
 
         until: value of `now` after which the search stops; a patient one only once it has found a plan
         """
-        found = self._known(budget, effort)
+        best_plans = self._known(budget, effort)
         kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
         # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
-        unpriced = self._uniform(kinds, budget, found, progress, math.inf if effort.patient else until)
+        unpriced = self._uniform(kinds, budget, best_plans, progress, math.inf if effort.patient else until)
         # With several stages per rank the space contains only uniform plans, so these kinds are done.
         open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
-        least, exact = self._mixed(open_kinds, budget, found, progress, effort, until)
-        least, exact = min(least, unpriced), exact and unpriced >= found.limit
+        least, exact = self._mixed(open_kinds, budget, best_plans, progress, effort, until)
+        least, exact = min(least, unpriced), exact and unpriced >= best_plans.limit
         if effort.patient:
-            self._free_ends(budget, found, until)
-        fastest = max((price.images_per_second for price in found.plans), default=0.0)
+            self._free_ends(budget, best_plans, until)
+        fastest = max((one.images_per_second for one in best_plans.plans), default=0.0)
         return Result(
-            plans=found.ranked,
+            plans=best_plans.ranked,
             bound=max(fastest, 1 / least),
             exact=exact,
             kinds=len(kinds),
@@ -133,11 +139,11 @@ class Search:
 
         Starting from them keeps a search with more memory from finding a slower plan than an earlier one.
         """
-        found = BestPlans(effort)
+        best_plans = BestPlans(effort)
         for known in self._prices.values():
             if known.memory_bytes <= budget:
-                found.offer(known)
-        return found
+                best_plans.offer(known)
+        return best_plans
 
     @property
     def _short(self) -> SearchEffort:
@@ -146,9 +152,9 @@ class Search:
         return replace(self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, seconds=seconds, patient=False)
 
     def _uniform(
-        self, kinds: list[tuple[float, Kind]], budget: float, found: BestPlans, progress: Progress, until: float
+        self, kinds: list[tuple[float, Kind]], budget: float, best_plans: BestPlans, progress: Progress, until: float
     ) -> float:
-        """Offer to `found` every uniform plan that fits and could be the best, until the time `until`.
+        """Offer to `best_plans` every uniform plan that fits and could be the best, until the time `until`.
 
         Plans are priced in the order of their bounds, so none is priced that a bound rules out.
 
@@ -160,7 +166,7 @@ class Search:
         heap: list[tuple[float, int, Kind, list[tuple[float, Groups]] | None]]
         heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
         heapq.heapify(heap)
-        while heap and heap[0][0] < found.limit and now() < until:
+        while heap and heap[0][0] < best_plans.limit and now() < until:
             _, _, kind, strategies = heapq.heappop(heap)
             if strategies is None:
                 strategies = self._uniform_plans(kind, budget)
@@ -168,8 +174,8 @@ class Search:
                 _, layers = strategies.pop()
                 plan = replace(kind.pipeline, layers=layers, microbatches=kind.microbatches)
                 if self._fits(plan, kind.batch_size, budget):
-                    found.offer(self.price(plan, kind.batch_size))
-                    progress(len(kinds) - len(heap), 2 * len(kinds), found.plans[0])
+                    best_plans.offer(self.price(plan, kind.batch_size))
+                    progress(len(kinds) - len(heap), 2 * len(kinds), best_plans.plans[0])
             if strategies:
                 bound = strategies[-1][0] / kind.batch_size
                 heapq.heappush(heap, (bound, next(order), kind, strategies))
@@ -196,12 +202,12 @@ class Search:
         self,
         kinds: list[tuple[float, Kind]],
         budget: float,
-        found: BestPlans,
+        best_plans: BestPlans,
         progress: Progress,
         effort: SearchEffort,
         until: float,
     ) -> tuple[float, bool]:
-        """Offer to `found` plans with several strategies or uneven stages.
+        """Offer to `best_plans` plans with several strategies or uneven stages.
 
         Returns (lower bound on the seconds per image of all `kinds`, whether no plan that could win was skipped).
         """
@@ -212,50 +218,52 @@ class Search:
         exact, least, looked = True, math.inf, 0
         while heap:
             bound, _, sharp, kind = heapq.heappop(heap)
-            late = now() > until and (found.plans or not effort.patient)
-            if bound >= found.mixed_limit or late:
+            late = now() > until and (best_plans.plans or not effort.patient)
+            if bound >= best_plans.mixed_limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
             # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
             if sharp < 2:
-                bound = max(bound, self._bound(kind, budget, found.mixed_limit, quick=sharp == 0))
+                bound = max(bound, self._bound(kind, budget, best_plans.mixed_limit, quick=sharp == 0))
                 if bound < math.inf:
                     heapq.heappush(heap, (bound, next(order), sharp + 1, kind))
                 continue
             # The heap holds bounds only, and this is the lowest: it bounds this kind and all kinds behind it.
             least = min(least, bound)
             looked += 1
-            if looked > effort.kinds and found.plans:
+            if looked > effort.kinds and best_plans.plans:
                 exact = False
                 break
-            progress(2 * len(kinds) - len(heap), 2 * len(kinds), found.plans[0] if found.plans else None)
-            exact &= self._expansion(kind, budget, found, effort, until).run()
+            progress(2 * len(kinds) - len(heap), 2 * len(kinds), best_plans.plans[0] if best_plans.plans else None)
+            exact &= self._expansion(kind, budget, best_plans, effort, until).run()
         return least, exact
 
-    def _expansion(self, kind: Kind, budget: float, found: BestPlans, effort: SearchEffort, until: float) -> Expansion:
-        """Return the search of one kind's plans that offers them to `found`."""
+    def _expansion(
+        self, kind: Kind, budget: float, best_plans: BestPlans, effort: SearchEffort, until: float
+    ) -> Expansion:
+        """Return the search of one kind's plans that offers them to `best_plans`."""
         choices, machine, sections = self.options(kind), self.machine(kind, budget), self._sections
 
         def fits(plan: Plan, batch_size: int) -> bool:
             return self._fits(plan, batch_size, budget)
 
         def late() -> bool:
-            return now() > until and (bool(found.plans) or not effort.patient)
+            return now() > until and (bool(best_plans.plans) or not effort.patient)
 
         moves = self._moves(kind, machine)
-        return Expansion(kind, choices, machine, sections, moves, fits, self.price, found, effort, late)
+        return Expansion(kind, choices, machine, sections, moves, fits, self.price, best_plans, effort, late)
 
-    def _free_ends(self, budget: float, found: BestPlans, until: float) -> None:
-        """Try other strategies for embed and head in the best plans of `found`, and offer it the faster plans."""
-        for best in found.plans[:ENDS]:
+    def _free_ends(self, budget: float, best_plans: BestPlans, until: float) -> None:
+        """Try other strategies for embed and head in the plans of `best_plans`, and offer it the faster ones."""
+        for best in best_plans.plans[:ENDS]:
             pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
             kind = Kind(pipeline, best.batch_size, best.plan.microbatches or 1)
             for layer in self._ends:
                 for other in with_other_ends(best.plan, layer, self.options(kind), kind, self.costs.config):
                     if now() < until and self._fits(other, kind.batch_size, budget):
-                        price = self.price(other, kind.batch_size)
-                        best = price if price.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
-            found.offer(best)
+                        tried = self.price(other, kind.batch_size)
+                        best = tried if tried.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
+            best_plans.offer(best)
 
     def _moves(self, kind: Kind, machine: Machine) -> Moves:
         """Return the function of the seconds of redistribution between two blocks in plans of a kind."""
@@ -299,16 +307,16 @@ class Search:
         # Uniform plans may be priced without being in the space (`reasons`).
         known = [one for one in self._prices.values() if not one.plan.is_uniform or self.space.covers(one.plan)]
         known = [one for one in known if one.images_per_second <= (1 + self.effort.tolerance) * best.images_per_second]
-        found = [best]
-        while len(found) < points:
-            fitting = [one for one in known if one.memory_bytes <= step * found[-1].memory_bytes]
+        prices = [best]
+        while len(prices) < points:
+            fitting = [one for one in known if one.memory_bytes <= step * prices[-1].memory_bytes]
             if not fitting:
                 break
-            found.append(max(fitting, key=lambda price: price.images_per_second))
-        if len(found) == 1:
-            least = min(known, key=lambda price: price.memory_bytes, default=best)
-            found += [least] if least.memory_bytes < best.memory_bytes else []
-        return tuple(found)
+            prices.append(max(fitting, key=lambda one: one.images_per_second))
+        if len(prices) == 1:
+            least = min(known, key=lambda one: one.memory_bytes, default=best)
+            prices += [least] if least.memory_bytes < best.memory_bytes else []
+        return tuple(prices)
 
     def price(self, plan: Plan, batch_size: int) -> Price:
         """Return the price of a validated plan, cached."""
@@ -382,7 +390,7 @@ class Search:
     def _ideal(self, kind: Kind) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
         works = self._options.least_work(kind.pipeline, kind.rows)
-        work = sum(count * each for count, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
+        work = sum(number * each for number, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
         sizes = [len(blocks) for blocks in split_blocks(self._sections.depth, kind.pipeline.num_stages, "even")]
         share = self._sections.least_share(sizes, works)
         return ideal_seconds(kind, work, share, self.machine(kind, math.inf)) / kind.batch_size
@@ -395,8 +403,8 @@ class Search:
         """
         machine, enough = self.machine(kind, budget), limit * kind.batch_size
         steps = 0 if quick else STEPS
-        found = least_seconds(kind, self.options(kind), self._sections, machine, steps=steps, enough=enough)
-        return found / kind.batch_size
+        seconds = least_seconds(kind, self.options(kind), self._sections, machine, steps=steps, enough=enough)
+        return seconds / kind.batch_size
 
     @property
     def _sections(self) -> Sections:

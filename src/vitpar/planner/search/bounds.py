@@ -115,10 +115,10 @@ class Costs:
         besides, computing = self.waits_once + self.optimizer, m * self.computes
         waits, sent = m * self.waits, m * self.sent_each + self.sent_once
         across = m * self.waits_across, m * self.sent_each_across + self.sent_once_across
-        found = []
+        sums = []
         for blocked, background in ((waits - across[0], sent - across[1]), across):
             others = waits - blocked
-            found += [
+            sums += [
                 besides + blocked + background + (1 - k * compute) * computing,
                 besides + self.edge + waits + computing + (1 - k * send) * (background - self.edge - others),
             ]
@@ -126,7 +126,7 @@ class Costs:
         if across[0].any() or across[1].any():
             late, last = self.sent_late_across, self.waits_across
         before = (m - 1) * (self.computes + self.waits) + self.forward + last
-        return [*found, besides + self.edge + before + np.maximum(0.0, late - self.edge)]
+        return [*sums, besides + self.edge + before + np.maximum(0.0, late - self.edge)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind,
     alive = np.array(in_flight(kind.pipeline, m), float)[:, None]
     # Waiting after the last backward (`once`, `sent_late`) is not added to `back`: the earlier stages continue with the
     # last micro-batch meanwhile.
-    found = [
+    lower_bounds = [
         there + back + slower + m * work + optimizer,
         there + slower + m * work + once + optimizer,
         there + slower + (m - 1) * work + forward + counts @ costs.sent_late + optimizer,
@@ -230,7 +230,7 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind,
         counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
     ]
-    return np.asarray(np.max(found, axis=(0, 1)))
+    return np.asarray(np.max(lower_bounds, axis=(0, 1)))
 
 
 def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
@@ -250,13 +250,13 @@ def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: 
     before = forward[: pp - 1].sum(0) if pipeline.splits_backward else work[: pp - 1].sum(0)
     hops = (pp - 1) * (1 if pipeline.splits_backward else 2)
     optimizer = places @ counts @ costs.optimizer
-    found = [
+    lower_bounds = [
         m * places @ work + places @ counts @ costs.waits_once + optimizer,
         np.broadcast_to(before + hops * send + (m * places @ work + optimizer)[-1], optimizer.shape),
         places @ counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, optimizer.shape),
     ]
-    return np.asarray(np.max(found, axis=(0, 1)))
+    return np.asarray(np.max(lower_bounds, axis=(0, 1)))
 
 
 def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, ends: list[int], machine: Machine) -> Array:

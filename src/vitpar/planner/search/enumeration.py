@@ -129,10 +129,10 @@ class Enumeration:
         fresh = column < 0 or self._sections.of_block[block - 1] != section
         front = self._table.choices.fronts[section]
         columns = np.array([column]) if switched and not fresh else front
-        found, row = self._table.sums(number), self._sections.rows[block]
-        next_sums = sums[:, None] + found.layers[:, row, columns]
+        layer_sums, row = self._table.sums(number), self._sections.rows[block]
+        next_sums = sums[:, None] + layer_sums.layers[:, row, columns]
         if column < 0 and number == 0:
-            next_sums += found.layers[:, 0, columns]
+            next_sums += layer_sums.layers[:, 0, columns]
         if column >= 0:
             next_sums += self._table.waits[:, None] * self._table.edges(block, column, columns)
         for share, place in self._possible(number, block, next_sums, before):
@@ -183,11 +183,11 @@ class Enumeration:
         stages: Stages,
     ) -> None:
         """End stage `number` after `block`, and enumerate the later stages or give the finished plan."""
-        found, last = self._table.sums(number), number == self._stages - 1
+        layer_sums, last = self._table.sums(number), number == self._stages - 1
         sums = sums.copy()
         if last:
-            sums += found.layers[:, -1, column]
-        sums[-1] += found.working[self._sections.rows[block], column]
+            sums += layer_sums.layers[:, -1, column]
+        sums[-1] += layer_sums.working[self._sections.rows[block], column]
         limits = self._bounds()
         through = float(sums[0]) + self._delays * before
         time = max(float(sums[:5].max()), through, longest)

@@ -40,7 +40,7 @@ class Expansion:
     moves: seconds of redistribution between blocks
     fits: function of a plan and a batch size: whether the plan fits into memory
     price: function of a plan and a batch size that returns its price
-    found: receives the prices; its limit prunes the search
+    best_plans: receives the prices; its limit prunes the search
     effort: limits of the search
     late: returns whether the time of the search is up
     """
@@ -54,12 +54,12 @@ class Expansion:
         moves: Moves,
         fits: Callable[[Plan, int], bool],
         price: Callable[[Plan, int], Price],
-        found: BestPlans,
+        best_plans: BestPlans,
         effort: SearchEffort,
         late: Callable[[], bool],
     ) -> None:
         self._kind, self._choices, self._machine, self._sections = kind, choices, machine, sections
-        self._fits, self._price, self._found = fits, price, found
+        self._fits, self._price, self._best_plans = fits, price, best_plans
         self._nodes, self._late = effort.nodes, late
         self._table = LayerTable(kind, choices, sections, machine, moves)
         # Plans that do not fit are counted separately: computing memory takes a fraction of the time of a price.
@@ -72,7 +72,7 @@ class Expansion:
         self._cut = False
 
     def run(self) -> bool:
-        """Search the kind and offer its plans to `found`. Return whether no plan that could win was skipped."""
+        """Search the kind and offer its plans to `best_plans`. Return whether no plan that could win was skipped."""
         if all(len(front) for front in self._choices.fronts):
             self._propose()
             complete = Enumeration(self._table, self._hop, self._limits, self._give, self._nodes, self._late).run()
@@ -103,7 +103,7 @@ class Expansion:
 
     def _limits(self) -> Array:
         """Return the limits of a stage by the best price so far, in the order of `LIMITED`."""
-        seconds = self._found.mixed_limit * self._kind.batch_size - self._overhead
+        seconds = self._best_plans.mixed_limit * self._kind.batch_size - self._overhead
         return np.array([seconds] * 5 + [self._machine.budget] * 2)
 
     def _give(self, stages: list[tuple[int, Runs]], seconds: float) -> bool:
@@ -121,7 +121,7 @@ class Expansion:
             self._misfits -= 1
             return True
         self._left -= 1
-        self._found.offer(self._price(plan, self._kind.batch_size))
+        self._best_plans.offer(self._price(plan, self._kind.batch_size))
         return True
 
     def _plan(self, stages: list[tuple[int, Runs]]) -> Plan:

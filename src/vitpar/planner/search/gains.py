@@ -38,10 +38,12 @@ class Gain:
     """Relative change of the time per image: -0.5 for half the time."""
 
 
-def shares(price: Price) -> dict[str, float]:
+def shares(priced: Price) -> dict[str, float]:
     """Return the shares of a step, 0 to 1, by the names of `PURPOSES`, largest first."""
-    found = {name: sum(price.time.get(part, 0.0) for part in parts) / price.seconds for name, parts in PURPOSES.items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    by_purpose = {
+        name: sum(priced.time.get(part, 0.0) for part in parts) / priced.seconds for name, parts in PURPOSES.items()
+    }
+    return dict(sorted(by_purpose.items(), key=lambda item: -item[1]))
 
 
 def with_links(costs: LayerCosts, factor: float, between_nodes: bool | None = None) -> LayerCosts:
@@ -65,7 +67,7 @@ def gains(
     moments: bytes of optimizer state per byte of parameters
     searching: search that found the plans, which is repeated after each change; None to choose from `plans`
     """
-    best, found = plans[0], []
+    best, improvements = plans[0], []
     for change, here, batch_size, memory in _changes(best, costs, budget, searched=searching is not None):
         prices = [again for one in plans for again in _again(one, here, batch_size, moments)]
         if searching is not None:
@@ -74,8 +76,8 @@ def gains(
             prices += Search(replace(space, batch_sizes=(batch_size,)), here, moments, limits).best(memory).plans[:1]
         if fitting := [one for one in prices if one.memory_bytes <= memory]:
             fastest = max(fitting, key=lambda one: one.images_per_second)
-            found.append(Gain(change, fastest, best.images_per_second / fastest.images_per_second - 1))
-    return tuple(sorted(found, key=lambda gain: gain.time))
+            improvements.append(Gain(change, fastest, best.images_per_second / fastest.images_per_second - 1))
+    return tuple(sorted(improvements, key=lambda gain: gain.time))
 
 
 def _changes(

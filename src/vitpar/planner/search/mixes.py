@@ -55,7 +55,7 @@ def cheapest_mixes(table: LayerTable, limits: Array) -> NDArray[np.int64]:
     """
     sections, fronts = table.sections, table.choices.fronts
     last = table.kind.pipeline.num_stages - 1
-    found: dict[tuple[int, ...], None] = {}
+    distinct: dict[tuple[int, ...], None] = {}
     for number in dict.fromkeys((0, last)):
         layers = table.sums(number).layers[LIMITED] / limits[:, None, None]
         costs = np.tensordot(DUALS, layers, 1)  # [weights, kinds, strategies]
@@ -82,8 +82,8 @@ def cheapest_mixes(table: LayerTable, limits: Array) -> NDArray[np.int64]:
             for part in range(len(fronts) - 2, -1, -1):
                 place = int(back[part][weight, place])
                 mix.insert(0, int(fronts[part][place]))
-            found[tuple(mix)] = None
-    return np.array(list(found)[:MOST])
+            distinct[tuple(mix)] = None
+    return np.array(list(distinct)[:MOST])
 
 
 def _by_layout(costs: Array, layouts: NDArray[np.int64]) -> tuple[Array, NDArray[np.int64]]:
@@ -160,15 +160,15 @@ class Proposals:
             own = flat[np.arange(depth + 1), place]
             start, mix = place // count, place % count
             before = before[start] + each[start, np.arange(depth + 1), mix] + self._hop
-        found = [
+        proposals = [
             Proposal(float(alone[depth, mix]), self._path([cut[:, mix] * count + mix for cut in cuts_alone]))
             for mix in alone[depth].argsort(kind="stable")[:FEW].tolist()
             if np.isfinite(alone[depth, mix])
         ]
         if np.isfinite(own[depth]):
-            found.append(Proposal(float(own[depth]), self._path(cuts)))
-            found += self._refined(found)
-        return sorted(found, key=lambda proposal: proposal.seconds)
+            proposals.append(Proposal(float(own[depth]), self._path(cuts)))
+            proposals += self._refined(proposals)
+        return sorted(proposals, key=lambda proposal: proposal.seconds)
 
     def _confine(self, time: Array, number: int) -> None:
         """Make impossible the intervals that leave a stage without blocks."""
@@ -182,12 +182,12 @@ class Proposals:
 
     def _path(self, cuts: list[NDArray[np.int64]]) -> tuple[tuple[int, Runs], ...]:
         """Return the stages that `cuts` lead to: per stage, by its end, its start · mixes + mix."""
-        found, stop = list[tuple[int, Runs]](), self._depth
+        stages, stop = list[tuple[int, Runs]](), self._depth
         for cut in reversed(cuts):
             start, mix = divmod(int(cut[stop]), len(self._mixes.mixes))
-            found.insert(0, (stop - start, self._runs(start, stop, mix)))
+            stages.insert(0, (stop - start, self._runs(start, stop, mix)))
             stop = start
-        return tuple(found)
+        return tuple(stages)
 
     def _refined(self, known: list[Proposal]) -> list[Proposal]:
         """Return a plan near the fastest one of `known`, with two mixes in the stages where that is faster."""
@@ -203,7 +203,7 @@ class Proposals:
         delays = not self._kind.pipeline.splits_backward
         best: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {0: (0.0, 0.0, ())}
         for number in range(self._stages):
-            found: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {}
+            reached: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {}
             left = self._stages - 1 - number
             for start, (worst, before, stages) in best.items():
                 for stop in range(max(start + 1, ends[number + 1] - NEAR), ends[number + 1] + NEAR + 1):
@@ -214,9 +214,9 @@ class Proposals:
                         continue
                     seconds, through, each, runs = way
                     time = max(worst, seconds, through + delays * before)
-                    if stop not in found or time < found[stop][0]:
-                        found[stop] = time, before + each + self._hop, (*stages, (stop - start, runs))
-            best = found
+                    if stop not in reached or time < reached[stop][0]:
+                        reached[stop] = time, before + each + self._hop, (*stages, (stop - start, runs))
+            best = reached
         return [Proposal(seconds, stages) for seconds, _, stages in best.values()]
 
     def quickest(self, number: int, start: int, stop: int) -> tuple[float, float, float, Runs] | None:
@@ -226,13 +226,13 @@ class Proposals:
         """
         prefixes, sections = self._mixes.prefixes(number), self._mixes.table
         alone = prefixes[:, stop] - prefixes[:, start] + sections.waits[:, None] * self._mixes.inside[start, stop]
-        found = sections.sums(number)
-        alone[BYTES] += found.besides
+        layer_sums = sections.sums(number)
+        alone[BYTES] += layer_sums.besides
         if start == 0:
             alone += self._mixes.start(number)
         if stop == self._depth:
-            alone += found.layers[:, -1, self._mixes.mixes[:, -1]]
-        alone[-1] += found.working[sections.sections.rows[stop - 1], self._mixes.columns[stop - 1]]
+            alone += layer_sums.layers[:, -1, self._mixes.mixes[:, -1]]
+        alone[-1] += layer_sums.working[sections.sections.rows[stop - 1], self._mixes.columns[stop - 1]]
         time = np.where((alone[BYTES] <= self._memory).all(0), seconds_of(alone), np.inf)
         one = int(time.argmin())
         best = float(time[one]), float(alone[0, one]), float(alone[EACH, one]), self._runs(start, stop, one)
@@ -248,10 +248,10 @@ class Proposals:
 
     def _runs(self, start: int, stop: int, mix: int, other: int | None = None, first: int = 0) -> Runs:
         """Return the strategies of blocks `start` to `stop` - 1: `first` blocks under `mix`, the rest under `other`."""
-        found: Runs = []
+        runs: Runs = []
         for block in range(start, stop):
             one = mix if other is None or block - start < first else other
             column = int(self._mixes.columns[block, one])
-            if not found or found[-1][1] != column:
-                found.append((block, column))
-        return found
+            if not runs or runs[-1][1] != column:
+                runs.append((block, column))
+        return runs

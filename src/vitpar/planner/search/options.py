@@ -145,17 +145,17 @@ class Options:
         self._light: dict[tuple[int, bool, Indices], list[_Candidate]] = {}
         self._least: dict[tuple[int, bool, int], tuple[float, ...]] = {}
         self._loads: dict[tuple[LayerKind, PipelinePosition, int, bool], Load] = {}
-        self._found: dict[tuple[int, bool, int], Choices] = {}
+        self._by_stage: dict[tuple[int, bool, int], Choices] = {}
         self._one: dict[tuple[int, bool, int], Choices] = {}
         self.strategies = 0
 
     def of(self, pipeline: Plan, rows: int) -> Choices:
         """Return the strategies for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
-        if key not in self._found:
+        if key not in self._by_stage:
             one = len(self._sections) == 1
-            self._found[key] = self.uniform(pipeline, rows) if one else self._joined(pipeline, rows)
-        return self._found[key]
+            self._by_stage[key] = self.uniform(pipeline, rows) if one else self._joined(pipeline, rows)
+        return self._by_stage[key]
 
     def uniform(self, pipeline: Plan, rows: int) -> Choices:
         """Return the strategies as `of` does for plans with one strategy.
@@ -165,9 +165,9 @@ class Options:
         key = *self._key(pipeline), rows
         if key not in self._one:
             every = tuple(range(len(self._sections)))
-            found = self._front(pipeline, rows, every)
-            fronts = (np.arange(len(found)),) if len(every) == 1 else ()
-            self._one[key] = Choices(tuple(self._option(p, rows, pipeline, every) for p in found), self._kinds, fronts)
+            front = self._front(pipeline, rows, every)
+            fronts = (np.arange(len(front)),) if len(every) == 1 else ()
+            self._one[key] = Choices(tuple(self._option(p, rows, pipeline, every) for p in front), self._kinds, fronts)
         return self._one[key]
 
     def least_work(self, pipeline: Plan, rows: int) -> tuple[float, ...]:
@@ -180,9 +180,9 @@ class Options:
             least = dict.fromkeys(self._kinds, 0.0)
             for number, section in enumerate(self._sections):
                 seats = {
-                    found.positions[0].computes: found.positions[0]
-                    for found in self._lightest(pipeline, (number,))
-                    if rows % found.unit == 0
+                    candidate.positions[0].computes: candidate.positions[0]
+                    for candidate in self._lightest(pipeline, (number,))
+                    if rows % candidate.unit == 0
                 }
                 for kind in section.kinds:
                     if kind not in (self._kinds[0], self._kinds[-1]):
@@ -216,11 +216,11 @@ class Options:
     def _front(self, pipeline: Plan, rows: int, sections: Indices) -> list[tuple[PipelinePosition, ...]]:
         """Return the strategies of `sections` that no other dominates."""
         by_layout: dict[tuple, list[tuple[tuple[PipelinePosition, ...], tuple[Indices, Indices]]]] = defaultdict(list)
-        for found in self._lightest(pipeline, sections):
-            if rows % found.unit == 0:
-                pairs = zip(sections, found.positions, strict=True)
+        for candidate in self._lightest(pipeline, sections):
+            if rows % candidate.unit == 0:
+                pairs = zip(sections, candidate.positions, strict=True)
                 works = tuple(self._work_number(number, position, rows) for number, position in pairs)
-                by_layout[found.layout].append((found.positions, (works, found.keeps)))
+                by_layout[candidate.layout].append((candidate.positions, (works, candidate.keeps)))
         return [one for same in by_layout.values() for one in _front(same, self._total, self._below)]
 
     def _strategies(self, pipeline: Plan) -> list[Strategy]:
@@ -254,9 +254,11 @@ class Options:
             layout = tuple(map(token_layout_key, strategies))
             pairs = zip(sections, positions, strict=True)
             keeps = tuple(self._weight_number(number, position, pp > 1) for number, position in pairs)
-            found = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)))
-            alike[layout, tuple(position.computes for position in positions)].append((found, keeps))
-        self._light[key] = [found for same in alike.values() for found in _front(same, self._lightness, self._lighter)]
+            candidate = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)))
+            alike[layout, tuple(position.computes for position in positions)].append((candidate, keeps))
+        self._light[key] = [
+            candidate for same in alike.values() for candidate in _front(same, self._lightness, self._lighter)
+        ]
         return self._light[key]
 
     def _combinations(self, pipeline: Plan, sections: Indices) -> Iterable[tuple[Strategy, ...]]:

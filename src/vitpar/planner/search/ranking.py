@@ -55,15 +55,15 @@ class BestPlans:
         plain = (1 - self._simpler) / self.plain.images_per_second if self.plain else math.inf
         return min(self.limit, plain)
 
-    def offer(self, found: Price) -> None:
+    def offer(self, price: Price) -> None:
         """Add the price of a plan that fits into memory, if it is the fastest of its form."""
-        if len(found.plan.kinds) == 1 and (not self.plain or found.images_per_second > self.plain.images_per_second):
-            self.plain = found
-        mine = form(found)
-        if any(form(p) == mine and p.images_per_second >= found.images_per_second for p in self.plans):
+        if len(price.plan.kinds) == 1 and (not self.plain or price.images_per_second > self.plain.images_per_second):
+            self.plain = price
+        mine = form(price)
+        if any(form(p) == mine and p.images_per_second >= price.images_per_second for p in self.plans):
             return
         self.plans = [other for other in self.plans if form(other) != mine]
-        self.plans.append(found)
+        self.plans.append(price)
         self.plans.sort(key=lambda p: -p.images_per_second)
         del self.plans[self._most :]
 
@@ -83,7 +83,7 @@ class BestPlans:
         enough = (1 - self._tolerance) * max(p.images_per_second for p in simple)
         alike = [p for p in simple if p.images_per_second >= enough]
         first = min(alike, key=lambda p: (p.plan.microbatches or 1, p.memory_bytes))
-        return first, *(found for found in every if found is not first)
+        return first, *(one for one in every if one is not first)
 
 
 def form(price: Price) -> tuple:

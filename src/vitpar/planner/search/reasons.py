@@ -49,7 +49,7 @@ def reasons(search: Search, best: Price, budget: float) -> tuple[Reason, ...]:
 
     budget: bytes of memory per rank
     """
-    ranks, found = best.plan.world_size, []
+    ranks, listed = best.plan.world_size, []
     for words in (*OBVIOUS, *MIXED):
         halves = ("half" in words and ranks % 2) or ("quarter" in words and ranks % 4)
         if halves or (("half" in words or "quarter" in words) and ranks <= 4):
@@ -57,10 +57,10 @@ def reasons(search: Search, best: Price, budget: float) -> tuple[Reason, ...]:
         plan = parse(words.format(n=ranks, half=ranks // 2, quarter=ranks // 4) if ranks > 1 else "dp1")
         if plan.strategy == best.plan.kinds[0] and best.plan.is_uniform and plan.pp == best.plan.pp:
             continue
-        found.append(_reason(search, plan, best, budget))
+        listed.append(_reason(search, plan, best, budget))
         if ranks == 1:
             break
-    return tuple(found)
+    return tuple(listed)
 
 
 def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:

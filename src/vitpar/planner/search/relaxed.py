@@ -102,10 +102,10 @@ def _sums(kind: Kind, choices: Choices, sections: Sections, machine: Machine) ->
     pipeline, m = kind.pipeline, kind.microbatches
     pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
     if pp == 1:
-        found = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
+        sums = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
     else:
-        found = _pipelined_sums(kind, choices, sections, machine, costs)
-    return np.stack([total for total, _ in found]), np.array([constant for _, constant in found]) + machine.norm
+        sums = _pipelined_sums(kind, choices, sections, machine, costs)
+    return np.stack([total for total, _ in sums]), np.array([constant for _, constant in sums]) + machine.norm
 
 
 def _pipelined_sums(
@@ -130,7 +130,7 @@ def _pipelined_sums(
     one = schedule.stages == "one"
     late_sent, early = (costs.sent_late, costs.sent_early) if one else (0.0, 0.0)
     # The mean over ranks is at most the maximum: sums over all layers divided by pp bound the fullest rank.
-    found = [
+    sums = [
         ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
         ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
         (((m - 1) * costs.work + costs.forward + late_sent) / pp + optimizer, (m - 1) * actions * stages / pp),
@@ -145,17 +145,17 @@ def _pipelined_sums(
         every = 1 / (1 - (1 - 1 / m) ** pp)
         weights = [every / m * (1 - 1 / m) ** (pp - 1 - j) for j in range(pp)]
         sends = sum(2 * j * weight for j, weight in enumerate(weights)) * send
-        found.append((every * costs.work, every * actions * stages + sends))
+        sums.append((every * costs.work, every * actions * stages + sends))
         alive = in_flight(pipeline, m)[0]
-        found.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * (pp - 1) * send)))
+        sums.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * (pp - 1) * send)))
     elif sections.alike:
         least = sections.depth // stages / sections.depth
         hops = (pp - 1) * (1 if schedule.splits_backward else 2)
         before = costs.forward if schedule.splits_backward else costs.work
         blocks = least * ((pp - 1) * before + m * pipeline.virtual_stages * costs.work)
         blocks[[0, 2]] = 0.0
-        found.append((blocks, hops * send))
-    return found
+        sums.append((blocks, hops * send))
+    return sums
 
 
 def _needs(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:

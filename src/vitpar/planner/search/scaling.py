@@ -56,8 +56,8 @@ def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget
     budget: bytes of memory per device
     moments: bytes of optimizer state per byte of parameters
     """
-    found = Search(space, costs, moments).best(budget)
-    return Point(ranks, batch_size, found.plans[0] if found.plans else None, found.gap)
+    search_result = Search(space, costs, moments).best(budget)
+    return Point(ranks, batch_size, search_result.plans[0] if search_result.plans else None, search_result.gap)
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:

@@ -87,13 +87,13 @@ class Sections:
 
         sizes: number of blocks of each stage
         """
-        found, start = np.zeros((len(sizes), len(self.kinds))), 0
+        counts, start = np.zeros((len(sizes), len(self.kinds))), 0
         for stage, size in enumerate(sizes):
-            np.add.at(found[stage], list(self.rows[start : start + size]), 1)
+            np.add.at(counts[stage], list(self.rows[start : start + size]), 1)
             start += size
-        found[0, 0] += 1
-        found[-1, -1] += 1
-        return found
+        counts[0, 0] += 1
+        counts[-1, -1] += 1
+        return counts
 
     def least_share(self, sizes: Sequence[int], works: Sequence[float]) -> float:
         """Return the least share of all blocks' work that a stage has.

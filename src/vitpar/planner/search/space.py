@@ -92,8 +92,8 @@ class Space:
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
         """Return the strategies of a layer on a stage of `size` ranks that the model allows, in one section or more."""
-        found = _strategies(self.config, size, self.roles, self.flags)
-        return found if self.tensors is None else tuple(s for s in found if tensor_name(s) in self.tensors)
+        every = _strategies(self.config, size, self.roles, self.flags)
+        return every if self.tensors is None else tuple(s for s in every if tensor_name(s) in self.tensors)
 
     def combinations(self, size: int) -> tuple[tuple[Strategy, ...], ...]:
         """Return the strategies of all sections on a stage of `size` ranks, for plans with one strategy.
@@ -103,13 +103,13 @@ class Space:
         strategies, sections = self.strategies(size), self.sections.sections
         if len(sections) == 1:
             return tuple((strategy,) for strategy in strategies)
-        known, found = {strategy: strategy for strategy in strategies}, list[tuple[Strategy, ...]]()
+        known, combined = {strategy: strategy for strategy in strategies}, list[tuple[Strategy, ...]]()
         for strategy in strategies:
             fits = [section.fits(strategy) for section in sections]
             for other in (strategy,) if all(fits) else counterparts(strategy):
                 if other in known:
-                    found.append(tuple(strategy if fit else known[other] for fit in fits))
-        return tuple(found)
+                    combined.append(tuple(strategy if fit else known[other] for fit in fits))
+        return tuple(combined)
 
     def covers(self, plan: Plan) -> bool:
         """Return whether the space contains a plan with one strategy, with any number of micro-batches."""
@@ -132,7 +132,7 @@ _sections = lru_cache(maxsize=64)(sections_of)
 @lru_cache(maxsize=256)
 def _strategies(config: ModelConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
     """Return the strategies of `Space.strategies`, whatever `Space.tensors` is."""
-    found: dict[Strategy, None] = {}  # an ordered set
+    strategies: dict[Strategy, None] = {}  # an ordered set
     policies = (None, *(name for flag, name in (("ckpt", "full"), ("ckpt.selective", "selective")) if flag in flags))
     for dp, fsdp, tp in _products(size):
         degrees = {role: n for role, n in (("dp", dp), ("fsdp", fsdp), ("tp", tp)) if n > 1}
@@ -144,8 +144,8 @@ def _strategies(config: ModelConfig, size: int, roles: tuple[str, ...], flags: t
                 zeros = [0, *(z for z in (1, 2) if f"zero{z}" in flags and dp > 1 and fsdp == 1)]
                 homes = (False, True) if "offload" in flags and fsdp > 1 and dp == 1 else (False,)
                 for zero, policy, offload in product(zeros, policies, homes):
-                    found[replace(tensor, zero=zero, checkpoint=policy, offload=offload)] = None
-    return tuple(found)
+                    strategies[replace(tensor, zero=zero, checkpoint=policy, offload=offload)] = None
+    return tuple(strategies)
 
 
 def _products(size: int) -> Iterator[tuple[int, int, int]]:

@@ -29,7 +29,7 @@ class LayerTable:
 
     def __init__(self, kind: Kind, choices: Choices, sections: Sections, machine: Machine, moves: Moves) -> None:
         self.kind, self.choices, self.sections, self.machine = kind, choices, sections, machine
-        self._moves, self._found = moves, dict[int, LayerSums]()
+        self._moves, self._sums = moves, dict[int, LayerSums]()
         keys = [token_layout_key(option.strategy) for option in choices.options]
         layouts = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self.layout = np.array([layouts[key] for key in keys])  # of each column
@@ -43,9 +43,9 @@ class LayerTable:
 
     def sums(self, number: int) -> LayerSums:
         """Return the costs of single layers in stage `number`, cached."""
-        if number not in self._found:
-            self._found[number] = layer_sums(self.kind, self.choices, self.machine, number)
-        return self._found[number]
+        if number not in self._sums:
+            self._sums[number] = layer_sums(self.kind, self.choices, self.machine, number)
+        return self._sums[number]
 
     def moved(self, block: int) -> Array:
         """Return the seconds per micro-batch of redistribution in front of a block, [layout before, layout behind]."""
@@ -93,12 +93,12 @@ class MixTable:
 
     def intervals(self, number: int) -> Array:
         """Return the costs of stage `number` with blocks i to j - 1, [8, i, j, mixes]; infinite for no blocks."""
-        prefixes, found = self.prefixes(number), self.table.sums(number)
+        prefixes, of_layers = self.prefixes(number), self.table.sums(number)
         sums = prefixes[:, None, :, :] - prefixes[:, :, None, :] + self.table.waits[:, None, None, None] * self.inside
-        sums[BYTES] += found.besides
+        sums[BYTES] += of_layers.besides
         sums[:, 0] += self.start(number)[:, None, :]
-        sums[:, :, -1] += found.layers[:, -1, self.mixes[:, -1]][:, None, :]
-        sums[-1, :, 1:] += found.working[self._rows, self.columns]
+        sums[:, :, -1] += of_layers.layers[:, -1, self.mixes[:, -1]][:, None, :]
+        sums[-1, :, 1:] += of_layers.working[self._rows, self.columns]
         sums[:, np.arange(self.depth + 1)[:, None] >= np.arange(self.depth + 1)] = np.inf
         return sums
 
@@ -111,7 +111,7 @@ class MixTable:
 
         An array [8, blocks under the first mix - 1, first mix, second mix].
         """
-        prefixes, found = self.prefixes(number), self.table.sums(number)
+        prefixes, of_layers = self.prefixes(number), self.table.sums(number)
         middles = np.arange(first + 1, stop)
         head = prefixes[:, middles] - prefixes[:, [first]]
         head += self.table.waits[:, None, None] * self.inside[first, middles]
@@ -120,10 +120,10 @@ class MixTable:
         if first == 0:
             head += self.start(number)[:, None]
         if stop == self.depth:
-            tail += found.layers[:, -1, self.mixes[:, -1]][:, None]
-        tail[-1] += found.working[self._rows[stop - 1], self.columns[stop - 1]]
+            tail += of_layers.layers[:, -1, self.mixes[:, -1]][:, None]
+        tail[-1] += of_layers.working[self._rows[stop - 1], self.columns[stop - 1]]
         sums = head[:, :, :, None] + tail[:, :, None, :]
-        sums[BYTES] += found.besides
+        sums[BYTES] += of_layers.besides
         moved = np.stack(
             [self.table.edges(k, self.columns[k - 1][:, None], self.columns[k][None, :]) for k in middles.tolist()]
         )
@@ -133,8 +133,8 @@ class MixTable:
 
 def seconds_of(sums: Array) -> Array:
     """Return the least seconds of a stage from the rows of `layer_sums`."""
-    found: Array = sums[TIMES].max(0)
-    return found
+    seconds: Array = sums[TIMES].max(0)
+    return seconds
 
 
 def received_shares(layouts: Sequence[Layout]) -> Array:
@@ -143,11 +143,11 @@ def received_shares(layouts: Sequence[Layout]) -> Array:
     parts = [np.array([(p.row, p.rows, p.feature, p.features) for p in layout], dtype=float) for layout in layouts]
     row, rows, feature, features = np.moveaxis(np.array(parts), 2, 0)
     spans = ((row / rows, (row + 1) / rows), (feature / features, (feature + 1) / features))
-    found = np.zeros((len(layouts), len(layouts)))
+    shares = np.zeros((len(layouts), len(layouts)))
     for source in range(len(layouts)):
         kept = np.ones_like(row)
         for begin, end in spans:
             kept *= np.maximum(0.0, np.minimum(end[source], end) - np.maximum(begin[source], begin))
-        found[source] = (1 / (rows * features) - kept).max(1)
-        found[source, source] = 0.0
-    return np.where(found > 1e-12, found, 0.0)
+        shares[source] = (1 / (rows * features) - kept).max(1)
+        shares[source, source] = 0.0
+    return np.where(shares > 1e-12, shares, 0.0)

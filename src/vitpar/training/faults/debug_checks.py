@@ -110,13 +110,13 @@ class DebugChecks:
 @torch.no_grad()
 def checksums(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
     """Return a checksum of the bits of each tensor's local part. It changes if any single element changes."""
-    found: dict[Part, Tensor] = {}
+    sums: dict[Part, Tensor] = {}
     for name, tensor in tensors.items():
         part = local(tensor.detach())
         if part.numel():
-            found[name, _place(tensor)] = _checksum(part)
-    values = torch.stack([value.cpu() for value in found.values()]).tolist() if found else []
-    return dict(zip(found, values, strict=True))
+            sums[name, _place(tensor)] = _checksum(part)
+    values = torch.stack([value.cpu() for value in sums.values()]).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))
 
 
 def _checksum(part: Tensor) -> Tensor:

@@ -58,12 +58,12 @@ def issued() -> dict[str, tuple[int, list[int]]]:
     """Return the collectives that this process has called so far, by process group, with the ranks of the group."""
     if not dist.is_initialized():
         return {}
-    found: dict[str, tuple[int, list[int]]] = {}
+    collectives: dict[str, tuple[int, list[int]]] = {}
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != _POINT_TO_POINT:
             number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # torch's stubs lack it
-            found[group.group_name] = number, dist.get_process_group_ranks(group)
-    return found
+            collectives[group.group_name] = number, dist.get_process_group_ranks(group)
+    return collectives
 
 
 def stacks() -> str:
@@ -140,5 +140,5 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     folders = sorted({answer.folder for answer in answers.values() if answer.folder})
     said = " and ".join(f"'{folder}'" for folder in folders[:_MOST_FOLDERS])
     more = f" and {len(folders) - _MOST_FOLDERS} more" if len(folders) > _MOST_FOLDERS else ""
-    stacks = f"; stacks are in {said}{more}" if folders else ""
-    return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{stacks}"
+    where_stacks = f"; stacks are in {said}{more}" if folders else ""
+    return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{where_stacks}"

@@ -23,7 +23,7 @@ from vitpar.training.optim.norms import ShardNorms
 from vitpar.training.recipe import Recipe
 
 
-class _Found(NamedTuple):
+class _Culprits(NamedTuple):
     """Place of the numbers that are not finite."""
 
     losses: list[int]
@@ -69,9 +69,14 @@ class NonFinite:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return {"skipped": False}
-        found = self._found(loss, parts)
-        self._last = _words(found)
-        return {"skipped": True, "bad_loss_ranks": found.losses, "bad_gradient": found.tensor, "bad_ranks": found.ranks}
+        culprits = self._culprits(loss, parts)
+        self._last = _words(culprits)
+        return {
+            "skipped": True,
+            "bad_loss_ranks": culprits.losses,
+            "bad_gradient": culprits.tensor,
+            "bad_ranks": culprits.ranks,
+        }
 
     def stuck(self, step: int) -> str | None:
         """Return the sentence to stop with after `step`, if skipping further steps is useless; else None."""
@@ -99,7 +104,7 @@ class NonFinite:
                 continue
             return rows[:number], (
                 f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm {row['grad_norm']}; "
-                f"not finite: {_words(self._found(*seen[row['step']]))}): lower optimizer.lr "
+                f"not finite: {_words(self._culprits(*seen[row['step']]))}): lower optimizer.lr "
                 f"({self._recipe.optimizer.lr}) or lengthen the warm-up"
             )
         return rows, None
@@ -117,19 +122,19 @@ class NonFinite:
         all_reduce_(any_bad, dist.ReduceOp.MAX)
         if not any_bad.item():
             return None
-        found = self._first([], bad)
-        assert found.tensor is not None, "a rank said that there is one"
+        culprits = self._first([], bad)
+        assert culprits.tensor is not None, "a rank said that there is one"
         return (
             f"the update of step {step} produced non-finite numbers, first in "
-            f"{found.tensor.removeprefix('model.')} on {ranks(found.ranks)}, so nothing is saved: lower optimizer.lr "
-            f"({self._recipe.optimizer.lr}) or lengthen the warm-up"
+            f"{culprits.tensor.removeprefix('model.')} on {ranks(culprits.ranks)}, so nothing is saved: lower "
+            f"optimizer.lr ({self._recipe.optimizer.lr}) or lengthen the warm-up"
         )
 
-    def _found(self, loss: Tensor, parts: Sequence[ShardNorms]) -> _Found:
+    def _culprits(self, loss: Tensor, parts: Sequence[ShardNorms]) -> _Culprits:
         bad = [names[at] for names, _, norms in parts for at, fine in enumerate(norms.isfinite().tolist()) if not fine]
         return self._first([dist.get_rank()] * (not math.isfinite(loss.item())), bad)
 
-    def _first(self, losses: list[int], bad: Sequence[str]) -> _Found:
+    def _first(self, losses: list[int], bad: Sequence[str]) -> _Culprits:
         """Combine the findings of all ranks. Collective."""
         layers = self._model.config.layer_names
         own = list(dict(self._model.named_parameters()))
@@ -143,15 +148,15 @@ class NonFinite:
         firsts = {rank: answer for rank, (_, answer) in enumerate(everyone) if answer}
         name = min(firsts.values())[1] if firsts else None
         holders = [rank for rank, (_, theirs) in firsts.items() if theirs == name]
-        return _Found([rank for theirs, _ in everyone for rank in theirs], name, holders)
+        return _Culprits([rank for theirs, _ in everyone for rank in theirs], name, holders)
 
 
 def skip_words(row: Mapping[str, Any]) -> str:
     """Return the line of the log for a skipped step."""
     if "loss_scale" in row:
         return f"skipped step {row['step']:,}: overflow under loss scale {row['loss_scale']:,.10g}"
-    found = _Found(row["bad_loss_ranks"], row["bad_gradient"], row["bad_ranks"])
-    return f"skipped step {row['step']:,}: not finite: {_words(found)}"
+    culprits = _Culprits(row["bad_loss_ranks"], row["bad_gradient"], row["bad_ranks"])
+    return f"skipped step {row['step']:,}: not finite: {_words(culprits)}"
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -168,10 +173,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name in tensors if name in set(bad)]
 
 
-def _words(found: _Found) -> str:
+def _words(culprits: _Culprits) -> str:
     parts = []
-    if found.losses:
-        parts.append(f"the loss on {ranks(found.losses)}")
-    if found.tensor is not None:
-        parts.append(f"the gradient of {found.tensor} on {ranks(found.ranks)}")
+    if culprits.losses:
+        parts.append(f"the loss on {ranks(culprits.losses)}")
+    if culprits.tensor is not None:
+        parts.append(f"the gradient of {culprits.tensor} on {ranks(culprits.ranks)}")
     return " and ".join(parts) or "the global gradient norm"

@@ -131,13 +131,13 @@ class LAMB(_Layerwise):
         super().__init__(groups, adapted, {"lr": lr, "betas": betas, "eps": eps})
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        found = gradients(shards)
+        grads = gradients(shards)
         steps, means, squares = self._remembered(shards, "step", "exp_avg", "exp_avg_sq")
         beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(means, found, 1 - beta1)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, found, found, 1 - beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
         times = [step.item() for step in steps]
         roots = torch._foreach_div(squares, [1 - beta2**t for t in times])
         torch._foreach_sqrt_(roots)
@@ -175,8 +175,8 @@ class LARS(_Layerwise):
         super().__init__(groups, adapted, defaults)
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        found = gradients(shards)
-        return list(torch._foreach_add(found, shards, alpha=group["weight_decay"])), found
+        grads = gradients(shards)
+        return list(torch._foreach_add(grads, shards, alpha=group["weight_decay"])), grads
 
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
         return group["trust_coefficient"] * own / (other + group["weight_decay"] * own)

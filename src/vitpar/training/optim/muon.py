@@ -83,8 +83,8 @@ class Matrix:
     def _update(self, whole: Tensor, steps: int, adjust_lr_fn: AdjustLr) -> Tensor:
         groups = rearrange(whole, "(g r) i -> g r i", r=sum(self.stacked) or len(whole))
         maps = [part.flatten(0, 1) for part in groups.split(list(self.stacked) or len(whole), dim=1)]
-        found = [_lr_factor(adjust_lr_fn, *part.shape) * orthogonalise(part, steps) for part in maps]
-        return torch.cat([part.unflatten(0, (len(groups), -1)) for part in found], dim=1).flatten(0, 1)
+        updates = [_lr_factor(adjust_lr_fn, *part.shape) * orthogonalise(part, steps) for part in maps]
+        return torch.cat([part.unflatten(0, (len(groups), -1)) for part in updates], dim=1).flatten(0, 1)
 
 
 class Muon(OverShards):
@@ -126,9 +126,9 @@ class Muon(OverShards):
     def _muon(self, group: Group, shards: list[Tensor]) -> None:
         if not shards:
             return
-        found, (buffers,) = gradients(shards), self._remembered(shards, "momentum_buffer")
-        torch._foreach_lerp_(buffers, found, 1 - group["momentum"])
-        updates = torch._foreach_lerp(found, buffers, group["momentum"]) if group["nesterov"] else buffers
+        grads, (buffers,) = gradients(shards), self._remembered(shards, "momentum_buffer")
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
         for p, update in zip(shards, updates, strict=True):
             p.sub_(self._matrices[p].update(update, group["ns_steps"], group["adjust_lr_fn"]), alpha=group["lr"])

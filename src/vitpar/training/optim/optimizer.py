@@ -91,12 +91,12 @@ class ShardedOptimizer:
         A value is sharded like the parameter and shares memory, or is a single number. Empty before the first step or
         `allocate`.
         """
-        found = {}
+        tensors = {}
         for name, (parameter, shard) in self._pairs.items():
             for key, value in self.torch_optimizer.state[shard].items():
                 if isinstance(value, Tensor):
-                    found[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
-        return found
+                    tensors[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
+        return tensors
 
     def allocate(self) -> None:
         """Create the state that the first step would create, to be filled. Collective if `step` is.
@@ -185,20 +185,20 @@ def _groups(
 
     The factor has timm's key, lr_scale.
     """
-    found: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, (parameter, shard) in pairs.items():
         above = 0
         if settings.layer_decay != 1.0:
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
-        found.setdefault((decays(parameter), above), []).append(shard)
+        members.setdefault((decays(parameter), above), []).append(shard)
     groups = [
         {
-            "params": found[decay, above],
+            "params": members[decay, above],
             "weight_decay": settings.weight_decay if decay else 0.0,
             "lr_scale": settings.layer_decay**above,
         }
-        for decay, above in sorted(found, reverse=True)
+        for decay, above in sorted(members, reverse=True)
     ]
     # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
     return groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
@@ -211,7 +211,7 @@ def _torch_optimizer(
     pairs: _Pairs,
     matrices: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
-    moments: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
     fused: dict[str, Any] = {"fused": True}
     # On a rank whose shards do not fit one pass, triton is fused.
@@ -226,20 +226,20 @@ def _torch_optimizer(
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
         case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
-            return OnePassAdamW(groups, lr=lr, **moments)
+            return OnePassAdamW(groups, lr=lr, **adam)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, **moments, **options)
+            return torch.optim.AdamW(groups, lr=lr, **adam, **options)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, **momentum, **options)
         case "lamb":
-            return LAMB(groups, adapted, lr=lr, **moments)
+            return LAMB(groups, adapted, lr=lr, **adam)
         case "lars":
             return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
         case "muon":
             shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
             held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
             hidden: dict[Tensor, Matrix] = {shard: Matrix(parameter, rows) for parameter, shard, rows in held}
-            return Muon(groups, hidden, lr=lr, **moments, **momentum, **shape)
+            return Muon(groups, hidden, lr=lr, **adam, **momentum, **shape)
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
         name = default_model(samples, recipe.model.image_size or side)
         values["model"] = {"name": name, **values.get("model", {})}
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
-    for key, value in _found(recipe, recipe.config(1), samples).items():
+    for key, value in _table_settings(recipe, recipe.config(1), samples).items():
         section, _, name = key.partition(".")
         values.setdefault(section, {}).setdefault(name, value)
     return checked(values)
@@ -221,23 +221,23 @@ def recipe_for(
     return with_defaults(read_recipe(None, options, assignments, needs_length=False), samples, side)
 
 
-def _found(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
+def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
     """Return the table's values for `recipe`, by dotted key."""
     row = row_for(samples)
     larger = row.larger if config.large else {}
-    found = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
+    settings = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
     if config.image_size <= SMALL_IMAGE:
-        found |= SMALL
+        settings |= SMALL
     if recipe.stream:
-        found = {key: value for key, value in found.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
+        settings = {key: value for key, value in settings.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
     fields = {f"model.{name}" for name in field_names(type(config))}
-    found = {key: value for key, value in found.items() if not key.startswith("model.") or key in fields}
+    settings = {key: value for key, value in settings.items() if not key.startswith("model.") or key in fields}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
     if rate is None:
-        del found["optimizer.weight_decay"]  # the table has that of AdamW
+        del settings["optimizer.weight_decay"]  # the table has that of AdamW
     else:
-        found["optimizer.lr"] = rate
-    return found | _length(recipe, row, samples)
+        settings["optimizer.lr"] = rate
+    return settings | _length(recipe, row, samples)
 
 
 def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
@@ -255,19 +255,19 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
 def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
     """Return the settings of epochs and warm-up that the recipe leaves out."""
     train, schedule = recipe.train, recipe.lr_schedule
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     epochs = train.epochs or row.epochs
     if train.steps is not None:
         epochs = train.steps * train.batch_size / samples
     else:
-        found["train.epochs"] = epochs
+        settings["train.epochs"] = epochs
     if schedule.warmup_steps is None and schedule.warmup_epochs is None:
         warmup = min(row.warmup_epochs, MAX_WARMUP * epochs)
         if train.steps is None:
-            found["lr_schedule.warmup_epochs"] = float(f"{warmup:.3g}")
+            settings["lr_schedule.warmup_epochs"] = float(f"{warmup:.3g}")
         else:
-            found["lr_schedule.warmup_steps"] = round(warmup * samples / train.batch_size)
-    return found
+            settings["lr_schedule.warmup_steps"] = round(warmup * samples / train.batch_size)
+    return settings
 
 
 _LINES = (

@@ -21,13 +21,13 @@ def on_device(recipe: Recipe, device: str) -> Recipe:
     """
     from vitpar.parallel.attention import refuse_attention
 
-    recipe = resolve_precision(recipe, device)
+    recipe = replace_auto_precision(recipe, device)
     refuse_attention(recipe.train.attention, device)
     return recipe
 
 
-def resolve_precision(recipe: Recipe, device: str) -> Recipe:
-    """Return `recipe` with automatic precision resolved for a kind of device.
+def replace_auto_precision(recipe: Recipe, device: str) -> Recipe:
+    """Return `recipe` with precision auto replaced by that of a kind of device.
 
     A recipe that names its precision is returned unchanged. On CUDA all devices of this machine count, so that its
     ranks agree.

@@ -135,19 +135,19 @@ class Recipe(Section):
         if self.train.freeze is None:
             return frozenset()
         try:
-            found = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
+            layers = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
         except StrategyError as error:
             raise RecipeError(f"train.freeze: {error}") from None
-        if len(found) == len(config.layer_names):
+        if len(layers) == len(config.layer_names):
             raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
         for owner, names in config.holders.items():
-            layers = {layer_of(name) for name in names}
-            if layers & found and layers - found:
+            sharing = {layer_of(name) for name in names}
+            if sharing & layers and sharing - layers:
                 raise RecipeError(
-                    f"train.freeze '{self.train.freeze}' freezes {sorted(layers & found)[0]} but not "
-                    f"{sorted(layers - found)[0]}, which share {owner}: freeze all layers that share it, or none"
+                    f"train.freeze '{self.train.freeze}' freezes {min(sharing & layers)} but not "
+                    f"{min(sharing - layers)}, which share {owner}: freeze all layers that share it, or none"
                 )
-        return found
+        return layers
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
@@ -156,9 +156,9 @@ class Recipe(Section):
         """
         if self.train.precision != "auto":
             return self
-        found = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
-        found._refuse_contradictions()
-        return found
+        changed = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
+        changed._refuse_contradictions()
+        return changed
 
     def plan(self, config: ModelConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """Return the plan of `parallel.mesh`, validated against the model and the batch.

@@ -55,14 +55,14 @@ def find(key: str) -> list[Setting]:
     Raises RecipeError.
     """
     every = list(settings())
-    found = [one for one in every if key == one.key.partition(".")[0]]
-    if not found:
+    matching = [one for one in every if key == one.key.partition(".")[0]]
+    if not matching:
         key = OTHER_NAMES.get(key.rpartition(".")[2], key)
-    found = found or [one for one in every if key in (one.key, one.key.partition(".")[2])]
-    if not found:
+    matching = matching or [one for one in every if key in (one.key, one.key.partition(".")[2])]
+    if not matching:
         names = {name for one in every for name in (one.key, *one.key.split("."))}
         raise RecipeError(f"unknown setting '{shown(key)}'{nearest(key, names)}: `vitpar settings` lists all")
-    return found
+    return matching
 
 
 def about(section: str) -> str:

@@ -143,13 +143,13 @@ class Saver:
         """Minutes since the last checkpoint, or since the start."""
         return (time.monotonic() - self._since) / 60
 
-    def resume(self, found: Checkpoint) -> None:
-        """Resume from `found`.
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Resume from `checkpoint`.
 
         Later checkpoints belong to an abandoned course of the run. They stay until this one has saved a checkpoint.
         """
-        self._best = found.facts.best
-        self._earlier = {step for step in self.checkpoints.steps() if step <= found.facts.step}
+        self._best = checkpoint.facts.best
+        self._earlier = {step for step in self.checkpoints.steps() if step <= checkpoint.facts.step}
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step`, by the number of the step alone."""
@@ -186,8 +186,8 @@ class Saver:
         self._since = time.monotonic()
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
-        texts = self._texts(step, samples, self._best)
-        self.writer.begin(self.checkpoints.path(step), self._state.saved(), texts, lambda: self.checkpoints.keep(kept))
+        files = self._texts(step, samples, self._best)
+        self.writer.begin(self.checkpoints.path(step), self._state.saved(), files, lambda: self.checkpoints.keep(kept))
         if not self._settings.asynchronous:
             self.finish()
         self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")

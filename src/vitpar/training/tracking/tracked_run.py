@@ -58,9 +58,9 @@ def refuse_missing(trackers: Sequence[str]) -> None:
         if name not in get_args(TrackerName):
             raise RecipeError(f"unknown tracker '{shown(name)}': use {either(get_args(TrackerName))}")
         try:
-            found = find_spec(name)
+            spec = find_spec(name)
         except ValueError:  # a module without a spec
-            found = None
+            spec = None
         # A folder of this name, such as the one that W&B writes, is a namespace package without an origin.
-        if found is None or found.origin is None:
+        if spec is None or spec.origin is None:
             raise RecipeError(f"the package of the tracker '{name}' is not installed: pip install 'vitpar[{name}]'")

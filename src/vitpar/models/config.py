@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import ExtraPasses, LayerDescription, layer_of
+from vitpar.models.description import ExtraPasses, LayerDescription, SideInput, layer_of
 from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, shown
 
@@ -122,6 +122,14 @@ class ModelConfig:
         whole: whether a rank has all heads.
         """
         return None
+
+    @property
+    def side_inputs(self) -> Mapping[str, SideInput]:
+        """Return the inputs besides images by name, such as token ids. A layer whose `forward` has the name gets it.
+
+        The samples' random keys, ``keys``, are there for every model that is `stochastic`, and not named here.
+        """
+        return {}
 
     @property
     def shared(self) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from vitpar.models.config import Loss, ModelConfig, Rule, Rules
-from vitpar.models.description import LayerDescription, backwards, block_index, block_name
+from vitpar.models.description import LayerDescription, SideInput, backwards, block_index, block_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +37,10 @@ class _Derived(ModelConfig):
     @property
     def num_classes(self) -> int:  # type: ignore[override]
         return self.whole.num_classes
+
+    @property
+    def side_inputs(self) -> Mapping[str, SideInput]:
+        return self.whole.side_inputs
 
     @property
     def shared(self) -> Mapping[str, str]:

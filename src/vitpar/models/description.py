@@ -36,6 +36,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class SideInput:
+    """Input of a sample besides images, which any layer can take: every rank has those of all samples."""
+
+    shape: tuple[int, ...]
+    """Shape for one sample."""
+    dtype: str = "int64"
+    """Name of the data type in torch."""
+
+
+@dataclass(frozen=True)
 class Part:
     """A module or a parameter of a layer, as tensor parallelism splits it."""
 

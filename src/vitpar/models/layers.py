@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from vitpar.models.compiled import kept, linear_by_sample, trains_compiled
 from vitpar.models.config import GATED, ModelConfig
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import LayerDescription, SideInput
 from vitpar.models.keyed_random import at_place, drop, keeps_sample
 from vitpar.sharded import to_local
 
@@ -51,12 +51,12 @@ class Layer(nn.Module):
     TENSOR_MODES: ClassVar[tuple[str, ...]] = ("1d", "sp")
     """Tensor-parallel modes under which these roles compute the layer correctly, likewise. Without roles, every rank
     computes all of the layer under 1d, and its part of the samples under sp."""
-    takes_keys: ClassVar[bool] = False
-    """Whether `forward` takes the samples' random keys, as a second argument called keys."""
+    SIDE_INPUTS: ClassVar[tuple[str, ...]] = ()
+    """Names of the side inputs that `forward` takes after the activation (``ModelConfig.side_inputs``), and `keys`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.takes_keys = "keys" in inspect.signature(cls.forward).parameters
+        cls.SIDE_INPUTS = tuple(inspect.signature(cls.forward).parameters)[2:]
 
     def take_features(self, index: int, parts: int) -> None:
         """Expect and give only part `index` of `parts` of the tokens' features."""
@@ -202,6 +202,23 @@ class ResidualBlock(Layer):
         return at_place(keys, self.place + 2 * number + 1)
 
 
+def given_sides(
+    layer: Layer, keys: Tensor | None, sides: Mapping[str, Tensor], rows: slice = slice(None)
+) -> dict[str, Tensor]:
+    """Return the side inputs that a layer takes, by name. rows: those of the samples that it computes."""
+    every = sides if keys is None else {"keys": keys, **sides}
+    return {name: every[name][rows] for name in layer.SIDE_INPUTS if name in every}
+
+
+def zero_sides(config: ModelConfig, rows: int, device: torch.device | str) -> dict[str, Tensor]:
+    """Return side inputs of zeros for `rows` samples, with keys if the model takes them, to run layers alone."""
+    every = {**({"keys": SideInput(())} if config.stochastic else {}), **config.side_inputs}
+    return {
+        name: torch.zeros(rows, *side.shape, dtype=getattr(torch, side.dtype), device=device)
+        for name, side in every.items()
+    }
+
+
 class LayeredModel(nn.Module):
     """A model, or the consecutive part of one that `layers` names (a pipeline stage).
 
@@ -241,12 +258,13 @@ class LayeredModel(nn.Module):
         """Return the layers held here, by name, in order."""
         return self._layers
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
         """Return logits, or tokens where the last layer is elsewhere.
 
         x: images, or tokens where the first layer is elsewhere.
         keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
+        sides: other side inputs by name, [batch, …].
         """
         for layer in self.layers().values():
-            x = layer(x, keys) if layer.takes_keys else layer(x)
+            x = layer(x, **given_sides(layer, keys, sides))
         return x

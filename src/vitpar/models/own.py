@@ -170,7 +170,7 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
     """
     import torch
 
-    from vitpar.models.layers import Layer
+    from vitpar.models.layers import Layer, given_sides, zero_sides
 
     batch, where = 2, f"layer {name} of {config.name}"
     with torch.device("meta"):
@@ -181,7 +181,8 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
             side = config.image_size
             size = (config.channels, side, side) if taken is None else (taken.tokens, taken.features)
             x = torch.empty(batch, *size)
-            y, inputs, flops, saved = _traced(layer, x.requires_grad_())
+            sides = zero_sides(config, batch, "meta")
+            y, inputs, flops, saved = _traced(layer, x.requires_grad_(), given_sides(layer, None, sides))
         except ModelError:
             raise
         except Exception as error:  # of the user's code
@@ -219,7 +220,9 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
     )
 
 
-def _traced(layer: Layer, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, ...]], int, int]:
+def _traced(
+    layer: Layer, x: Tensor, sides: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, tuple[int, ...]], int, int]:
     """Return (output, shape of the input of each module by name, FLOPs, elements kept for backward)."""
     from torch.autograd.graph import saved_tensors_hooks
     from torch.utils.flop_counter import FlopCounterMode
@@ -242,7 +245,7 @@ def _traced(layer: Layer, x: Tensor) -> tuple[Tensor, dict[str, tuple[int, ...]]
 
     handles = [module.register_forward_hook(hook(name)) for name, module in layer.named_modules() if name]
     with FlopCounterMode(display=False) as counter, saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = layer(x)
+        output = layer(x, **sides)
     for handle in handles:
         handle.remove()
     return output, inputs, counter.get_total_flops(), sum(kept.values())

@@ -166,18 +166,22 @@ class ParallelModel:
         mean = self._loss.total(wide, here, self.execution.label_smoothing) / self._count
         return mean * self.loss_scale if self._scales else mean
 
-    def forward_backward(self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward_backward(
+        self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None, **sides: Tensor
+    ) -> Tensor:
         """Compute the gradients of one step: accumulated over micro-batches, reduced over data-parallel ranks.
 
         images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised; None where not
             `takes_images`.
         labels: those of all ranks, as in `loss`.
         keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
+        sides: the model's other side inputs by name, [batch, …], on every rank (``ModelConfig.side_inputs``).
 
         Returns this rank's part of the loss (0-dim, detached, not scaled by `loss_scale`). Under every plan the sum
         over all ranks is the mean loss of the global batch (`global_loss`). Raises ModelError for a model with
-        drop-path or dropout and no keys.
+        drop-path or dropout and no keys, and for missing side inputs.
         """
+        self._refuse_missing(sides)
         if self.config.stochastic and keys is None:
             raise ModelError(
                 f"{self.config.name} has drop-path or dropout, whose random numbers depend on the samples: pass keys, "
@@ -193,7 +197,7 @@ class ParallelModel:
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
                 copies.enter_context(self.low_precision_params.in_place(keep))
-            losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None)
+            losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None, **sides)
         with self.phase("waiting for gradients"):
             # All messages are on their way before the first is waited for.
             for total in self._gradient_sums:
@@ -225,7 +229,9 @@ class ParallelModel:
             self._gradient_sums.pop().drop()
         self._shared_sums.drop()
 
-    def run_microbatches(self, images: Tensor | None, labels: Tensor, keys: Tensor | None) -> list[Tensor]:
+    def run_microbatches(
+        self, images: Tensor | None, labels: Tensor, keys: Tensor | None, **sides: Tensor
+    ) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
 
         Call it inside `low_precision_params.in_place()`. Gradients of layers without ``fully_shard`` may not be
@@ -234,7 +240,7 @@ class ParallelModel:
         losses: list[Tensor] = []
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
-            kwargs: dict[str, Any] = {} if keys is None else {"keys": keys}
+            kwargs: dict[str, Any] = sides if keys is None else {"keys": keys, **sides}
             if self.gives_logits:
                 kwargs |= {"target": labels, "losses": losses}
             with self.phase("pipeline"):
@@ -244,31 +250,41 @@ class ParallelModel:
             assert images is not None, "without a pipeline every rank needs images"
             count = self.batch.microbatches
             parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
-            for number, (part, target, key) in enumerate(zip(*parts, strict=True), start=1):
+            beside = [{name: side.chunk(count)[n] for name, side in sides.items()} for n in range(count)]
+            for number, (part, target, key, others) in enumerate(zip(*parts, beside, strict=True), start=1):
                 set_last_micro_batch(stage, number == count, self._kept)
                 with self.phase("forward"):
-                    loss = self.loss(stage(part, key), target)
+                    loss = self.loss(stage(part, key, **others), target)
                 with self.phase("backward"):
                     loss.backward()
                 losses.append(loss)
         return losses
 
     @torch.no_grad()
-    def predict(self, images: Tensor | None, batch: int) -> Tensor | None:
+    def predict(self, images: Tensor | None, batch: int, **sides: Tensor) -> Tensor | None:
         """Logits of this rank's `logit_rows` [rows, classes] in evaluation mode, or None where not `gives_logits`.
 
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
-        any multiple of `smallest_batch`.
+        any multiple of `smallest_batch`. sides: as in `forward_backward`. Raises ModelError for missing ones.
         """
+        self._refuse_missing(sides)
         images = None if images is None else images.to(self.precision.compute)
         with self.low_precision_params.in_place():
-            x = self._through_stages(images, batch)
+            x = self._through_stages(images, batch, sides)
         while len(self._sent) > len(self.stages):
             # Only sends of earlier batches: the next batch may start while this one's are still under way.
             self._sent.popleft()[0].wait()
         return x if self.gives_logits else None
 
-    def _through_stages(self, images: Tensor | None, batch: int) -> Tensor | None:
+    def _refuse_missing(self, sides: Mapping[str, Tensor]) -> None:
+        """Raise ModelError if a side input of the model is missing."""
+        if missing := self.config.side_inputs.keys() - sides.keys():
+            raise ModelError(
+                f"{self.config.name} takes {', '.join(sorted(missing))} besides images: pass each by its name, "
+                "[batch, …] for all ranks"
+            )
+
+    def _through_stages(self, images: Tensor | None, batch: int, sides: Mapping[str, Tensor]) -> Tensor | None:
         """Run a batch through this rank's stages, receiving tokens from other ranks and sending tokens to them.
 
         Returns the output of this rank's last stage.
@@ -285,7 +301,15 @@ class ParallelModel:
             else:
                 part = self._images[self._stage_rank]
             assert x is not None, "a rank that holds embed needs images"
-            x = torch.cat([stage(piece) for piece in x.split([len(part.row_range(n)) for n in self._pieces(batch)])])
+            sizes = self._pieces(batch)
+            pieces = x.split([len(part.row_range(n)) for n in sizes])
+            beside = {name: side.split(sizes) for name, side in sides.items()}
+            x = torch.cat(
+                [
+                    stage(piece, **{name: side[number] for name, side in beside.items()})
+                    for number, piece in enumerate(pieces)
+                ]
+            )
             if index < last and index + 1 not in self.stages:
                 self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))
         return x

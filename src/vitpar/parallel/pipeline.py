@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.layers import LayeredModel
+from vitpar.models.layers import LayeredModel, given_sides
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.strategy import ActivationPart, Plan, rank_of_stage
 
@@ -176,21 +176,21 @@ class StageModule(LayeredModel):
         self.rows: dict[str, ActivationPart] = {}
         """This rank's part of the batch in each layer, by name."""
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
         """Return this rank's part of the tokens or logits.
 
         x: this rank's part of the images or tokens.
         keys: int64 [rows of the micro-batch over all ranks], random keys of the samples; None without drop-path and
             dropout.
+        sides: other side inputs by name, [rows of the micro-batch over all ranks, …].
         """
+        every = (*sides.values(), *(() if keys is None else (keys,)))
+        total = len(every[0]) if every else 0
         for name, layer in self.layers().items():
             if name in self.before:
                 x = self.before[name](x)
-            here = None
-            if keys is not None:
-                rows = self.rows[name].row_range(len(keys))
-                here = keys[rows.start : rows.stop]
-            x = layer(x, here) if layer.takes_keys else layer(x)
+            rows = self.rows[name].row_range(total)
+            x = layer(x, **given_sides(layer, keys, sides, slice(rows.start, rows.stop)))
         # upstream: zero-bubble schedules call detach_() on a stage's output, which fails on a view. Redistribute
         # returns a new tensor, so no clone is needed.
         return x if self.after is None else self.after(x)

@@ -22,6 +22,7 @@ from vitpar.launch.resources import cpu_cores, keep_freed_memory
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import Excerpt
 from vitpar.models.families import config_to_json
+from vitpar.models.layers import given_sides, zero_sides
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision
@@ -174,7 +175,7 @@ class LayerBench:
             here = len(part.row_range(total))
             shape = here, taken.tokens, len(part.feature_range(taken.features))
         self._x = torch.randn(shape, device=self._model.device, dtype=self._model.precision.compute)
-        self._keys = torch.zeros(here, dtype=torch.int64, device=self._model.device) if config.stochastic else None
+        self._sides = zero_sides(config, here, self._model.device)
         self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)
         self._gradient: Tensor | None = None  # of the output; the head ends in the loss, which needs none
 
@@ -184,7 +185,7 @@ class LayerBench:
         if self.layer.description.last:
             y = self._model.loss(self.layer(x), self._labels)
         else:
-            y = self.layer(x, self._keys) if self.layer.takes_keys else self.layer(x)
+            y = self.layer(x, **given_sides(self.layer, None, self._sides))
             if self._gradient is None:
                 self._gradient = torch.randn_like(y)
         self._pending.append((x, y))
@@ -388,7 +389,7 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     names = tuple(blocks[:1] if fits else blocks)
     counts = Counter(config.layers[name].kind for name in (begin, *names, end))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
-        keys, labels = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        sides, labels = zero_sides(config, 1, device), torch.zeros(1, dtype=torch.int64, device=device)
         for kind, times in counts.items():
             bench = LayerBench(model, kind)
             bench.prepare(1)
@@ -396,5 +397,6 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
         images = images.to(model.precision.compute)
-        whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys)).seconds
+        keys = sides.pop("keys", None)
+        whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys, **sides)).seconds
     return max(0.0, whole - layers)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import UserError
 from vitpar.lazy import lazy_names
-from vitpar.models import ModelConfig, SwinConfig, ViTConfig, model_config
+from vitpar.models import ModelConfig, SideInput, SwinConfig, ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "Recipe",
+    "SideInput",
     "Strategy",
     "SwinConfig",
     "Trainer",

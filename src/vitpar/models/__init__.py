@@ -4,6 +4,7 @@ Importing this package loads no torch; ``vitpar.models.layers`` and the layers o
 """
 
 from vitpar.models.config import IGNORED, ModelConfig
+from vitpar.models.description import SideInput
 from vitpar.models.families import FAMILIES, SHIPPED, config_from_json, config_to_json, model_config
 from vitpar.models.swin.config import SwinConfig
 from vitpar.models.vit.config import ViTConfig
@@ -13,6 +14,7 @@ __all__ = [
     "IGNORED",
     "SHIPPED",
     "ModelConfig",
+    "SideInput",
     "SwinConfig",
     "ViTConfig",
     "config_from_json",

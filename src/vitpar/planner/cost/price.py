@@ -334,10 +334,9 @@ def norm_seconds(costs: LayerCosts, ranks: int) -> float:
 def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     """Return the seconds in which ranks add the gradients of shared parameters, and of tables over the world."""
     config, itemsize = costs.config, costs.precision.parameters.itemsize
-    trained = {name for name, layer in config.layers.items() if layer.backward in ("all", "weights")}
-    owners = [owner for owner in config.holders if layer_of(owner) in trained]
-    if not owners:
+    if not config.holders:
         return 0.0
+    owners = [o for o in config.holders if config.layers[layer_of(o)].backward in ("all", "weights")]
     places = {name: rank_of_stage(n, plan) for n, names in enumerate(stage_layers(config, plan)) for name in names}
     strategies, per_node = plan.strategies(config.layer_names), costs.hardware.ranks_per_node
     tables = sum(math.prod(config.shape(owner)) for owner in owners if owner in config.tables) * itemsize

@@ -1,0 +1,67 @@
+"""Prices and searches of models whose layers share parameters."""
+
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+
+import vitpar
+from helpers.plans import ZBV
+from helpers.shared_models import Relative, Tied
+from vitpar import parse, validate
+from vitpar.planner.cost.links import sharing_group
+from vitpar.planner.cost.price import price
+from vitpar.planner.sources import estimated_costs
+
+WIDE = Tied(num_classes=4096, width=192, hidden=768, depth=6)
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Separate(Tied):
+    """Tied with a second matrix in the head."""
+
+    @property
+    def shared(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "parts"),
+    [
+        ("dp4", {}, 0),
+        ("pp2xdp2", {}, 1),
+        ("pp4", {}, 1),
+        ("pp2xfsdp2", {}, 2),
+        ("pp2xdp2+zero1", {}, 2),
+        ("pp2xdp2", ZBV, 0),  # the first and the last stage are on one rank
+    ],
+)
+def test_stages_that_share_a_matrix_add_its_gradients_once_a_step(
+    mesh: str, more: dict[str, object], parts: int
+) -> None:
+    """The sum takes as long as an all-reduce of this rank's shard. parts: shards of the matrix; 0 for no sum."""
+    plan = validate(replace(parse(mesh), **more), WIDE, BATCH)
+    tied, apart = (
+        price(plan, estimated_costs(config, "2x2xL40S", "fp32"), BATCH)
+        for config in (WIDE, Separate(**asdict(WIDE)))
+    )
+    links, shard = estimated_costs(WIDE, "2x2xL40S", "fp32").links, 4096 * 192 * 4 / (parts or 1)
+    group = sharing_group(plan, (0, plan.pipeline_degree - 1), 2)
+    assert group.nodes == 2 or not parts
+    expected = links.seconds("all_reduce", group, shard) if parts else 0.0
+    assert tied.seconds - apart.seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert sum(tied.time.values()) == pytest.approx(tied.seconds)
+    assert tied.memory == apart.memory, "each layer has a tensor of its own"
+
+
+def test_search_gives_layers_that_share_one_strategy() -> None:
+    found = vitpar.search(WIDE, cluster="2x2xL40S", batch_size=BATCH)
+    for one in found.plans:
+        validate(one.plan, WIDE, BATCH)
+    assert any(not one.plan.is_uniform for one in found.plans)
+
+
+def test_shared_parameters_count_once() -> None:
+    assert WIDE.parameters == Separate(**asdict(WIDE)).parameters - 4096 * 192
+    config = Relative()
+    assert config.parameters == sum(layer.numel for layer in config.layers.values()) - 3 * 4 * 23

@@ -50,13 +50,15 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         (
             ("cli/vitpar_cli/train.py", "train", "takes the option `--mesh`"),
             ("training/recipe/recipe.py", "requested_plans", "parses what the recipe asks for"),
-            ("strategy/grammar.py", "parse", "reads the text, and points at what is wrong"),
-            ("strategy/plan.py", "Plan", "is the plan; its layers have a `Strategy` each (`strategy/layer.py`)"),
+            (
+                "strategy/grammar.py",
+                "parse",
+                "makes a `Plan` (`strategy/plan.py`), or points at what is wrong",
+            ),
             ("strategy/validate.py", "validate", "compares it with the model and the batch"),
             ("cli/vitpar_cli/world.py", "run_in_world", "starts the ranks, or joins those a launcher started"),
             ("training/build.py", "build", "makes all that trains, with the recipe's settings as an `Execution`"),
-            ("parallel/parallelize.py", "parallelize", "wraps the layers of this rank, in order"),
-            ("strategy/execution.py", "Rules", "says what a step does with each layer's parameters"),
+            ("parallel/parallelize.py", "parallelize", "wraps this rank's layers in order, by `strategy/execution.py`"),
             (
                 "parallel/tensor.py",
                 "apply_tensor_parallel",

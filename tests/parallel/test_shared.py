@@ -59,7 +59,7 @@ def run(device: torch.device, name: str, mesh: str, plan: dict[str, Any], settin
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "plan", "settings"), CASES, ids=[f"{n} {m} {p.get('schedule', '')}" for n, m, p, _ in CASES]
+    ("name", "mesh", "plan", "settings"), CASES, ids=[f"{n}-{m.replace(' ', '')}-{p.get('schedule', '')}" for n, m, p, _ in CASES]
 )
 def test_plans_match_one_process(
     name: str, mesh: str, plan: dict[str, Any], settings: dict[str, Any], ranks: Callable[[int], RankPool]

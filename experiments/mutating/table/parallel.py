@@ -3,7 +3,40 @@
 from mutating.mutation import Mutation
 
 MODERN = "tests/parallel/test_modern_plans.py::test_plan_of_a_modern_model_matches_one_process"
+SHARED = "tests/parallel/test_shared.py::test_plans_match_one_process"
 MUTATIONS = (
+    Mutation(
+        name="shared-not-between-stages",
+        breaks="The gradients of a parameter that two stages share are not summed between them.",
+        file="src/vitpar/parallel/shared.py",
+        old="            if mesh is not None:\n",
+        new="            if mesh is None:\n",
+        caught_by=f"{SHARED}[tied-pp2-gpipe]",
+    ),
+    Mutation(
+        name="shared-norm-counts-copies",
+        breaks="The gradient norm counts the copies of shared parameters.",
+        file="src/vitpar/training/optim/norms.py",
+        old="        if name in copies:\n",
+        new="        if not name:\n",
+        caught_by=f"{SHARED}[tied-dp2-]",
+    ),
+    Mutation(
+        name="table-not-over-the-world",
+        breaks="The gradients of tables stay those of a rank's own samples and heads.",
+        file="src/vitpar/parallel/shared.py",
+        old="        all_reduce_(message)\n",
+        new="",
+        caught_by=f"{SHARED}[relative-tp2-]",
+    ),
+    Mutation(
+        name="side-input-of-other-samples",
+        breaks="Layers get the side inputs of the first samples of a micro-batch, not of their own.",
+        file="src/vitpar/parallel/pipeline.py",
+        old="slice(rows.start, rows.stop)",
+        new="slice(0, len(rows))",
+        caught_by="tests/parallel/test_side_inputs.py::test_gradients_equal_one_process[tp2xdp2-more1]",
+    ),
     Mutation(
         name="tp-backward-sum",
         breaks="The gradient at the input of a column-parallel layer is not summed over the tensor-parallel ranks.",

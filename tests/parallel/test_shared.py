@@ -50,6 +50,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("relative", "pp2", DUALPIPEV, {}),
 ]
 
+IDS = [f"{name}-{mesh.replace(' ', '')}-{plan.get('schedule', '')}" for name, mesh, plan, _ in CASES]
+
 
 def run(device: torch.device, name: str, mesh: str, plan: dict[str, Any], settings: dict[str, Any]) -> CheckResult:
     """Check a plan on every rank."""
@@ -58,9 +60,7 @@ def run(device: torch.device, name: str, mesh: str, plan: dict[str, Any], settin
     return check(config, valid, 16, device, **{"precision": "fp64", **settings})
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "plan", "settings"), CASES, ids=[f"{n}-{m.replace(' ', '')}-{p.get('schedule', '')}" for n, m, p, _ in CASES]
-)
+@pytest.mark.parametrize(("name", "mesh", "plan", "settings"), CASES, ids=IDS)
 def test_plans_match_one_process(
     name: str, mesh: str, plan: dict[str, Any], settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitpar.models import ModelConfig
+from vitpar.models.description import layer_of
 from vitpar.planner.describe import PlanSummary, StrategySummary
 from vitpar.planner.modules import LayerModules
 from vitpar.strategy import Plan, Strategy, rank_of_place
@@ -110,11 +111,15 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
     if summary.pipeline_axis:
         words = summary.pipeline_axis.communication
         pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary.travel)}")]
+    holders = ((one, layer_words(consecutive([layer_of(name) for name in one.copies]))) for one in summary.shared)
+    sharing = [(one.owner, f"also in {layers}: {one.communication}") for one, layers in holders]
     if plan.is_uniform:
         (only,) = summary.strategies
         axes = _axis_rows(plan.strategy, only)
         axes.insert(plan.pp_index, pipeline)
         yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
+        if sharing:
+            yield "shared parameters", sharing
         return
     yield "", first + pipeline
     strategies = {str(strategy): strategy for strategy in plan.kinds}
@@ -128,6 +133,8 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
     if changes:
         rows = [(layer_words(consecutive(layers)), words) for words, layers in changes.items()]
         yield "redistribution before", rows
+    if sharing:
+        yield "shared parameters", sharing
 
 
 def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:

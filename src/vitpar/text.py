@@ -67,8 +67,8 @@ def either(options: Iterable[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def ranks(numbers: Iterable[int]) -> str:
-    """Return a list of ranks: `rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
+def ranks(numbers: Iterable[int], noun: str = "rank") -> str:
+    """Return a list of ranks, or of another noun: `rank 3`, `ranks 0 and 2`, `ranks 0-2, 5 and 7`."""
     parts: list[str] = []
     run: list[int] = []
     ordered = sorted(numbers)
@@ -78,7 +78,7 @@ def ranks(numbers: Iterable[int]) -> str:
             parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
             run = []
     *others, last = parts
-    noun = "rank" if len(ordered) == 1 else "ranks"
+    noun = noun if len(ordered) == 1 else f"{noun}s"
     return f"{noun} {', '.join(others)} and {last}" if others else f"{noun} {last}"
 
 

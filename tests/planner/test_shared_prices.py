@@ -10,6 +10,7 @@ from helpers.shared_models import Relative, Tied
 from vitpar import parse, validate
 from vitpar.planner.cost.links import sharing_group
 from vitpar.planner.cost.price import price
+from vitpar.planner.describe import summarize
 from vitpar.planner.sources import estimated_costs
 
 WIDE = Tied(num_classes=4096, width=192, hidden=768, depth=6)
@@ -42,8 +43,7 @@ def test_stages_that_share_a_matrix_add_its_gradients_once_a_step(
     """The sum takes as long as an all-reduce of this rank's shard. parts: shards of the matrix; 0 for no sum."""
     plan = validate(replace(parse(mesh), **more), WIDE, BATCH)
     tied, apart = (
-        price(plan, estimated_costs(config, "2x2xL40S", "fp32"), BATCH)
-        for config in (WIDE, Separate(**asdict(WIDE)))
+        price(plan, estimated_costs(config, "2x2xL40S", "fp32"), BATCH) for config in (WIDE, Separate(**asdict(WIDE)))
     )
     links, shard = estimated_costs(WIDE, "2x2xL40S", "fp32").links, 4096 * 192 * 4 / (parts or 1)
     group = sharing_group(plan, (0, plan.pipeline_degree - 1), 2)
@@ -65,3 +65,21 @@ def test_shared_parameters_count_once() -> None:
     assert WIDE.parameters == Separate(**asdict(WIDE)).parameters - 4096 * 192
     config = Relative()
     assert config.parameters == sum(layer.numel for layer in config.layers.values()) - 3 * 4 * 23
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "more", "words"),
+    [
+        (Tied(), "pp2", {}, "stages 0 and 1 all-reduce the gradients of their copies, once a step"),
+        (Tied(), "pp2", ZBV, "each layer has a copy, with the sum of their gradients"),
+        (Relative(), "pp2", {}, "every rank has all of it; all ranks all-reduce its gradients, once a step"),
+    ],
+)
+def test_summary_says_how_gradients_of_shared_parameters_are_added(
+    config: vitpar.ModelConfig, mesh: str, more: dict[str, object], words: str
+) -> None:
+    summary = summarize(config, validate(replace(parse(mesh), **more), config, 16), 16, 16)
+    assert [(one.owner, one.copies, one.communication) for one in summary.shared] == [
+        (owner, names[1:], words) for owner, names in config.holders.items()
+    ]
+    assert summary.parameters == config.parameters

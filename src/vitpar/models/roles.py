@@ -213,6 +213,8 @@ class ParameterSplit:
     """Dimension that is split, by mesh axis."""
     sums: tuple[str, ...]
     """Axes on which its gradient is partial."""
+    complete: bool = False
+    """Whether every rank keeps all of it, whatever shards the layer: a table."""
 
 
 def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterSplit]:
@@ -224,5 +226,7 @@ def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterS
             axes = role.bias if name == "bias" else role.weight
             axes = {axis: dim % len(shape) for axis, dim in axes.items()}
             sums = tuple(axis for axis in role.sums if axis not in axes)
-            found[f"{part.name}.{name}" if name else part.name] = ParameterSplit(shape, axes, sums)
+            found[f"{part.name}.{name}" if name else part.name] = ParameterSplit(
+                shape, axes, sums, complete=part.role == "table"
+            )
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import LayerDescription
+from vitpar.models.description import LayerDescription, layer_of
 from vitpar.models.roles import AXES, parameter_splits
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.pipeline import idle_share
@@ -22,6 +22,7 @@ from vitpar.strategy import (
     Plan,
     Strategy,
     batch_arithmetic,
+    rank_of_stage,
     stage_layers,
     stages_of_rank,
     token_layout,
@@ -30,7 +31,7 @@ from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
 from vitpar.strategy.stages import travel_layouts
 from vitpar.strategy.traffic import layer_traffic
-from vitpar.text import count
+from vitpar.text import count, ranks
 
 STAGES_GATHERED = 3
 """Maximum number of a rank's stages whose parameters torch's schedules keep gathered (`max_active_stages`)."""
@@ -116,6 +117,18 @@ class Redistribution:
 
 
 @dataclass(frozen=True)
+class SharedSummary:
+    """A parameter that several layers share."""
+
+    owner: str
+    """Name of the parameter in its first layer."""
+    copies: tuple[str, ...]
+    """Names of its copies in the other layers."""
+    communication: str
+    """Description of how gradients are added."""
+
+
+@dataclass(frozen=True)
 class PlanSummary:
     """A plan applied to a model."""
 
@@ -135,6 +148,8 @@ class PlanSummary:
     """The strategies, in the order of layers."""
     redistributions: tuple[Redistribution, ...]
     """Changes of layout, in the order of layers."""
+    shared: tuple[SharedSummary, ...]
+    """Parameters that several layers share."""
 
 
 def summarize(
@@ -148,7 +163,7 @@ def summarize(
     """
     batch = batch_arithmetic(plan, batch_size)
     return PlanSummary(
-        parameters=sum(layer_parameters(config, Plan()).values()),
+        parameters=config.parameters,
         batch=batch,
         idle_share=idle_share(plan, batch.microbatches),
         pipeline=_pipeline(config, plan, {**dict.fromkeys(config.layer_names, bytes_per_parameter), **frozen}),
@@ -156,6 +171,7 @@ def summarize(
         travel=tuple(layout[0].share for layout in travel_layouts(config, plan)),
         strategies=_strategies(config, plan),
         redistributions=_redistributions(config, plan),
+        shared=_shared(config, plan),
     )
 
 
@@ -183,6 +199,24 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple
             )
         )
     return tuple(pipeline_ranks)
+
+
+def _shared(config: ModelConfig, plan: Plan) -> tuple[SharedSummary, ...]:
+    """Return the summaries of shared parameters."""
+    stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
+    summaries = []
+    for owner, (_, *copies) in config.holders.items():
+        stages = {stage_of[layer_of(name)] for name in (owner, *copies)}
+        if not copies:
+            continue
+        if owner in config.tables:
+            words = "every rank has all of it; all ranks all-reduce its gradients, once a step"
+        elif len({rank_of_stage(stage, plan) for stage in stages}) > 1:
+            words = f"{ranks(stages, 'stage')} all-reduce the gradients of their copies, once a step"
+        else:
+            words = "each layer has a copy, with the sum of their gradients"
+        summaries.append(SharedSummary(owner, tuple(copies), words))
+    return tuple(summaries)
 
 
 def _strategies(config: ModelConfig, plan: Plan) -> tuple[StrategySummary, ...]:

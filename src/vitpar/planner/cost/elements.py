@@ -65,7 +65,8 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
             if axis in sizes:
                 shape[dim] = chunk_length(shape[dim], sizes[axis], at[axis])
         compute_numel += math.prod(shape)
-        shape[0] = chunk_length(shape[0], shards, shard)
+        if not split.complete:
+            shape[0] = chunk_length(shape[0], shards, shard)
         local_numel += math.prod(shape)
         for axis in split.sums:
             if axis in sizes:

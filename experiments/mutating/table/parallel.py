@@ -134,7 +134,8 @@ MUTATIONS = (
         breaks="The last of several micro-batches counts nothing.",
         file="src/vitpar/parallel/model.py",
         old="                    loss = self.loss(stage(part, key, **others), target)\n",
-        new="                    loss = self.loss(stage(part, key, **others), target) * (number < count or count == 1)\n",
+        new="                    loss = self.loss(stage(part, key, **others), target)\n"
+        "                    loss = loss * (number < count or count == 1)\n",
         caught_by="vitpar check --mesh dp2 --microbatches 2",
     ),
     Mutation(

@@ -81,4 +81,6 @@ def problem(root: Path, mutation: Mutation) -> str | None:
         return str(error)
     except SyntaxError as error:
         return f"{mutation.file} with mutation {mutation.name} is not Python: {error}"
+    if not mutation.caught_by.startswith(("vitpar check ", "pytest ")):
+        return f"mutation {mutation.name} names no command: begin caught_by with vitpar check or pytest"
     return f"mutation {mutation.name} changes nothing: give another new text" if mutation.new == mutation.old else None

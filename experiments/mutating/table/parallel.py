@@ -11,7 +11,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/shared.py",
         old="            if mesh is not None:\n",
         new="            if mesh is None:\n",
-        caught_by=f"{SHARED}[tied-pp2-gpipe]",
+        caught_by=f'pytest "{SHARED}[tied-pp2-gpipe]"',
     ),
     Mutation(
         name="shared-norm-counts-copies",
@@ -19,7 +19,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="        if name in copies:\n",
         new="        if not name:\n",
-        caught_by=f"{SHARED}[tied-dp2-]",
+        caught_by=f'pytest "{SHARED}[tied-dp2-]"',
     ),
     Mutation(
         name="table-not-over-the-world",
@@ -27,7 +27,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/shared.py",
         old="        all_reduce_(message)\n",
         new="",
-        caught_by=f"{SHARED}[relative-tp2-]",
+        caught_by=f'pytest "{SHARED}[relative-tp2-]"',
     ),
     Mutation(
         name="side-input-of-other-samples",
@@ -35,7 +35,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/pipeline.py",
         old="slice(rows.start, rows.stop)",
         new="slice(0, len(rows))",
-        caught_by="tests/parallel/test_side_inputs.py::test_gradients_equal_one_process[tp2xdp2-more1]",
+        caught_by='pytest "tests/parallel/test_side_inputs.py::test_gradients_equal_one_process[tp2xdp2-more1]"',
     ),
     Mutation(
         name="tp-backward-sum",

@@ -122,10 +122,10 @@ def _compute(
     axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
     here: rules for this layer's parameters.
     """
-    found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
+    partial_gradients = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
     if not here.trained:
         layer.requires_grad_(False)
-        found = []
+        partial_gradients = []
     if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
             compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
@@ -136,7 +136,7 @@ def _compute(
             layer.forward = torch.compile(layer.forward, dynamic=False)
     if strategy.checkpoint and here.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
-    return found
+    return partial_gradients
 
 
 def _shard(

@@ -52,14 +52,14 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
         return forward, backward
     last = None
     for number, part in enumerate(layer.parts):
-        found = _part_traffic(part, strategy, rows // strategy.data_parallel)
-        forward, backward = forward + found.forward, backward + found.backward
+        sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
+        forward, backward = forward + sent.forward, backward + sent.backward
         if layer.backward != "inputs":
-            backward += found.for_weights
+            backward += sent.for_weights
         # The lowest trained layer begins with a norm, whose input needs no gradient.
         if layer.backward != "weights" or number > 0 or part.role != "norm":
-            backward += found.for_input
-        last = found.last if part.product else None if part.role == "scale" else last
+            backward += sent.for_input
+        last = sent.last if part.product else None if part.role == "scale" else last
     if layer.backward == "nothing":
         return forward, Counter()
     # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
@@ -89,13 +89,13 @@ def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: i
     if side == 1 or layer.backward in ("nothing", "inputs"):
         return []
     # layer.flops are those of three passes, one of them forward.
-    passes, found = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
+    passes, besides = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
     for number, part in enumerate(layer.parts):
         sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
         if sent.beside and (number > 0 or layer.backward == "all"):
             share = part.flops / (passes * layer.flops)
-            found += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
-    return found
+            besides += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
+    return besides
 
 
 class _PartTraffic(NamedTuple):
@@ -126,10 +126,10 @@ def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
     sent = {kind: Counter[Collective]() for kind in ("forward", "backward", "for_input", "for_weights")}
     last = None
     for message in filter(None, (role.before, role.after)):
-        for kind, found in sent.items():
+        for kind, collectives in sent.items():
             if operation := getattr(message.exchange, kind):
                 elements, times = _size(part, role, message, kind, images, tokens)
-                found[Collective(operation, message.axis, side, elements)] += times
+                collectives[Collective(operation, message.axis, side, elements)] += times
                 if message is role.after and kind == "forward":
                     last = Collective(operation, message.axis, side, elements)
     return _PartTraffic(**sent, last=last, beside=role.before is not None and role.before.exchange.beside)

@@ -29,7 +29,7 @@ class Links:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._found: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
+        self._closest_links: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
 
     def seconds(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the seconds of an operation on `size` bytes, which are counted as in `Link`.
@@ -53,9 +53,9 @@ class Links:
     def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return `_closest` from a cache."""
         key = operation, group
-        if key not in self._found:
-            self._found[key] = self._closest(operation, group)
-        return self._found[key]
+        if key not in self._closest_links:
+            self._closest_links[key] = self._closest(operation, group)
+        return self._closest_links[key]
 
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
@@ -153,11 +153,11 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         mine = tuple(axes[name] for name in names if name in axes)
         # Stages at the same place within their nodes have the same groups.
         places = {n * behind % ranks_per_node for n in (range(pp) if index is None else (index,))}
-        found = [_group(mine, others, ranks_per_node, place) for place in places]
-        fastest = min(found, key=lambda one: one.nodes)
+        groups = [_group(mine, others, ranks_per_node, place) for place in places]
+        fastest = min(groups, key=lambda one: one.nodes)
         if fastest.nodes == 1:
             return fastest
-        return replace(fastest, here=max(one.here for one in found), share=max(one.share for one in found))
+        return replace(fastest, here=max(one.here for one in groups), share=max(one.share for one in groups))
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -292,7 +292,7 @@ def _group(axes: _Axes, others: _Axes, ranks_per_node: int, first: int = 0) -> R
 
 def _ranks(axes: _Axes) -> NDArray[np.int64]:
     """Return the ranks that some mesh axes reach from rank 0."""
-    found = np.zeros(1, dtype=np.int64)
+    ranks = np.zeros(1, dtype=np.int64)
     for size, stride in axes:
-        found = (found[:, None] + stride * np.arange(size)).ravel()
-    return found
+        ranks = (ranks[:, None] + stride * np.arange(size)).ravel()
+    return ranks

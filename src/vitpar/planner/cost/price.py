@@ -111,8 +111,8 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
 def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
     """Return `Price.memory_bytes` of a plan without pricing its time, which is much quicker for pipelines."""
     batch = batch_arithmetic(plan, batch_size)
-    found = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
-    return max(memory.total for memory in found)
+    memories = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
+    return max(memory.total for memory in memories)
 
 
 def _memory(
@@ -125,13 +125,13 @@ def _memory(
         order: ActionOrder = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
-    buffers, found = _buffers(plan, costs, batch), []
+    buffers, memories = _buffers(plan, costs, batch), []
     for pp in range(plan.pipeline_degree):
         held = stages_of_rank(pp, plan)
         room, reserved = sum(buffers[number] for number in held), costs.hardware.reserved_bytes
         walk = Held({number: stages[number] for number in held}, moments, room, few, reserved)
-        found.append(walk.at_most(order[pp]))
-    return tuple(found)
+        memories.append(walk.at_most(order[pp]))
+    return tuple(memories)
 
 
 def actions(plan: Plan, microbatches: int) -> ActionOrder:
@@ -241,14 +241,14 @@ def _pipelined(
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
-    found: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
+    priced: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
 
     def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
         """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
         special = microbatch == (0 if kind == "F" else last)
         key = kind, number, special
-        if key not in found:
+        if key not in priced:
             streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
             late = stage.late
             if kind == "F":
@@ -265,8 +265,8 @@ def _pipelined(
             streams.block(overhead, "other")
             spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
             spent["other"] += costs.hardware.pipeline * sending
-            found[key] = sum(spent.values()), spent, streams
-        return found[key]
+            priced[key] = sum(spent.values()), spent, streams
+        return priced[key]
 
     def crossing(kind: str, number: int, microbatch: int) -> float:
         """Return the share of an action's time in which its collectives cross nodes."""
@@ -418,6 +418,6 @@ def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[floa
     passing = [whole * elements for elements in _travelling(plan, config)]
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
     gradients = [config.kinds[stage[-1][0]].backward != "nothing" for stage in stages]
-    found = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
-    found[0] += images * config.channels * config.image_size**2 * itemsize
-    return found
+    buffers = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
+    buffers[0] += images * config.channels * config.image_size**2 * itemsize
+    return buffers

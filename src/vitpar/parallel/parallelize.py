@@ -64,7 +64,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         refuse_small(config, execution.fp8_min_features)
     pipe = pipeline_mesh(plan, device.type)
     strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
-    meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
+    meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.distinct}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
     # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
     tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}

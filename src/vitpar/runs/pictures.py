@@ -35,7 +35,7 @@ def plan_pictures(plan: Plan, config: ModelConfig | None) -> str:
 def _pictures(plan: Plan, config: ModelConfig | None) -> str:
     if plan.world_size == 1:
         return "<p>Rank 0 holds the complete model and batch.</p>"
-    if plan.world_size * max(plan.num_stages, len(plan.kinds)) > MOST_PLACES:
+    if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
         return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
     parts = ["<h3>Ranks on each axis</h3>", rank_grid(plan)]
     if config is not None:

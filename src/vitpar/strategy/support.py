@@ -163,7 +163,7 @@ def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], boo
 
     def used(case: PlanInPrecision) -> bool:
         rules = Rules.under(case.plan, case.precision)
-        return any(test(strategy, rules) for strategy in case.plan.kinds)
+        return any(test(strategy, rules) for strategy in case.plan.distinct)
 
     refusal = f"{{key}} is {{value}}, which does nothing with {{case}}: leave it out, it is for {needs}"
     return Effect(tuple(f"communication.{name}" for name in names.split()), used, refusal)
@@ -246,7 +246,7 @@ def _table(down: str, across: str) -> list[str]:
 def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
     """Return the features, by their names in DIMENSIONS, of a plan, its precision and compilation."""
     names = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
-    for strategy in plan.kinds:
+    for strategy in plan.distinct:
         dp, fsdp = strategy.has("dp"), strategy.has("fsdp")
         names.add(f"+zero{strategy.zero}" if strategy.zero else _DATA[dp, fsdp])
         names.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))

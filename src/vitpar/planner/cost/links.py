@@ -178,21 +178,21 @@ def placed(plan: Plan) -> tuple[int, int]:
 
 def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
     """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
 
 
 def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
     """Return the slowest pair of ranks between each two neighbouring stages, in the order of stages."""
     place = {stage: pp for pp in range(plan.pipeline_degree) for stage in stages_of_rank(pp, plan)}
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     pairs = pairwise(place[stage] for stage in range(plan.num_stages))
     return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
 
 
 def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
     """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     farthest = _hop(min(places), max(places), inside, plan.pipeline_degree, plan.stage_size, ranks_per_node)
     return replace(farthest, ranks=len(places))
 
@@ -251,7 +251,7 @@ def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: in
 
 def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
     """Return the ranks at index `pp` of the pp axis, in order."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
 
 

@@ -139,19 +139,19 @@ def logit_layout(strategy: Strategy) -> Layout:
 def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     """Return a key of `token_layout`, equal for exactly the strategies with equal layouts.
 
-    It lists how each axis splits an activation, outermost first, with neighbouring axes of one kind joined. It takes
-    equally long for any number of ranks.
+    It lists how each axis splits an activation, outermost first, with neighbouring axes that split alike joined. It
+    takes equally long for any number of ranks.
     """
     rows, features, axes = _token_rows(strategy), _features(strategy), mesh_axes(strategy)
     splits: list[tuple[str, int]] = []
     for place, (name, size) in enumerate(axes):
-        kind = "features" if name in features else "rows" if name in rows else "copies"
+        split = "features" if name in features else "rows" if name in rows else "copies"
         # j is innermost in the order of rows. If a row axis follows it in rank order, the two orders differ.
-        if kind == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
-            kind = "inner rows"
-        if splits and splits[-1][0] == kind:
+        if split == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
+            split = "inner rows"
+        if splits and splits[-1][0] == split:
             size *= splits.pop()[1]
-        splits.append((kind, size))
+        splits.append((split, size))
     return tuple(splits)
 
 

@@ -123,19 +123,19 @@ def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
     role, side = TABLE[strategy.mode].get(part.role, UNSPLIT), dict(strategy.tensor_shape)["j"]
     # Under 3d one axis sends, and the other one splits what is sent.
     tokens = images * (1 if role.one_by_one else part.tokens) // (side if strategy.mode == "3d" else 1)
-    sent = {kind: Counter[Collective]() for kind in ("forward", "backward", "for_input", "for_weights")}
+    sent = {purpose: Counter[Collective]() for purpose in ("forward", "backward", "for_input", "for_weights")}
     last = None
     for message in filter(None, (role.before, role.after)):
-        for kind, collectives in sent.items():
-            if operation := getattr(message.exchange, kind):
-                elements, times = _size(part, role, message, kind, images, tokens)
+        for purpose, collectives in sent.items():
+            if operation := getattr(message.exchange, purpose):
+                elements, times = _size(part, role, message, purpose, images, tokens)
                 collectives[Collective(operation, message.axis, side, elements)] += times
-                if message is role.after and kind == "forward":
+                if message is role.after and purpose == "forward":
                     last = Collective(operation, message.axis, side, elements)
     return _PartTraffic(**sent, last=last, beside=role.before is not None and role.before.exchange.beside)
 
 
-def _size(part: Part, role: TensorRole, message: Message, kind: str, images: int, tokens: int) -> tuple[int, int]:
+def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: int, tokens: int) -> tuple[int, int]:
     """Return the elements of a collective, and the number of times that it runs.
 
     tokens: those that ranks along the axis of the message compute together.
@@ -144,7 +144,7 @@ def _size(part: Part, role: TensorRole, message: Message, kind: str, images: int
         return images * part.width, part.tokens
     if message.exchange is STATISTICS:  # an RMSNorm has one number; backward sends both in one message
         numbers = 2 if "bias" in part.shapes else 1
-        return (tokens, numbers) if kind == "forward" else (numbers * tokens, 1)
+        return (tokens, numbers) if purpose == "forward" else (numbers * tokens, 1)
     taken, given = part.product or (0, 0)
     features = taken if message is role.before else given
     return tokens * features, part.tokens if role.one_by_one else 1

@@ -122,7 +122,7 @@ def _memory(
     few = batch.microbatches
     if plan.pipeline_degree == 1:
         few = min(few, 3)  # a first, a middle and a last micro-batch: all between are like the middle one
-        order: ActionOrder = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
+        order: ActionOrder = {0: [[(computation, 0, n)] for n in range(few) for computation in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
     buffers, memories = _buffers(plan, costs, batch), []
@@ -243,22 +243,22 @@ def _pipelined(
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
     priced: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
 
-    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
+    def action(computation: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
         """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
-        special = microbatch == (0 if kind == "F" else last)
-        key = kind, number, special
+        special = microbatch == (0 if computation == "F" else last)
+        key = computation, number, special
         if key not in priced:
             streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
             late = stage.late
-            if kind == "F":
+            if computation == "F":
                 stage.forward(streams, special)
-            elif kind == "W":
+            elif computation == "W":
                 streams.compute(late, "backward")
             else:
                 stage.backward(streams, special)
             # I is a complete backward without the part that W computes later.
-            if kind == "I":
+            if computation == "I":
                 streams.at -= late * alone
                 streams.spent["backward"] -= late * alone
             streams.meet()
@@ -268,13 +268,13 @@ def _pipelined(
             priced[key] = sum(spent.values()), spent, streams
         return priced[key]
 
-    def crossing(kind: str, number: int, microbatch: int) -> float:
+    def crossing(computation: str, number: int, microbatch: int) -> float:
         """Return the share of an action's time in which its collectives cross nodes."""
-        taken, _, streams = action(kind, number, microbatch)
+        taken, _, streams = action(computation, number, microbatch)
         return min(1.0, streams.crossing / taken) if taken else 0.0
 
-    def left(kind: str, number: int, microbatch: int) -> tuple[float, bool]:
-        streams = action(kind, number, microbatch)[2]
+    def left(computation: str, number: int, microbatch: int) -> tuple[float, bool]:
+        streams = action(computation, number, microbatch)[2]
         return streams.left, any(across for _, across in streams.backlog)
 
     hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
@@ -292,7 +292,7 @@ def _pipelined(
     events = replay(
         order,
         plan.num_stages,
-        lambda kind, stage, number: action(kind, stage, number)[0],
+        lambda computation, stage, number: action(computation, stage, number)[0],
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
         lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
         at_once,
@@ -300,7 +300,7 @@ def _pipelined(
     )
     done, spent = [0.0] * plan.pipeline_degree, [Spent() for _ in range(plan.pipeline_degree)]
     for event in events:
-        seconds, parts, _ = action(event.kind, event.stage, event.microbatch)
+        seconds, parts, _ = action(event.computation, event.stage, event.microbatch)
         # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
         spent[event.pp].add(parts, (event.end - event.start) / seconds if seconds else 1.0)
         done[event.pp] = max(event.end, traffic.ends.get(event.pp, 0.0))

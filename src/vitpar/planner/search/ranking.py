@@ -16,12 +16,12 @@ class SearchEffort:
     """Relative speedup over the chosen plan that an exact search may miss."""
     simpler: float = 0.01
     """Relative speed that is given up for fewer strategies: predictions do not order plans that close."""
-    kinds: int = 40
-    """Kinds to expand at most."""
+    outlines: int = 40
+    """Outlines to expand at most."""
     prices: int = 16
-    """Plans to price at most, per expanded kind."""
+    """Plans to price at most, per expanded outline."""
     nodes: int = 2000
-    """Nodes of the tree of splits to visit at most, per expanded kind."""
+    """Nodes of the tree of splits to visit at most, per expanded outline."""
     alternatives: int = 10
     """Plans to keep besides the best."""
     seconds: float = 20.0

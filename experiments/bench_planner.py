@@ -45,7 +45,7 @@ def main() -> int:
         costs = estimated_costs(config, cluster, "bf16")
         result = make_search(costs, tuple(n * costs.hardware.ranks for n in images), 2).best(memory)
         best = result.plans[0]
-        counts = {"kinds": result.kinds, "strategies": result.strategies, "priced": result.priced}
+        counts = {"kinds": result.outlines, "strategies": result.strategies, "priced": result.priced}
         plan = f"{best.plan}, {best.plan.microbatches} micro-batches, batch {best.batch_size}"
         facts = {"model": model, "cluster": cluster, "batches": len(images), "seconds": result.seconds, **counts}
         found.append(facts | {"plan": plan, "gap": result.gap})

@@ -195,7 +195,7 @@ def _closed(plan: "Plan") -> "Plan":
 
     Raises StrategyError if it has an open degree.
     """
-    roles = [axis.role for strategy in plan.kinds for axis in strategy.axes if axis.degree is None]
+    roles = [axis.role for strategy in plan.distinct for axis in strategy.axes if axis.degree is None]
     if plan.pp is None or roles:
         role = "pp" if plan.pp is None else roles[0]
         raise StrategyError(f"the degree of '{role}' in '{shown(plan)}' is open: give it a number, or --world-size N")
@@ -225,7 +225,7 @@ def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "Plan
             dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
         ],
     }
-    strategies = {str(strategy): strategy for strategy in plan.kinds}
+    strategies = {str(strategy): strategy for strategy in plan.distinct}
     for record in fields["strategies"]:
         strategy = strategies[record["strategy"]]
         record["places"] = [

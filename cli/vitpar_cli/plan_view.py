@@ -122,7 +122,7 @@ def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]
             yield "shared parameters", sharing
         return
     yield "", first + pipeline
-    strategies = {str(strategy): strategy for strategy in plan.kinds}
+    strategies = {str(strategy): strategy for strategy in plan.distinct}
     for part in summary.strategies:
         rows = [row for rows in _axis_rows(strategies[part.strategy], part) for row in rows]
         heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"

@@ -75,7 +75,8 @@ def scaling(
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
     wanted = {
-        kind: [(number, images(kind, size, number, chosen[-1])) for number in chosen] for kind in ("weak", "strong")
+        regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen]
+        for regime in ("weak", "strong")
     }
     known: dict[tuple[int, int], Point] = {}
     progress = ProgressLines()
@@ -87,23 +88,23 @@ def scaling(
         flags, budget = known_flags(here), limit or usual_budget(here)
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
         known[number, batch] = best_on(number, batch, space, here, budget, moments(merged))
-    by_kind = {kind: [known[pair] for pair in pairs] for kind, pairs in wanted.items()}
-    if not any(point.price for points in by_kind.values() for point in points):
+    by_regime = {regime: [known[pair] for pair in pairs] for regime, pairs in wanted.items()}
+    if not any(point.price for points in by_regime.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
     devices = f"up to {count(chosen[-1], 'rank')}"
     title = f"{model_words(whole, devices)}, batch {size:,}"
     if report is not None:
-        write(report, scaling_page(title, by_kind, whole, said))
+        write(report, scaling_page(title, by_regime, whole, said))
     if as_json:
-        typer.echo(json.dumps(scaling_to_json(by_kind, whole, said)))
+        typer.echo(json.dumps(scaling_to_json(by_regime, whole, said)))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{title}[/bold]", soft_wrap=True)
     print_origin(console, said)
-    for note in scaling_notes(by_kind, whole):
+    for note in scaling_notes(by_regime, whole):
         print_words(console, note, "yellow")
-    for kind, points in by_kind.items():
-        print_plans(console, f"{kind} scaling: {WORDS[kind]}", SCALING_COLUMNS, scaling_rows(points, whole))
+    for regime, points in by_regime.items():
+        print_plans(console, f"{regime} scaling: {WORDS[regime]}", SCALING_COLUMNS, scaling_rows(points, whole))
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
 

@@ -20,7 +20,7 @@ from vitpar.planner.cost.memory import Memory
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.galvatron import import_hardware, import_model
 from vitpar.planner.search.best import ROUNDING, Search
-from vitpar.planner.search.bounds import Kind, Machine
+from vitpar.planner.search.bounds import Machine, PlanOutline
 from vitpar.planner.search.options import Choices, Load, Option
 from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
@@ -137,8 +137,8 @@ class UnderItsModel(Search):
         space = _Space(costs.config, GPUS, tuple(BATCHES), flags=(), schedules=("gpipe",))
         super().__init__(space, costs, effort=SearchEffort(simpler=0.0))
 
-    def options(self, kind: Kind) -> Choices:
-        pp, batch = kind.pipeline.pipeline_degree, kind.batch_size
+    def options(self, outline: PlanOutline) -> Choices:
+        pp, batch = outline.pipeline.pipeline_degree, outline.batch_size
         found = []
         for strategy in self.space.strategies(GPUS // pp):
             if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
@@ -147,11 +147,11 @@ class UnderItsModel(Search):
                 found.append(Option(strategy, loads))
         return Choices(tuple(found), tuple(self.costs.config.kinds), (np.arange(len(found)),))
 
-    def machine(self, kind: Kind, budget: float) -> Machine:
+    def machine(self, outline: PlanOutline, budget: float) -> Machine:
         # The cost model counts memory outside the layers on every stage, vitpar's search only on the first.
         return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING))
 
-    def _ideal(self, kind: Kind) -> float:
+    def _ideal(self, outline: PlanOutline) -> float:
         return 0.0
 
     def _price(self, plan: Plan, batch_size: int) -> Price:

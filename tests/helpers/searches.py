@@ -3,7 +3,7 @@
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.ranking import SearchEffort
 
-EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, kinds=10**9, prices=10**9, nodes=10**9, seconds=10**9)
+EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, outlines=10**9, prices=10**9, nodes=10**9, seconds=10**9)
 """Effort of a search that looks at every plan."""
 
 

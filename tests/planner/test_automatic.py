@@ -43,8 +43,8 @@ def test_search_respects_its_options() -> None:
     )
     for one in found.plans:
         assert one.plan.world_size == 4 and one.plan.microbatches == 4 and one.batch_size in (32, 64)
-        assert {axis.role for kind in one.plan.kinds for axis in kind.axes} <= {"dp"}
-        assert one.plan.schedule != "gpipe" and not any(kind.checkpoint == "full" for kind in one.plan.kinds)
+        assert {axis.role for strategy in one.plan.distinct for axis in strategy.axes} <= {"dp"}
+        assert one.plan.schedule != "gpipe" and not any(strategy.checkpoint == "full" for strategy in one.plan.distinct)
 
 
 def test_optimizer_with_less_state_needs_less_memory() -> None:

@@ -79,8 +79,8 @@ def test_deadlocked_schedule_is_detected() -> None:
 
 def test_transfer_time_delays_the_next_stage() -> None:
     two = {0: actions("0F0 0B0"), 1: actions("1F0 1B0")}
-    events = replay(two, 2, lambda kind, stage, microbatch: 2.0, lambda source, target: 0.5 + target)
-    assert [(e.kind, e.stage, e.start, e.end) for e in events] == [
+    events = replay(two, 2, lambda computation, stage, microbatch: 2.0, lambda source, target: 0.5 + target)
+    assert [(e.computation, e.stage, e.start, e.end) for e in events] == [
         ("F", 0, 0, 2),
         ("F", 1, 3.5, 5.5),
         ("B", 1, 5.5, 7.5),
@@ -91,7 +91,7 @@ def test_transfer_time_delays_the_next_stage() -> None:
 def test_messages_of_one_hop_queue() -> None:
     """Four outputs are ready each second, and each takes three seconds to send."""
     two = {0: actions("0F0 0F1 0F2 0F3"), 1: actions("1F0 1F1 1F2 1F3")}
-    events = replay(two, 2, lambda kind, stage, microbatch: 1.0, lambda source, target: 3.0)
+    events = replay(two, 2, lambda computation, stage, microbatch: 1.0, lambda source, target: 3.0)
     assert [event.start for event in events if event.stage == 1] == [4, 7, 10, 13]
 
 
@@ -104,8 +104,8 @@ def test_messages_share_network_cards_with_collectives() -> None:
         traffic = CrossTraffic(
             hop=lambda source, target: (("out", source), ("in", target)),
             stage=lambda stage: (("in", stage), ("out", stage)),
-            share=lambda kind, stage, number: share * (stage == 0 and number == 1),
-            left=lambda kind, stage, number: (left * (stage == 0 and number == 1), True),
+            share=lambda computation, stage, number: share * (stage == 0 and number == 1),
+            left=lambda computation, stage, number: (left * (stage == 0 and number == 1), True),
         )
         found = replay(two, 2, lambda *part: 1.0, lambda source, target: 2.0, traffic=traffic)
         return [e.start if e.stage else e.end for e in found if e.microbatch == 0 or e.stage == 0], traffic.ends
@@ -123,7 +123,7 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
     apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
     one, two = (replay(apart, 2, lambda *part: 1.0, at_once=cores) for cores in (1, 2))
     assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # one core is never idle
-    first = {(e.kind, e.stage, e.microbatch): e.end for e in one}
+    first = {(e.computation, e.stage, e.microbatch): e.end for e in one}
     assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)
 
 
@@ -131,9 +131,9 @@ def test_every_action_runs_once() -> None:
     for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2)):
         plan = piped(3, schedule, virtual)
         events = replay(action_order(plan, 6), plan.num_stages, lambda *part: 1.0)
-        done = [(e.kind, e.stage, e.microbatch) for e in events]
+        done = [(e.computation, e.stage, e.microbatch) for e in events]
         assert len(set(done)) == len(done)
-        assert {(stage, number) for kind, stage, number in done if kind == "F"} == {
+        assert {(stage, number) for computation, stage, number in done if computation == "F"} == {
             (stage, number) for stage in range(plan.num_stages) for number in range(6)
         }
         for earlier, later in pairwise(sorted((e.start, e.end) for e in events if e.pp == 1)):

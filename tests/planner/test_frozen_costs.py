@@ -106,11 +106,11 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, freeze: s
     schedules = ("1f1b",) if flag != "zero1" else ("gpipe", "zbvzerobubble", "interleaved1f1b")
     space = Space(costs.config, 4, (BATCH,), flags=(flag,), schedules=schedules)
     found, compared = Search(space, costs), 0
-    for kind in found._kinds():
-        choices, machine = found._uniform_options(kind), found.machine(kind, float("inf"))
-        seconds, needs = uniform_bounds(kind, choices, found._sections, machine)
+    for outline in found._outlines():
+        choices, machine = found._uniform_options(outline), found.machine(outline, float("inf"))
+        seconds, needs = uniform_bounds(outline, choices, found._sections, machine)
         for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
-            plan = replace(kind.pipeline, layers=(("*", option.strategy),), microbatches=kind.microbatches)
+            plan = replace(outline.pipeline, layers=(("*", option.strategy),), microbatches=outline.microbatches)
             right = price(plan, costs, BATCH)
             compared += 1
             assert at_least <= right.seconds * (1 + 1e-9), str(plan)

@@ -77,7 +77,7 @@ def test_estimates_carry_the_band_of_their_runs() -> None:
     found = uncertainty(priced("dp8", costs), costs)
     band = BANDS[False, True]
     assert found == Uncertainty(band.share, band) and str(found) == f"± {100 * band.share:.0f} %"
-    assert f"{band.runs} {band.kind}" in found.source and "none is of vitpar" in found.source
+    assert f"{band.runs} {band.description}" in found.source and "none is of vitpar" in found.source
     assert found.to_json()["runs"] == band.runs and "error of estimates" in noise_words(found)
     assert "none is from more than one GPU" in Uncertainty(VITPAR.share, VITPAR).source
     bare = costs_of(measured={})

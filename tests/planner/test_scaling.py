@@ -13,7 +13,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.bands import BANDS
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.search.scaling import Kind, Point, best_on, efficiency, images
+from vitpar.planner.search.scaling import Point, Regime, best_on, efficiency, images
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command
 
@@ -25,10 +25,10 @@ def costs(ranks: int) -> LayerCosts:
     return LayerCosts(CONFIG, hardware, estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, ranks)))
 
 
-def points(kind: Kind, memory: float = 40e9) -> list[Point]:
+def points(regime: Regime, memory: float = 40e9) -> list[Point]:
     found = []
     for ranks in (1, 2, 4, 8):
-        batch = images(kind, 512, ranks, 8)
+        batch = images(regime, 512, ranks, 8)
         found.append(best_on(ranks, batch, Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks), memory))
     return found
 
@@ -64,7 +64,7 @@ def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.M
     assert "weak scaling" in shown.stdout and "100.0%" in shown.stdout and "estimates" in shown.stdout
     page = report.read_text()
     for band in (BANDS[True, False], BANDS[True, True]):
-        assert all(f"{band}: error of {band.runs} {band.kind[:9]}" in words for words in (shown.stdout, page))
+        assert all(f"{band}: error of {band.runs} {band.description[:9]}" in words for words in (shown.stdout, page))
     assert page.count("<svg") == 1 and "Strong scaling" in page and "://" not in page
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]

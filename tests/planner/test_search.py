@@ -188,11 +188,11 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(
     costs = costs_of(cluster(2, 2, 1e9, 1e-5, overlap), 4, width, cores, processes)
     space = Space(costs.config, 4, (32,), flags=(flag,), schedules=("1f1b",))
     search, compared = Search(space, costs), 0
-    for kind in search._kinds():
-        choices, machine = search.options(kind), search.machine(kind, float("inf"))
-        seconds, needs = uniform_bounds(kind, choices, search._sections, machine)
+    for outline in search._outlines():
+        choices, machine = search.options(outline), search.machine(outline, float("inf"))
+        seconds, needs = uniform_bounds(outline, choices, search._sections, machine)
         for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
-            plan = replace(kind.pipeline, layers=(("*", option.strategy),), microbatches=kind.microbatches)
+            plan = replace(outline.pipeline, layers=(("*", option.strategy),), microbatches=outline.microbatches)
             found = price(plan, costs, 32)
             compared += 1
             assert at_least <= found.seconds * (1 + 1e-9), str(found.plan)

@@ -15,7 +15,7 @@ from vitpar.planner.automatic import search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.bounds import Kind
+from vitpar.planner.search.bounds import PlanOutline
 from vitpar.planner.search.relaxed import least_seconds
 from vitpar.planner.search.space import Space
 from vitpar.planner.search.tables import received_shares
@@ -114,27 +114,27 @@ def test_search_equals_exhaustive_enumeration(
 
 
 def _bounds_hold(searching: Search, prices: list[Price]) -> None:
-    """Check the bounds of each kind against the fastest of `prices`, with just the memory that it needs."""
-    fastest: dict[Kind, Price] = {}
+    """Check the bounds of each outline against the fastest of `prices`, with just the memory that it needs."""
+    fastest: dict[PlanOutline, Price] = {}
     for found in prices:
-        kind = Kind(
+        outline = PlanOutline(
             replace(found.plan, layers=Plan().layers, split="even", microbatches=None),
             found.batch_size,
             found.plan.microbatches or 1,
         )
-        if kind not in fastest or found.seconds < fastest[kind].seconds:
-            fastest[kind] = found
-    for kind, found in fastest.items():
+        if outline not in fastest or found.seconds < fastest[outline].seconds:
+            fastest[outline] = found
+    for outline, found in fastest.items():
         for budget in (found.memory_bytes, float("inf")):
-            machine, options = searching.machine(kind, budget), searching.options(kind)
+            machine, options = searching.machine(outline, budget), searching.options(outline)
             sections = searching.space.sections
             for steps in (0, 40):
-                assert least_seconds(kind, options, sections, machine, steps=steps) <= found.seconds * (1 + 1e-9)
+                assert least_seconds(outline, options, sections, machine, steps=steps) <= found.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_bounds_do_not_exceed_the_prices_of_random_plans(ranks: int) -> None:
-    """A kind's bounds hold for plans with any mix of strategies and any split."""
+    """An outline's bounds hold for plans with any mix of strategies and any split."""
     costs = estimated_costs(model_config("swin_tiny_patch4_window7_224"), "8xH100", "bf16", ranks=ranks)
     space, draw = Space(costs.config, ranks, (64,), precision="bf16", compiled=True), random.Random(ranks)
     pipelines = [pipeline for pipeline in space.pipelines() if pipeline.virtual_stages == 1]

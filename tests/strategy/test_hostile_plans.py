@@ -98,7 +98,7 @@ def test_too_many_large_strategies_are_refused_before_layouts_exist() -> None:
     token_layout.cache_clear()
     refused(lambda: Plan(layers), "stages of 65536 ranks have 49 different strategies: use at most 16")
     some = Plan(layers[: MAX_LAYOUT_PARTS // 65_536])
-    assert row_parts(some.kinds[0]) == 4
+    assert row_parts(some.distinct[0]) == 4
     batch_arithmetic(some, 65_536)
     assert token_layout.cache_info().misses == 0  # batch arithmetic needs no layouts
 

@@ -47,10 +47,10 @@ class Profile(Target):
                 import_model(place, TINY, "bf16")
 
 
-def same_again(path: Path, kind: type[Record]) -> Record:
+def same_again(path: Path, profile_class: type[Record]) -> Record:
     """Return a profile that is written and read again."""
-    profile = kind.read(path)
+    profile = profile_class.read(path)
     profile.save(path.with_name("again.json"))
-    if kind.read(path.with_name("again.json")) != profile:
-        raise oracle.Wrong(f"a {kind.kind} profile reads back as another")
+    if profile_class.read(path.with_name("again.json")) != profile:
+        raise oracle.Wrong(f"a {profile_class.subject} profile reads back as another")
     return profile

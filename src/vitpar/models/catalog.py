@@ -102,19 +102,19 @@ def kinds(config: ModelConfig) -> list[KindEntry]:
     names: dict[str, list[str]] = {}
     for layer in config.layers.values():
         names.setdefault(layer.kind, []).append(layer.name)
-    found = []
+    entries = []
     for kind, layer in config.kinds.items():
         numbers = layer.divisible.values()
         tp = tuple(divisors(math.gcd(*numbers))[1:]) if numbers else None
         shape = layer.gives
-        found.append(
+        entries.append(
             KindEntry(
                 *(kind, _ranges(names[kind]), layer.numel, layer.flops // 3, shape.tokens, shape.features),
                 tp if "1d" in layer.modes else (),
                 layer.modes,
             )
         )
-    return found
+    return entries
 
 
 def common_tp(config: ModelConfig) -> tuple[int, ...]:
@@ -156,10 +156,10 @@ def _docstrings(cls: type) -> dict[str, str]:
     except (OSError, TypeError, SyntaxError, ValueError):
         return {}
     assert isinstance(node, ast.ClassDef)
-    found = {}
+    docstrings = {}
     for field, below in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             value = below.value
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found[field.target.id] = " ".join(value.value.split())
-    return found
+                docstrings[field.target.id] = " ".join(value.value.split())
+    return docstrings

@@ -255,10 +255,10 @@ class ModelConfig:
     @cached_property
     def kinds(self) -> dict[str, LayerDescription]:
         """Return the first layer of each kind by the kind's name, in order."""
-        found: dict[str, LayerDescription] = {}
+        first_layers: dict[str, LayerDescription] = {}
         for layer in self.layers.values():
-            found.setdefault(layer.kind, layer)
-        return found
+            first_layers.setdefault(layer.kind, layer)
+        return first_layers
 
     @property
     def block_kinds(self) -> tuple[LayerDescription, ...]:
@@ -268,11 +268,11 @@ class ModelConfig:
     @property
     def groups(self) -> dict[str, range]:
         """Return the blocks that each group of blocks has, by the group's name; empty for a model without groups."""
-        found: dict[str, range] = {}
+        spans: dict[str, range] = {}
         for index, block in enumerate(self.blocks):
             if (layer := self.layers[block]).group is not None:
-                found[layer.group] = range(found.get(layer.group, range(index, index)).start, index + 1)
-        return found
+                spans[layer.group] = range(spans.get(layer.group, range(index, index)).start, index + 1)
+        return spans
 
     @property
     def layer_flops(self) -> dict[str, int]:

@@ -217,15 +217,15 @@ def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backw
 
     Backward ends at the lowest trained layer, whose input needs no gradient.
     """
-    found: dict[str, Backward] = {}
+    gradients: dict[str, Backward] = {}
     reached = False  # whether a trained layer is below
     for name in layers:
         if name in frozen:
-            found[name] = "inputs" if reached else "nothing"
+            gradients[name] = "inputs" if reached else "nothing"
         else:
-            found[name] = "all" if reached else "weights"
+            gradients[name] = "all" if reached else "weights"
             reached = True
-    return found
+    return gradients
 
 
 def block_name(index: int) -> str:

@@ -3,8 +3,8 @@
 That module has
 
 - ``renamed(shapes)``: recognise the format of foreign tensors and map their names to vitpar's; None for another family.
-- ``infer_config(place, found, hints, model)``: the configuration of the model whose tensors were found.
-- ``parts(found, config)``: how each parameter of vitpar is made of the tensors.
+- ``infer_config(place, tensors, hints, model)``: the configuration of the model that the tensors belong to.
+- ``parts(tensors, config)``: how each parameter of vitpar is made of the tensors.
 
 and, where its parameters can leave vitpar, in its module ``exporting`` the function ``exported(config, format)``.
 """
@@ -110,15 +110,15 @@ def mapped(names: Iterable[str], patterns: Patterns) -> tuple[dict[str, str], li
 
     A second name that gives the same counts as one without.
     """
-    found, unknown = dict[str, str](), list[str]()
+    foreign_names, unknown = dict[str, str](), list[str]()
     for name in names:
         matches = ((re.fullmatch(pattern, name), template) for pattern, template in patterns)
         given = next((match.expand(template) for match, template in matches if match), None)
-        if given is None or given in found:
+        if given is None or given in foreign_names:
             unknown.append(name)
         else:
-            found[given] = name
-    return found, unknown
+            foreign_names[given] = name
+    return foreign_names, unknown
 
 
 def dimension(place: object, shapes: Shapes, name: str, dim: int, model: str) -> int:

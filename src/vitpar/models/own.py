@@ -76,18 +76,18 @@ class OwnModel(ModelConfig):
         if self.depth > MAX_BLOCKS:
             raise ModelError(f"{self.name} has {self.depth:,} blocks: use at most {MAX_BLOCKS:,}")
         names = ("embed", *map(block_name, range(self.depth)), "head")
-        found: list[LayerDescription] = []
+        layers: list[LayerDescription] = []
         kinds: dict[tuple[object, ...], str] = {}
         taken: TensorSpec | None = None
         for name in names:
             layer = _described(self, name, taken, last=name == names[-1])
             key = layer.takes, layer.gives, layer.parts, layer.modes, layer.other_flops
             kind = kinds.setdefault(key, f"block{len(kinds) + 1}") if layer.is_block else name
-            found.append(dataclasses.replace(layer, kind=kind))
+            layers.append(dataclasses.replace(layer, kind=kind))
             taken = layer.gives
         if len(kinds) == 1:
-            found[1:-1] = [dataclasses.replace(layer, kind="block") for layer in found[1:-1]]
-        return tuple(found)
+            layers[1:-1] = [dataclasses.replace(layer, kind="block") for layer in layers[1:-1]]
+        return tuple(layers)
 
 
 def load(text: str) -> str:
@@ -104,8 +104,8 @@ def load(text: str) -> str:
             f"there is no file '{shown(file)}': name the file of your model, as in --model my_model.py:Mixer"
         )
     module = _run(path)
-    found = getattr(module, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, ModelConfig) and dataclasses.is_dataclass(found)):
+    family = getattr(module, attribute, None)
+    if not (isinstance(family, type) and issubclass(family, ModelConfig) and dataclasses.is_dataclass(family)):
         known = [
             name
             for name, value in vars(module).items()
@@ -115,7 +115,7 @@ def load(text: str) -> str:
             f"'{shown(file)}' has no model called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
             f"that derives from vitpar.OwnModel{', such as ' + known[0] if known else ''}"
         )
-    register(found, f"{path.name}:{attribute}")
+    register(family, f"{path.name}:{attribute}")
     return text
 
 
@@ -152,12 +152,12 @@ def _run(path: Path) -> Any:
 
 def _line_in(path: Path, error: BaseException) -> str:
     """Return " in line N" for the last line of `path` that `error` passed; empty if it passed none."""
-    found, trace = "", error.__traceback__
+    line, trace = "", error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename) == path:
-            found = f" in line {trace.tb_lineno}"
+            line = f" in line {trace.tb_lineno}"
         trace = trace.tb_next
-    return found
+    return line
 
 
 def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool) -> LayerDescription:
@@ -284,11 +284,11 @@ def _tokens(shape: tuple[int, ...] | None, batch: int) -> tuple[int, int]:
 
 def _divisible(parts: tuple[Part, ...]) -> dict[str, int]:
     """Return the numbers that the degree of tp has to divide, by noun."""
-    found: dict[str, int] = {}
+    divisible: dict[str, int] = {}
     for part in parts:
         if part.product and part.role in ("column", "row", "classifier", "merge"):
             taken, given = part.product
-            found[f"{part.name} feature"] = given if part.role == "column" else taken
+            divisible[f"{part.name} feature"] = given if part.role == "column" else taken
         elif part.role in ("per_head", "table"):
-            found[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
-    return found
+            divisible[f"{part.name} head"] = next(iter(part.shapes.values()))[0]
+    return divisible

@@ -219,14 +219,13 @@ class ParameterSplit:
 
 def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterSplit]:
     """Return the splits of a layer's parameters under a tensor-parallel mode, by the parameter's name."""
-    found = {}
+    splits = {}
     for part in layer.parts:
         role = TABLE[mode].get(part.role, UNSPLIT)
         for name, shape in part.shapes.items():
             axes = role.bias if name == "bias" else role.weight
             axes = {axis: dim % len(shape) for axis, dim in axes.items()}
             sums = tuple(axis for axis in role.sums if axis not in axes)
-            found[f"{part.name}.{name}" if name else part.name] = ParameterSplit(
-                shape, axes, sums, complete=part.role == "table"
-            )
-    return found
+            key = f"{part.name}.{name}" if name else part.name
+            splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table")
+    return splits

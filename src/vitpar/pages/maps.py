@@ -36,7 +36,7 @@ def layer_map(config: ModelConfig, plan: Plan) -> str:
 def rank_grid(plan: Plan) -> str:
     """Return grids of the ranks with their index on each axis, one grid for each distinct placement of a strategy."""
     grids: dict[str, list[str]] = {}
-    for strategy in plan.kinds:
+    for strategy in plan.distinct:
         grids.setdefault(_grid(plan, strategy), []).append(f"<code>{escape(str(strategy))}</code>")
     if len(grids) == 1:
         return next(iter(grids))

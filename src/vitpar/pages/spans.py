@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-"""Names of pipeline actions by the kinds of ``vitpar.planner.cost.pipeline``."""
+"""Names of pipeline actions by the computations of ``vitpar.planner.cost.pipeline``."""
 
 
 @dataclass(frozen=True)

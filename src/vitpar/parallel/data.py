@@ -195,13 +195,13 @@ def _by_group(
 
     over_j: ids of parameters whose gradients are partial over j.
     """
-    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for parameter in parameters:
         if id(parameter) in over_j:
-            found.setdefault(partial_group(mesh), []).append(parameter)
+            groups.setdefault(partial_group(mesh), []).append(parameter)
         elif size(mesh, "replicate") > 1:
-            found.setdefault(mesh.get_group("replicate"), []).append(parameter)
-    return found
+            groups.setdefault(mesh.get_group("replicate"), []).append(parameter)
+    return groups
 
 
 def _elements(parameters: Iterable[Tensor]) -> int:

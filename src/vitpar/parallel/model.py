@@ -358,11 +358,11 @@ class ParallelModel:
 
     def _rows(self, part: ActivationPart, batch: int) -> list[int]:
         """Return the indices of the rows of `part`: its share of each micro-batch, one micro-batch after another."""
-        found, start = [], 0
+        indices, start = [], 0
         for size in self._pieces(batch):
-            found += [start + row for row in part.row_range(size)]
+            indices += [start + row for row in part.row_range(size)]
             start += size
-        return found
+        return indices
 
     def _token_shape(self, index: int, batch: int) -> tuple[int, int, int]:
         """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images."""

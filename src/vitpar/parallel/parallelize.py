@@ -64,7 +64,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         refuse_small(config, execution.fp8_min_features)
     pipe = pipeline_mesh(plan, device.type)
     strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
-    meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.kinds}
+    meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.distinct}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
     # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
     tensor_axes = {strategy: tensor_mesh(mesh) for strategy, mesh in meshes.items()}
@@ -122,10 +122,10 @@ def _compute(
     axes: tensor-parallel axes of the layer's mesh, None without tensor parallelism.
     here: rules for this layer's parameters.
     """
-    found = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
+    partial_gradients = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
     if not here.trained:
         layer.requires_grad_(False)
-        found = []
+        partial_gradients = []
     if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
             compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
@@ -136,7 +136,7 @@ def _compute(
             layer.forward = torch.compile(layer.forward, dynamic=False)
     if strategy.checkpoint and here.backward != "nothing":
         recompute_in_backward(layer, strategy.checkpoint)
-    return found
+    return partial_gradients
 
 
 def _shard(

@@ -44,11 +44,11 @@ class PhaseClock:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for name, begun, ended in self._marks:
-            found[name] = found.get(name, 0.0) + self._between(begun, ended)
+            seconds[name] = seconds.get(name, 0.0) + self._between(begun, ended)
         self._marks.clear()
-        return found
+        return seconds
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

@@ -125,8 +125,8 @@ class _Copies(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
             return None, None, None, *gradients
-        found = iter(_converted([g for g in gradients if g is not None], ctx.kept))
-        return None, None, None, *(None if g is None else next(found) for g in gradients)
+        converted = iter(_converted([g for g in gradients if g is not None], ctx.kept))
+        return None, None, None, *(None if g is None else next(converted) for g in gradients)
 
 
 def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:

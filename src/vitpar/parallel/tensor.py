@@ -38,8 +38,8 @@ class PartialGradient:
     @property
     def parameter(self) -> Tensor:
         """The parameter."""
-        found: Tensor = getattr(self.module, self.name)
-        return found
+        parameter: Tensor = getattr(self.module, self.name)
+        return parameter
 
 
 def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) -> list[PartialGradient]:
@@ -56,11 +56,11 @@ def apply_tensor_parallel(layer: Layer, strategy: Strategy, mesh: DeviceMesh) ->
         if divided == "features":
             layer.take_features(mesh.get_local_rank(index), mesh.size(index))
     layer.take_heads(mesh.get_local_rank(0), mesh.size(0))  # every mode splits heads over j
-    found = []
+    partial_gradients = []
     for name, split in parameter_splits(layer.description, strategy.mode).items():
         owner, _, attribute = name.rpartition(".")
-        found += [PartialGradient(modules[owner], attribute, mesh.get_group(axis)) for axis in split.sums]
-    return found
+        partial_gradients += [PartialGradient(modules[owner], attribute, mesh.get_group(axis)) for axis in split.sums]
+    return partial_gradients
 
 
 class TensorSums:
@@ -91,7 +91,7 @@ class TensorSums:
     @property
     def messages(self) -> list[tuple[ProcessGroup, int]]:
         """Process group and bytes of each all-reduce."""
-        return [(group, sum(to_local(p.parameter).nbytes for p in found)) for group, found in self._partial]
+        return [(group, sum(to_local(p.parameter).nbytes for p in gradients)) for group, gradients in self._partial]
 
     def start(self) -> None:
         """Start to sum the partial gradients.

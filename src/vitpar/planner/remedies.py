@@ -19,14 +19,14 @@ def less_memory(need: Memory | None, config: ModelConfig, plan: Plan, batch_size
     """
     more = _more_microbatches(config, plan, batch_size)
     acts = [] if more is None else [f"--microbatches {more}"]
-    if any(kind.checkpoint is None for kind in plan.kinds):
+    if any(strategy.checkpoint is None for strategy in plan.distinct):
         acts.append("+ckpt")
     if precision in ("fp64", "fp32"):
         acts.append("--precision bf16")
     kept = []
-    if plan.data_parallel > 1 and not any(kind.has("fsdp") for kind in plan.kinds):
-        kept += ["fsdp in place of dp", *(["+zero1"] if not any(kind.zero for kind in plan.kinds) else [])]
-    elif not any(kind.offload for kind in plan.kinds):
+    if plan.data_parallel > 1 and not any(strategy.has("fsdp") for strategy in plan.distinct):
+        kept += ["fsdp in place of dp", *(["+zero1"] if not any(strategy.zero for strategy in plan.distinct) else [])]
+    elif not any(strategy.offload for strategy in plan.distinct):
         kept += ["more GPUs with fsdp", "+offload"]
     state = 0.0 if need is None else need.parameters + need.optimizer + need.gradients
     ways = [*kept, *acts] if need is not None and state > need.total / 2 else [*acts, *kept]

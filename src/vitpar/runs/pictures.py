@@ -35,7 +35,7 @@ def plan_pictures(plan: Plan, config: ModelConfig | None) -> str:
 def _pictures(plan: Plan, config: ModelConfig | None) -> str:
     if plan.world_size == 1:
         return "<p>Rank 0 holds the complete model and batch.</p>"
-    if plan.world_size * max(plan.num_stages, len(plan.kinds)) > MOST_PLACES:
+    if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
         return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
     parts = ["<h3>Ranks on each axis</h3>", rank_grid(plan)]
     if config is not None:
@@ -56,8 +56,10 @@ def pipeline_timeline(plan: Plan) -> str:
     batches = plan.microbatches or 1
     if 3 * batches * plan.num_stages > MOST_ACTIONS:
         return f"<p>A step has {batches:,} micro-batches in {plan.num_stages:,} stages: too many to draw.</p>"
-    events = replay(action_order(plan, batches), plan.num_stages, lambda kind, stage, microbatch: UNITS[kind])
-    spans = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in events]
+    events = replay(
+        action_order(plan, batches), plan.num_stages, lambda computation, stage, microbatch: UNITS[computation]
+    )
+    spans = [Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in events]
     spans.sort(key=lambda span: (span.start, span.row))
     idle = f"{idle_share(plan, batches) * 100:.1f} %"
     cut = f" The first {MOST_SPANS:,} of {len(spans):,} spans are shown." * (len(spans) > MOST_SPANS)

@@ -70,7 +70,7 @@ def smallest_microbatch(plan: Plan) -> int:
 
     It exceeds 1 if a layer splits its batch further over tp (+sp and 3d).
     """
-    return math.lcm(plan.data_parallel, *(row_parts(strategy) for strategy in plan.kinds)) // plan.data_parallel
+    return math.lcm(plan.data_parallel, *(row_parts(strategy) for strategy in plan.distinct)) // plan.data_parallel
 
 
 def default_microbatches(plan: Plan, working: list[int]) -> int:
@@ -157,4 +157,4 @@ def _cut_objection(plan: Plan, size: int) -> str | None:
 
 def _most_cut(plan: Plan) -> Strategy:
     """Return the strategy that splits its batch most beyond its data-parallel parts."""
-    return max(plan.kinds, key=lambda strategy: row_parts(strategy) // strategy.data_parallel)
+    return max(plan.distinct, key=lambda strategy: row_parts(strategy) // strategy.data_parallel)

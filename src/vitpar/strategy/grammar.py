@@ -204,11 +204,11 @@ def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
                 f"empty flag {span.part(-1, 0).place}: write a flag after the '+', as in +ckpt, or drop it"
             )
         name, fields = _parse_flag(span)
-        kind = _CHOICE.get(name, f"flag '{name}'")
-        if kind in seen:
-            kind = kind if kind.startswith("flag") else f"a {kind}"
-            raise StrategyError(f"{kind} is repeated {span.place}: give each flag once")
-        seen.add(kind)
+        choice = _CHOICE.get(name, f"flag '{name}'")
+        if choice in seen:
+            choice = choice if choice.startswith("flag") else f"a {choice}"
+            raise StrategyError(f"{choice} is repeated {span.place}: give each flag once")
+        seen.add(choice)
         flags |= fields
     return flags
 

@@ -110,10 +110,10 @@ def shards_as_fsdp(strategy: Strategy) -> bool:
 
 def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
     """Return the index of rank `stage_rank` of the stage along each axis of `mesh_axes`."""
-    found: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for name, size in reversed(mesh_axes(strategy)):
-        stage_rank, found[name] = divmod(stage_rank, size)
-    return found
+        stage_rank, indices[name] = divmod(stage_rank, size)
+    return indices
 
 
 @cache
@@ -139,20 +139,20 @@ def logit_layout(strategy: Strategy) -> Layout:
 def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     """Return a key of `token_layout`, equal for exactly the strategies with equal layouts.
 
-    It lists how each axis splits an activation, outermost first, with neighbouring axes of one kind joined. It takes
-    equally long for any number of ranks.
+    It lists how each axis splits an activation, outermost first, with neighbouring axes that split alike joined. It
+    takes equally long for any number of ranks.
     """
     rows, features, axes = _token_rows(strategy), _features(strategy), mesh_axes(strategy)
-    found: list[tuple[str, int]] = []
+    splits: list[tuple[str, int]] = []
     for place, (name, size) in enumerate(axes):
-        kind = "features" if name in features else "rows" if name in rows else "copies"
+        split = "features" if name in features else "rows" if name in rows else "copies"
         # j is innermost in the order of rows. If a row axis follows it in rank order, the two orders differ.
-        if kind == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
-            kind = "inner rows"
-        if found and found[-1][0] == kind:
-            size *= found.pop()[1]
-        found.append((kind, size))
-    return tuple(found)
+        if split == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
+            split = "inner rows"
+        if splits and splits[-1][0] == split:
+            size *= splits.pop()[1]
+        splits.append((split, size))
+    return tuple(splits)
 
 
 def copies(layout: Layout, stage_rank: int) -> list[int]:
@@ -206,7 +206,7 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
     for rank, part in enumerate(source):
         holders.setdefault(part, []).append(rank)
     rows, features = source[0].rows, source[0].features
-    found = []
+    transfers = []
     for receiver, wanted in enumerate(target):
         for row in _meeting(wanted.row, wanted.rows, rows):
             for feature in _meeting(wanted.feature, wanted.features, features):
@@ -215,8 +215,8 @@ def moves(source: Layout, target: Layout, batch: int, width: int) -> list[Move]:
                 assert piece is not None, f"{part} does not meet {wanted}"
                 ranks = holders[part]
                 sender = receiver if source[receiver] == part else ranks[receiver % len(ranks)]
-                found.append(Move(sender, receiver, *piece))
-    return found
+                transfers.append(Move(sender, receiver, *piece))
+    return transfers
 
 
 @cache

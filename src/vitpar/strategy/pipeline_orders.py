@@ -17,13 +17,13 @@ from vitpar.strategy.plan import Plan
 from vitpar.strategy.stages import rank_of_stage
 
 ActionPart = tuple[str, int, int]
-"""(kind, stage, micro-batch); kinds: F forward, I gradients of inputs, W of weights, B of both."""
+"""(computation, stage, micro-batch); computations: F forward, I gradients of inputs, W of weights, B of both."""
 ActionOrder = Mapping[int, Sequence[Sequence[ActionPart]]]
 """Actions of each pipeline rank in order, by index on the pp axis. Several parts in one action are overlapped."""
 _Actions = Iterator[list[ActionPart]]
 """Actions of one rank in order."""
 _Steps = Iterator[tuple[tuple[str, int], ...]]
-"""Actions of one rank in order, without micro-batches: (kind, stage) of each part."""
+"""Actions of one rank in order, without micro-batches: (computation, stage) of each part."""
 
 
 def action_order(plan: Plan, microbatches: int) -> ActionOrder:
@@ -41,8 +41,8 @@ def action_order(plan: Plan, microbatches: int) -> ActionOrder:
 def _numbered(steps: Callable[[int, int, int, Sequence[int]], _Steps]) -> Callable[..., _Actions]:
     """Return the function `steps` with micro-batches in its actions.
 
-    Every stage takes its micro-batches in order, for each kind, so they follow from kinds and stages alone. Parts of
-    micro-batches that do not exist are left out.
+    Every stage takes its micro-batches in order, for each computation, so they follow from computations and stages
+    alone. Parts of micro-batches that do not exist are left out.
     """
 
     @wraps(steps)
@@ -51,15 +51,15 @@ def _numbered(steps: Callable[[int, int, int, Sequence[int]], _Steps]) -> Callab
         put_off: defaultdict[int, deque[int]] = defaultdict(deque)
         for action in steps(pp, p, m, stages):
             parts = []
-            for kind, stage in action:
-                if kind == "W":
+            for computation, stage in action:
+                if computation == "W":
                     number = put_off[stage].popleft()
                 else:
-                    number = next((forwards if kind == "F" else backwards)[stage])
-                if kind == "I":
+                    number = next((forwards if computation == "F" else backwards)[stage])
+                if computation == "I":
                     put_off[stage].append(number)
                 if number < m:
-                    parts.append((kind, stage, number))
+                    parts.append((computation, stage, number))
             if parts:
                 yield parts
 
@@ -69,9 +69,9 @@ def _numbered(steps: Callable[[int, int, int, Sequence[int]], _Steps]) -> Callab
 def _gpipe(pp: int, p: int, m: int, stages: Sequence[int]) -> _Actions:
     """Run all forwards, then all backwards. Source: GPipe (arXiv 1811.06965), section 2.3."""
     (stage,) = stages
-    for kind in "FB":
+    for computation in "FB":
         for number in range(m):
-            yield [(kind, stage, number)]
+            yield [(computation, stage, number)]
 
 
 def _one_forward_one_backward(pp: int, p: int, m: int, stages: Sequence[int]) -> _Actions:

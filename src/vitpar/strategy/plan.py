@@ -50,7 +50,7 @@ class Plan:
         object.__setattr__(self, "layers", canonical(self.layers))
         self._check_layers()
         Axis("pp", self.pp)
-        refuse_many_ranks((self.pp or 1) * max(strategy.known_size for strategy in self.kinds), self)
+        refuse_many_ranks((self.pp or 1) * max(strategy.known_size for strategy in self.distinct), self)
         outermost = len(self.strategy.axes) if self.is_uniform and self.pp != 1 else 0
         if not 0 <= self.pp_index <= outermost:
             raise StrategyError(
@@ -92,10 +92,10 @@ class Plan:
                 f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
                 "give all layers strategies of the same size"
             )
-        ranks, kinds = max(sizes, default=1), len(self.kinds)
-        if ranks * kinds > MAX_LAYOUT_PARTS:
+        ranks, distinct = max(sizes, default=1), len(self.distinct)
+        if ranks * distinct > MAX_LAYOUT_PARTS:
             raise StrategyError(
-                f"stages of {ranks} ranks have {kinds} different strategies: use at most {MAX_LAYOUT_PARTS // ranks}"
+                f"stages of {ranks} ranks have {distinct} different strategies: use at most {MAX_LAYOUT_PARTS // ranks}"
             )
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return self.layers[0][1]
 
     @property
-    def kinds(self) -> tuple[Strategy, ...]:
+    def distinct(self) -> tuple[Strategy, ...]:
         """The distinct strategies, in the order of layers."""
         return tuple(dict.fromkeys(strategy for _, strategy in self.layers))
 
@@ -146,7 +146,7 @@ class Plan:
     @property
     def is_open(self) -> bool:
         """Whether a degree is open."""
-        return self.pp is None or any(strategy.is_open for strategy in self.kinds)
+        return self.pp is None or any(strategy.is_open for strategy in self.distinct)
 
     @property
     def pipeline_degree(self) -> int:
@@ -156,7 +156,7 @@ class Plan:
     @property
     def stage_size(self) -> int:
         """Number of ranks of a stage."""
-        return max(strategy.size for strategy in self.kinds)
+        return max(strategy.size for strategy in self.distinct)
 
     @property
     def world_size(self) -> int:
@@ -171,7 +171,7 @@ class Plan:
     @property
     def data_parallel(self) -> int:
         """Number of data-parallel parts of the batch: the least common multiple of the layers' numbers of parts."""
-        return math.lcm(*(strategy.data_parallel for strategy in self.kinds))
+        return math.lcm(*(strategy.data_parallel for strategy in self.distinct))
 
     def with_axes(self, axes: tuple[Axis, ...]) -> Plan:
         """Return this uniform plan on other axes, outermost first, which may include pp and degrees of 1."""

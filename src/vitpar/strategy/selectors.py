@@ -79,10 +79,10 @@ def split_list(text: str) -> tuple[str, ...]:
 
     Raises StrategyError for an invalid one.
     """
-    found = tuple(part.strip() for part in text.split(","))
-    for selector in found:
+    selectors = tuple(part.strip() for part in text.split(","))
+    for selector in selectors:
         blocks_of(selector)
-    return found
+    return selectors
 
 
 def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range], model: str) -> frozenset[str]:
@@ -93,19 +93,19 @@ def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range],
 
     Raises StrategyError for an invalid selector, or one that the model lacks.
     """
-    blocks, found = layer_names[1:-1], set[str]()
+    blocks, layers = layer_names[1:-1], set[str]()
     for selector in split_list(text):
         span = blocks_of(_numbered(selector, named, model))
         if span is None:
-            found |= set(blocks) if selector == "*" else {selector}
+            layers |= set(blocks) if selector == "*" else {selector}
         elif span.stop > len(blocks):
             raise StrategyError(
                 f"'{selector}' names block {span.stop - 1}, but {model} has {count(len(blocks), 'block')}, 0 to "
                 f"{len(blocks) - 1}: change it"
             )
         else:
-            found |= {blocks[index] for index in span}
-    return frozenset(found)
+            layers |= {blocks[index] for index in span}
+    return frozenset(layers)
 
 
 def canonical(groups: Groups) -> Groups:
@@ -154,7 +154,7 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
     if name := next((selector for selector in words if selector not in _WORDS), None):
         raise StrategyError(f"blocks are called '{name}', which only a model tells: validate the plan for the model")
     depth = len(layer_names) - 2
-    found: dict[int, Strategy] = {}
+    by_block: dict[int, Strategy] = {}
     for selector, strategy in groups:
         span = blocks_of(selector)
         if span is None:
@@ -164,11 +164,11 @@ def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy
                 f"blocks {selector} are given a strategy but the model has {count(depth, 'block')}, 0 to {depth - 1}: "
                 "change the group"
             )
-        found |= dict.fromkeys(span, strategy)
-    missing = [index for index in range(depth) if index not in found]
+        by_block |= dict.fromkeys(span, strategy)
+    missing = [index for index in range(depth) if index not in by_block]
     if missing and "*" not in words:
         raise StrategyError(f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named")
-    blocks = [found.get(index, words.get("*")) for index in range(depth)]
+    blocks = [by_block.get(index, words.get("*")) for index in range(depth)]
     embed = words.get("embed", words.get("*", blocks[0]))
     head = words.get("head", words.get("*", blocks[-1]))
     chosen = [embed, *blocks, head]

@@ -132,17 +132,17 @@ def _best_split(
     for stage in range(1, num_stages + 1):
         longer = [none] * (num_blocks + 1)
         for end in range(stage, num_blocks + 1):
-            found, place = math.inf, 0
+            smallest, place = math.inf, 0
             for start in range(end - 1, stage - 2, -1):
                 cost = stage_cost(start, end)
                 least = fold(0.0, cost)
-                if least > found or least == math.inf:
+                if least > smallest or least == math.inf:
                     break  # every longer stage costs at least as much
                 value = fold(best[start][0], cost)
-                if value <= found:
-                    found, place = value, start
-            if found < math.inf:
-                longer[end] = (found, [*best[place][1], end - place])
+                if value <= smallest:
+                    smallest, place = value, start
+            if smallest < math.inf:
+                longer[end] = (smallest, [*best[place][1], end - place])
         best = longer
     return best[num_blocks]
 

@@ -163,7 +163,7 @@ def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], boo
 
     def used(case: PlanInPrecision) -> bool:
         rules = Rules.under(case.plan, case.precision)
-        return any(test(strategy, rules) for strategy in case.plan.kinds)
+        return any(test(strategy, rules) for strategy in case.plan.distinct)
 
     refusal = f"{{key}} is {{value}}, which does nothing with {{case}}: leave it out, it is for {needs}"
     return Effect(tuple(f"communication.{name}" for name in names.split()), used, refusal)
@@ -245,14 +245,14 @@ def _table(down: str, across: str) -> list[str]:
 
 def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
     """Return the features, by their names in DIMENSIONS, of a plan, its precision and compilation."""
-    found = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
-    for strategy in plan.kinds:
+    names = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
+    for strategy in plan.distinct:
         dp, fsdp = strategy.has("dp"), strategy.has("fsdp")
-        found.add(f"+zero{strategy.zero}" if strategy.zero else _DATA[dp, fsdp])
-        found.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))
-        found.add({None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"))
-        found.add("+offload" if strategy.offload else "no offload")
-    return found
+        names.add(f"+zero{strategy.zero}" if strategy.zero else _DATA[dp, fsdp])
+        names.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))
+        names.add({None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"))
+        names.add("+offload" if strategy.offload else "no offload")
+    return names
 
 
 _DATA = {(False, False): "no dp", (True, False): "dp", (False, True): "fsdp", (True, True): "dp x fsdp"}

@@ -52,14 +52,14 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
         return forward, backward
     last = None
     for number, part in enumerate(layer.parts):
-        found = _part_traffic(part, strategy, rows // strategy.data_parallel)
-        forward, backward = forward + found.forward, backward + found.backward
+        sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
+        forward, backward = forward + sent.forward, backward + sent.backward
         if layer.backward != "inputs":
-            backward += found.for_weights
+            backward += sent.for_weights
         # The lowest trained layer begins with a norm, whose input needs no gradient.
         if layer.backward != "weights" or number > 0 or part.role != "norm":
-            backward += found.for_input
-        last = found.last if part.product else None if part.role == "scale" else last
+            backward += sent.for_input
+        last = sent.last if part.product else None if part.role == "scale" else last
     if layer.backward == "nothing":
         return forward, Counter()
     # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
@@ -89,13 +89,13 @@ def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: i
     if side == 1 or layer.backward in ("nothing", "inputs"):
         return []
     # layer.flops are those of three passes, one of them forward.
-    passes, found = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
+    passes, besides = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
     for number, part in enumerate(layer.parts):
         sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
         if sent.beside and (number > 0 or layer.backward == "all"):
             share = part.flops / (passes * layer.flops)
-            found += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
-    return found
+            besides += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
+    return besides
 
 
 class _PartTraffic(NamedTuple):
@@ -123,19 +123,19 @@ def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
     role, side = TABLE[strategy.mode].get(part.role, UNSPLIT), dict(strategy.tensor_shape)["j"]
     # Under 3d one axis sends, and the other one splits what is sent.
     tokens = images * (1 if role.one_by_one else part.tokens) // (side if strategy.mode == "3d" else 1)
-    sent = {kind: Counter[Collective]() for kind in ("forward", "backward", "for_input", "for_weights")}
+    sent = {purpose: Counter[Collective]() for purpose in ("forward", "backward", "for_input", "for_weights")}
     last = None
     for message in filter(None, (role.before, role.after)):
-        for kind, found in sent.items():
-            if operation := getattr(message.exchange, kind):
-                elements, times = _size(part, role, message, kind, images, tokens)
-                found[Collective(operation, message.axis, side, elements)] += times
-                if message is role.after and kind == "forward":
+        for purpose, collectives in sent.items():
+            if operation := getattr(message.exchange, purpose):
+                elements, times = _size(part, role, message, purpose, images, tokens)
+                collectives[Collective(operation, message.axis, side, elements)] += times
+                if message is role.after and purpose == "forward":
                     last = Collective(operation, message.axis, side, elements)
     return _PartTraffic(**sent, last=last, beside=role.before is not None and role.before.exchange.beside)
 
 
-def _size(part: Part, role: TensorRole, message: Message, kind: str, images: int, tokens: int) -> tuple[int, int]:
+def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: int, tokens: int) -> tuple[int, int]:
     """Return the elements of a collective, and the number of times that it runs.
 
     tokens: those that ranks along the axis of the message compute together.
@@ -144,7 +144,7 @@ def _size(part: Part, role: TensorRole, message: Message, kind: str, images: int
         return images * part.width, part.tokens
     if message.exchange is STATISTICS:  # an RMSNorm has one number; backward sends both in one message
         numbers = 2 if "bias" in part.shapes else 1
-        return (tokens, numbers) if kind == "forward" else (numbers * tokens, 1)
+        return (tokens, numbers) if purpose == "forward" else (numbers * tokens, 1)
     taken, given = part.product or (0, 0)
     features = taken if message is role.before else given
     return tokens * features, part.tokens if role.one_by_one else 1

@@ -185,13 +185,13 @@ class SwinConfig(ModelConfig):
     @cached_property
     def stages(self) -> tuple[SwinStage, ...]:
         """Stages in order."""
-        grid, first, found = self.image_size // self.patch_size, 0, list[SwinStage]()
+        grid, first, stages = self.image_size // self.patch_size, 0, list[SwinStage]()
         for i, (depth, heads) in enumerate(zip(self.depths, self.num_heads, strict=True)):
             width, side = self.embed_dim * 2**i, grid // 2**i
             blocks = range(first, first := first + depth)
             hidden, window = int(width * self.mlp_ratio), min(self.window_size, side)
-            found.append(SwinStage(i + 1, blocks, width, heads, hidden, side, window))
-        return tuple(found)
+            stages.append(SwinStage(i + 1, blocks, width, heads, hidden, side, window))
+        return tuple(stages)
 
     def stage_of(self, block: int) -> SwinStage:
         """Return the stage that has the block with this number in the model."""
@@ -214,8 +214,8 @@ class SwinConfig(ModelConfig):
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        found = _NAME.fullmatch(name)
-        return name == "swin_custom" or (found is not None and found[1] in SIZES)
+        match = _NAME.fullmatch(name)
+        return name == "swin_custom" or (match is not None and match[1] in SIZES)
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
@@ -226,10 +226,10 @@ class SwinConfig(ModelConfig):
                     f"swin_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
                 )
             return cls(name=name, **options)
-        found = _NAME.fullmatch(name)
-        assert found is not None, f"{name} is no Swin Transformer"
-        numbers = zip(("patch_size", "window_size", "image_size"), map(int, found.groups()[1:]), strict=True)
-        return cls(name=name, **{**SIZES[found[1]], **dict(numbers), **options})
+        match = _NAME.fullmatch(name)
+        assert match is not None, f"{name} is no Swin Transformer"
+        numbers = zip(("patch_size", "window_size", "image_size"), map(int, match.groups()[1:]), strict=True)
+        return cls(name=name, **{**SIZES[match[1]], **dict(numbers), **options})
 
     @classmethod
     def published(cls) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def _numbered(names: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def infer_config(place: object, found: Renamed, hints: ImportHints, model: str | None = None) -> SwinConfig:
+def infer_config(place: object, tensors: Renamed, hints: ImportHints, model: str | None = None) -> SwinConfig:
     """Return the configuration of the model. A model without classifier gets one class.
 
     place: origin of the tensors, for messages.
@@ -127,7 +127,7 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
     named = model_config(model) if model is not None else None
     if named is not None and not isinstance(named, SwinConfig):
         raise DataError(f"'{place}' is a Swin Transformer, not a {model}: name another model, or omit --model")
-    if found.format == "transformers" and hints.norm_eps not in (None, SwinConfig.norm_eps):
+    if tensors.format == "transformers" and hints.norm_eps not in (None, SwinConfig.norm_eps):
         # transformers gives this epsilon to some norms only: those of merging and embedding have torch's default.
         raise DataError(
             f"'{place}' has layer_norm_eps {hints.norm_eps}: only models with {SwinConfig.norm_eps} in every norm can "
@@ -135,22 +135,22 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
         )
 
     def size(name: str, dim: int) -> int:
-        return dimension(place, found.shapes, name, dim, _A_SWIN)
+        return dimension(place, tensors.shapes, name, dim, _A_SWIN)
 
-    patch, channels = _patch(size, found.shapes, hints.patch_size or (named.patch_size if named else None))
+    patch, channels = _patch(size, tensors.shapes, hints.patch_size or (named.patch_size if named else None))
     if channels != 3:
         raise DataError(f"'{place}' has {channels} input channels, but only models with 3 can be imported")
-    blocks = {int(name.split(".")[1]) for name in found.shapes if name.startswith("blocks.")}
-    firsts = sorted({0} | {n for n in blocks if any(n > 0 and f"blocks.{n}.{m}" in found.shapes for m in _MERGED)})
+    blocks = {int(name.split(".")[1]) for name in tensors.shapes if name.startswith("blocks.")}
+    firsts = sorted({0} | {n for n in blocks if any(n > 0 and f"blocks.{n}.{m}" in tensors.shapes for m in _MERGED)})
     if len(firsts) > (most := MAX_WIDTH.bit_length()):
         raise DataError(f"'{place}' has {len(firsts)} stages: models with more than {most} cannot be imported")
     depths = [after - first for first, after in zip(firsts, [*firsts[1:], max(blocks) + 1], strict=True)]
     tables = [f"blocks.{first}.{_TABLE}" for first in firsts]
-    ours = found.format == "vitpar"
+    ours = tensors.format == "vitpar"
     heads = [size(name, 0 if ours else 1) for name in tables]
     windows = [((size(name, 1) if ours else math.isqrt(size(name, 0))) + 1) // 2 for name in tables]
     window, width = max(windows), size(_PROJECTION, 0)
-    grid = _grid_of_masks(found.skipped) or _grid_of_windows(place, windows)
+    grid = _grid_of_masks(tensors.skipped) or _grid_of_windows(place, windows)
     known = hints.image_size or (named.image_size if named else None)
     # With neither, the size for which the last stage has one window, as in the published models.
     image_size = grid * patch if grid else known or window * 2 ** (len(firsts) - 1) * patch
@@ -166,7 +166,7 @@ def infer_config(place: object, found: Renamed, hints: ImportHints, model: str |
             window_size=window,
             mlp_ratio=_mlp_ratio(width, [size(f"blocks.{first}.mlp.fc1.weight", 0) for first in firsts]),
             image_size=image_size,
-            num_classes=size("head.fc.weight", 0) if "head.fc.weight" in found.shapes else 1,
+            num_classes=size("head.fc.weight", 0) if "head.fc.weight" in tensors.shapes else 1,
             channels=channels,
             norm_eps=SwinConfig.norm_eps if hints.norm_eps is None else hints.norm_eps,
         )
@@ -244,13 +244,13 @@ def _mlp_ratio(width: int, hidden: Sequence[int]) -> float:
     return next(filter(fits, [*rounded, *exact, *above]), exact[0])
 
 
-def parts(found: Renamed, config: SwinConfig) -> dict[str, MappedParameter]:
+def parts(tensors: Renamed, config: SwinConfig) -> dict[str, MappedParameter]:
     """Return how each parameter of vitpar is made of the tensors that were found, by vitpar's name.
 
     The result is not checked: parameters may be missing or superfluous, and shapes may differ from those of `config`.
     """
-    made = {ours: MappedParameter((name,), found.shapes[ours]) for ours, name in found.names.items()}
-    if found.format == "vitpar":
+    made = {ours: MappedParameter((name,), tensors.shapes[ours]) for ours, name in tensors.names.items()}
+    if tensors.format == "vitpar":
         return made
     for name, part in [*made.items()]:
         if name == _PROJECTION and len(part.shape) == 4:

@@ -11,15 +11,15 @@ def queries(c: ViTConfig, start: str, names: tuple[str, ...], ours: str) -> Tens
     """Return the tensors of queries, keys and values: of one linear layer if there is one name, else of three."""
     ends = ("weight", *(["bias"] if c.qkv_bias == "all" else []))
     numbers = [None] if len(names) == 1 else [0, 1, 2]
-    found = {
+    tensors = {
         f"{start}.{name}.{end}": ExportedTensor((f"{ours}.qkv.{end}",), rows(c.num_heads, 3, number))
         for name, number in zip(names, numbers, strict=True)
         for end in ends
     }
     if c.qkv_bias == "qv":
         biases = ("q_bias", "v_bias") if len(names) == 1 else (f"{names[0]}.bias", f"{names[2]}.bias")
-        found |= {f"{start}.{bias}": alone(f"{ours}.{which}_bias") for bias, which in zip(biases, "qv", strict=True)}
-    return found
+        tensors |= {f"{start}.{bias}": alone(f"{ours}.{which}_bias") for bias, which in zip(biases, "qv", strict=True)}
+    return tensors
 
 
 def mlp(c: ViTConfig, start: str, names: tuple[str, ...], ours: str) -> Tensors:

@@ -56,13 +56,13 @@ def renamed(shapes: Shapes) -> Renamed | None:
     return Renamed(format, names, ours, tuple(unknown), skipped, tuple(notes))
 
 
-def parts(found: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
+def parts(tensors: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
     """Return how each parameter of vitpar is made of the tensors that were found, by vitpar's name.
 
     The result is not checked: parameters may be missing or superfluous, and shapes may differ from those of `config`.
     """
-    made = {ours: MappedParameter((name,), found.shapes[ours]) for ours, name in found.names.items()}
-    if found.format == "vitpar":
+    made = {ours: MappedParameter((name,), tensors.shapes[ours]) for ours, name in tensors.names.items()}
+    if tensors.format == "vitpar":
         return made
     _unfold_patches(made)
     for index in range(config.depth):

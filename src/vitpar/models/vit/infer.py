@@ -44,7 +44,7 @@ class ViTHints(ImportHints, Protocol):
         """Those of `INVISIBLE` that are known, and the kind of positions without parameters, by name."""
 
 
-def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | None = None) -> ViTConfig:
+def infer_config(place: object, tensors: Renamed, hints: ViTHints, model: str | None = None) -> ViTConfig:
     """Return the configuration of the model. A model without classifier gets one class.
 
     place: origin of the tensors, for messages.
@@ -56,7 +56,7 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
     named = model_config(model) if model is not None else None
     if named is not None and not isinstance(named, ViTConfig):
         raise DataError(f"'{place}' is a ViT, not a {model}: name another model, or omit --model")
-    shapes = found.shapes
+    shapes = tensors.shapes
 
     def size(name: str, dim: int) -> int:
         return dimension(place, shapes, name, dim, "a ViT")
@@ -71,13 +71,13 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
             f"the tensors in '{place}' do not show the number of heads: name the model with --model"
             f"{_likely(width, patch)}, or use the folder with its config.json"
         )
-    hidden = _invisible(place, found, hints, named, width, patch)
+    hidden = _invisible(place, tensors, hints, named, width, patch)
     # Only vitpar has fixed positions, which are no parameters.
-    position = hidden.pop("position", "sincos2d" if found.format == "vitpar" and hidden["rope"] == "none" else "none")
-    pool = _pool(found, hints)
+    position = hidden.pop("position", "sincos2d" if tensors.format == "vitpar" and hidden["rope"] == "none" else "none")
+    pool = _pool(tensors, hints)
     distilled = "embed.dist_token" in shapes and ("head.fc_dist.weight" in shapes or "head.fc.weight" not in shapes)
     registers = size("embed.reg_token", 1) if "embed.reg_token" in shapes else 0
-    if found.format != "vitpar":
+    if tensors.format != "vitpar":
         registers += "embed.dist_token" in shapes and not distilled
         registers += "embed.cls_token" in shapes and pool != "cls"
     prefix = (pool == "cls") + distilled + registers
@@ -86,7 +86,7 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
     table = positions[-2] if positions and len(positions) > 1 else None
     grid, every = (wanted or 224) // patch, True
     if table is not None:
-        grid, every = _grid(place, table, prefix, wanted and wanted // patch, found.format == "transformers")
+        grid, every = _grid(place, table, prefix, wanted and wanted // patch, tensors.format == "transformers")
     scaled = "blocks.0.ls1.gamma" in shapes
     try:
         config = ViTConfig(
@@ -109,7 +109,7 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
             qk_norm=any(f"blocks.0.{name}.weight" in shapes for name in ("attn.q_norm", "q_norm")),
             attn_norm="blocks.0.attn.norm.weight" in shapes,
             mlp_norm="blocks.0.mlp.norm.weight" in shapes,
-            fc_norm=_normed_last(found) and pool == "avg",
+            fc_norm=_normed_last(tensors) and pool == "avg",
             norm="layer" if "blocks.0.norm1.bias" in shapes else "rms",
             qkv_bias=_biases(shapes),
             layer_scale=(hints.layer_scale or LAYER_SCALE) if scaled else None,
@@ -129,18 +129,18 @@ def infer_config(place: object, found: Renamed, hints: ViTHints, model: str | No
 
 
 def _invisible(
-    place: object, found: Renamed, hints: ViTHints, named: ViTConfig | None, width: int, patch: int
+    place: object, tensors: Renamed, hints: ViTHints, named: ViTConfig | None, width: int, patch: int
 ) -> dict[str, Any]:
     """Return the fields of `INVISIBLE`: as named, else from the files next to the tensors, else the defaults.
 
     Raises DataError for a model with rotary positions of unknown kind.
     """
-    usual = {"norm_eps": TRANSFORMERS_EPS} if found.format == "transformers" else {}
+    usual = {"norm_eps": TRANSFORMERS_EPS} if tensors.format == "transformers" else {}
     fields = {name: getattr(ViTConfig, name) for name in INVISIBLE} | usual
     if hints.norm_eps is not None:
         fields["norm_eps"] = hints.norm_eps
     fields |= hints.fields
-    if any(name.endswith(".rope.freqs") for name in found.skipped):  # ViT-5
+    if any(name.endswith(".rope.freqs") for name in tensors.skipped):  # ViT-5
         known = fields_of("vit5_base_patch16_224") or {}
         fields |= {name: known[name] for name in INVISIBLE if name in known}
     if named is not None:
@@ -149,8 +149,9 @@ def _invisible(
         fields["rope_grid"] = None
     if fields["rope"] == "none":  # an architecture that has them, without them
         fields |= {name: getattr(ViTConfig, name) for name in ("rope_temperature", "rope_register_temperature")}
-    rotated = "embed.pos_embed" not in found.shapes or "blocks.0.attn.q_bias" in found.shapes
-    if found.format == "timm" and rotated and fields["rope"] == "none" and "rope" not in hints.fields and named is None:
+    rotated = "embed.pos_embed" not in tensors.shapes or "blocks.0.attn.q_bias" in tensors.shapes
+    without = fields["rope"] == "none" and "rope" not in hints.fields
+    if tensors.format == "timm" and rotated and without and named is None:
         raise DataError(
             f"the tensors in '{place}' do not show their rotary positions: name the model with --model"
             f"{_likely(width, patch, 'rope')}, or use the folder with its config.json"
@@ -167,16 +168,16 @@ def _heads(shapes: Shapes, width: int) -> int | None:
     return None
 
 
-def _normed_last(found: Renamed) -> bool:
+def _normed_last(tensors: Renamed) -> bool:
     """Return whether the last norm comes after the mean over tokens."""
-    return found.names.get("head.norm.weight") == "fc_norm.weight"
+    return tensors.names.get("head.norm.weight") == "fc_norm.weight"
 
 
-def _pool(found: Renamed, hints: ViTHints) -> Any:
+def _pool(tensors: Renamed, hints: ViTHints) -> Any:
     """Return what the classifier reads: "cls", "avg" or "map"."""
-    if "head.attn_pool.latent" in found.shapes:
+    if "head.attn_pool.latent" in tensors.shapes:
         return "map"
-    return "avg" if "embed.cls_token" not in found.shapes or _normed_last(found) or hints.pool == "avg" else "cls"
+    return "avg" if "embed.cls_token" not in tensors.shapes or _normed_last(tensors) or hints.pool == "avg" else "cls"
 
 
 def _biases(shapes: Shapes) -> Any:

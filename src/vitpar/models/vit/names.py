@@ -150,10 +150,10 @@ def fields_of(name: str) -> dict[str, Any] | None:
 
     Any patch and image size is allowed. A tag of pretrained weights, which follows a dot, is ignored.
     """
-    found = _NAME.fullmatch(name.partition(".")[0])
-    if found is None:
+    match = _NAME.fullmatch(name.partition(".")[0])
+    if match is None:
         return None
-    start, patch, words, image = found.groups()
+    start, patch, words, image = match.groups()
     if words is None:
         if start not in SIZES or image is None:
             return None

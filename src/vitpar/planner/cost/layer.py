@@ -288,13 +288,13 @@ class LayerCosts:
         """
         strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
         wrapped = always_wrapped(position.tensor) or position.wrapped
-        found = self._layers.get((self.profiled(kind), position.tensor, policy, wrapped))
-        if found is None:
+        profile = self._layers.get((self.profiled(kind), position.tensor, policy, wrapped))
+        if profile is None:
             raise PlannerError(
                 f"the model profile has no {self.profiled(kind)} of {position.tensor} with checkpoint {policy} for "
                 f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
-        return found
+        return profile
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
         """Return the transient bytes of the largest collective; the collectives run one after the other."""

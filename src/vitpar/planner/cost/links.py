@@ -29,7 +29,7 @@ class Links:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._found: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
+        self._closest_links: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
 
     def seconds(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the seconds of an operation on `size` bytes, which are counted as in `Link`.
@@ -53,9 +53,9 @@ class Links:
     def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return `_closest` from a cache."""
         key = operation, group
-        if key not in self._found:
-            self._found[key] = self._closest(operation, group)
-        return self._found[key]
+        if key not in self._closest_links:
+            self._closest_links[key] = self._closest(operation, group)
+        return self._closest_links[key]
 
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
@@ -153,11 +153,11 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         mine = tuple(axes[name] for name in names if name in axes)
         # Stages at the same place within their nodes have the same groups.
         places = {n * behind % ranks_per_node for n in (range(pp) if index is None else (index,))}
-        found = [_group(mine, others, ranks_per_node, place) for place in places]
-        fastest = min(found, key=lambda one: one.nodes)
+        groups = [_group(mine, others, ranks_per_node, place) for place in places]
+        fastest = min(groups, key=lambda one: one.nodes)
         if fastest.nodes == 1:
             return fastest
-        return replace(fastest, here=max(one.here for one in found), share=max(one.share for one in found))
+        return replace(fastest, here=max(one.here for one in groups), share=max(one.share for one in groups))
 
     return Groups(
         replicate=group(*replicating_axes(strategy)),
@@ -178,21 +178,21 @@ def placed(plan: Plan) -> tuple[int, int]:
 
 def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
     """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
 
 
 def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
     """Return the slowest pair of ranks between each two neighbouring stages, in the order of stages."""
     place = {stage: pp for pp in range(plan.pipeline_degree) for stage in stages_of_rank(pp, plan)}
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     pairs = pairwise(place[stage] for stage in range(plan.num_stages))
     return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
 
 
 def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
     """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     farthest = _hop(min(places), max(places), inside, plan.pipeline_degree, plan.stage_size, ranks_per_node)
     return replace(farthest, ranks=len(places))
 
@@ -251,7 +251,7 @@ def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: in
 
 def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
     """Return the ranks at index `pp` of the pp axis, in order."""
-    inside = _inner_ranks(plan.kinds[0], placed(plan)[0])
+    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
     return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
 
 
@@ -292,7 +292,7 @@ def _group(axes: _Axes, others: _Axes, ranks_per_node: int, first: int = 0) -> R
 
 def _ranks(axes: _Axes) -> NDArray[np.int64]:
     """Return the ranks that some mesh axes reach from rank 0."""
-    found = np.zeros(1, dtype=np.int64)
+    ranks = np.zeros(1, dtype=np.int64)
     for size, stride in axes:
-        found = (found[:, None] + stride * np.arange(size)).ravel()
-    return found
+        ranks = (ranks[:, None] + stride * np.arange(size)).ravel()
+    return ranks

@@ -68,8 +68,8 @@ class Held:
         host_trained = sum(layer.weights.gradient_bytes for layer in layers if layer.weights.offloaded)
         walk = _Walk(self.stages, self.microbatches)
         for action in actions:
-            for kind, number, _ in action:
-                walk.do(kind, number)
+            for computation, number, _ in action:
+                walk.do(computation, number)
         walk.done()
         return Memory(
             parameters=held,
@@ -96,15 +96,15 @@ class _Walk:
         self._alive = self._gradients = self._gathered = 0.0  # current bytes; _alive: saved activations
         self.most: dict[str, float] = {}
         self._total = -1.0
-        # (kind, stage, gradient bytes, gathered bytes) -> most activation bytes under which it was replayed
+        # (computation, stage, gradient bytes, gathered bytes) -> most activation bytes under which it was replayed
         self._done: dict[tuple[str, int, float, float], float] = {}
 
-    def do(self, kind: str, number: int) -> None:
-        """Replay one action of stage `number`. kind: F, I, W or B, as in `ActionPart`."""
-        if self._is_like_before(kind, number):
+    def do(self, computation: str, number: int) -> None:
+        """Replay one action of stage `number`. computation: F, I, W or B, as in `ActionPart`."""
+        if self._is_like_before(computation, number):
             return
         stage = self._stages[number]
-        if kind == "F":
+        if computation == "F":
             self._keep(
                 number,
                 sum(layer.weights.gathered for layer in stage.layers if not layer.execution.reshard_after_forward),
@@ -117,25 +117,25 @@ class _Walk:
                 # Workspace is measured on top of all that the layer saves.
                 self._moment(before, layer.work.workspace, _passing(layer))
             self._alive += self._saved[number]
-        elif kind in ("B", "W"):
+        elif computation in ("B", "W"):
             self._backward(number, stage)
         else:  # I: activations stay alive for the gradients of weights
             space = max(layer.work.workspace for layer in stage.layers)
             self._moment(0.0, space, max(_passing(layer) for layer in stage.layers))
 
-    def _is_like_before(self, kind: str, number: int) -> bool:
+    def _is_like_before(self, computation: str, number: int) -> bool:
         """Skip an action that cannot raise the peak, and update only the counts. Return whether it was skipped.
 
         Most of a step's actions repeat an earlier one with equal gradients and copies, and no more activations alive.
         """
-        backward = kind in ("B", "W")
+        backward = computation in ("B", "W")
         if backward and (not self._backwards[number] or self._backwards[number] + 1 == self._microbatches):
             return False  # the first allocates gradients that stay, the last reduces them
-        key = kind, number, self._gradients, self._gathered
+        key = computation, number, self._gradients, self._gathered
         if self._done.get(key, -1.0) < self._alive:
             self._done[key] = self._alive
             return False
-        if kind == "F":
+        if computation == "F":
             self._alive += self._saved[number]
         elif backward:
             self._backwards[number] += 1

@@ -38,7 +38,7 @@ def idle_share(plan: Plan, microbatches: int) -> float:
 
 def duration(order: ActionOrder, num_stages: int) -> float:
     """Return the length of a step in `UNITS`, with free communication."""
-    return replay(order, num_stages, lambda kind, stage, microbatch: UNITS[kind])[-1].end
+    return replay(order, num_stages, lambda computation, stage, microbatch: UNITS[computation])[-1].end
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Event:
 
     pp: int
     """Index of the rank on the pp axis."""
-    kind: str
+    computation: str
     """F, I, W or B, as in `ActionPart`."""
     stage: int
     """Number of the stage."""
@@ -68,7 +68,7 @@ class CrossTraffic:
     stage: Callable[[int], Wires]
     """Function of a stage: the wires of its collectives."""
     share: Callable[[str, int, int], float]
-    """Function of (kind, stage, micro-batch): share of an action's time in which its collectives cross nodes."""
+    """Function of (computation, stage, micro-batch): share of an action's time in which its collectives cross nodes."""
     left: Callable[[str, int, int], tuple[float, bool]]
     """Function of an action: (seconds of the transfers that outlast it, whether they cross nodes)."""
     ends: dict[int, float] = field(default_factory=dict)
@@ -190,7 +190,7 @@ def replay(
     """Return all events of a step, in the order in which they end.
 
     order: actions of each pipeline rank.
-    seconds: returns the duration of a (kind, stage, micro-batch) on cores that no other pipeline rank shares.
+    seconds: returns the duration of a (computation, stage, micro-batch) on cores that no other pipeline rank shares.
     sending: returns the seconds to send a micro-batch from one stage to another. Messages from one stage to another
         are sent one after the other.
     at_once: number of pipeline ranks that the cores can run at full speed.
@@ -269,14 +269,14 @@ def replay(
     return events
 
 
-def _need(kind: str, stage: int, number: int, num_stages: int) -> ActionPart | None:
+def _need(computation: str, stage: int, number: int, num_stages: int) -> ActionPart | None:
     """Return what must have arrived before an action starts; None for the first stage's forward.
 
     F needs the previous stage's output, B and I the next stage's gradients, W the rank's own I. The last stage's B and
     I need its own forward.
     """
-    if kind == "F":
+    if computation == "F":
         return ("F", stage, number) if stage else None
-    if kind == "W":
+    if computation == "W":
         return "done I", stage, number
     return ("B", stage, number) if stage < num_stages - 1 else ("done F", stage, number)

@@ -111,8 +111,8 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
 def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
     """Return `Price.memory_bytes` of a plan without pricing its time, which is much quicker for pipelines."""
     batch = batch_arithmetic(plan, batch_size)
-    found = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
-    return max(memory.total for memory in found)
+    memories = _memory(plan, _stages(plan, costs, batch.microbatch_rows), costs, batch, moments)
+    return max(memory.total for memory in memories)
 
 
 def _memory(
@@ -122,16 +122,16 @@ def _memory(
     few = batch.microbatches
     if plan.pipeline_degree == 1:
         few = min(few, 3)  # a first, a middle and a last micro-batch: all between are like the middle one
-        order: ActionOrder = {0: [[(kind, 0, n)] for n in range(few) for kind in "FB"]}
+        order: ActionOrder = {0: [[(computation, 0, n)] for n in range(few) for computation in "FB"]}
     else:
         order = actions(plan, batch.microbatches)
-    buffers, found = _buffers(plan, costs, batch), []
+    buffers, memories = _buffers(plan, costs, batch), []
     for pp in range(plan.pipeline_degree):
         held = stages_of_rank(pp, plan)
         room, reserved = sum(buffers[number] for number in held), costs.hardware.reserved_bytes
         walk = Held({number: stages[number] for number in held}, moments, room, few, reserved)
-        found.append(walk.at_most(order[pp]))
-    return tuple(found)
+        memories.append(walk.at_most(order[pp]))
+    return tuple(memories)
 
 
 def actions(plan: Plan, microbatches: int) -> ActionOrder:
@@ -241,40 +241,40 @@ def _pipelined(
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
-    found: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
+    priced: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
 
-    def action(kind: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
+    def action(computation: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
         """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
-        special = microbatch == (0 if kind == "F" else last)
-        key = kind, number, special
-        if key not in found:
+        special = microbatch == (0 if computation == "F" else last)
+        key = computation, number, special
+        if key not in priced:
             streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
             late = stage.late
-            if kind == "F":
+            if computation == "F":
                 stage.forward(streams, special)
-            elif kind == "W":
+            elif computation == "W":
                 streams.compute(late, "backward")
             else:
                 stage.backward(streams, special)
             # I is a complete backward without the part that W computes later.
-            if kind == "I":
+            if computation == "I":
                 streams.at -= late * alone
                 streams.spent["backward"] -= late * alone
             streams.meet()
             streams.block(overhead, "other")
             spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
             spent["other"] += costs.hardware.pipeline * sending
-            found[key] = sum(spent.values()), spent, streams
-        return found[key]
+            priced[key] = sum(spent.values()), spent, streams
+        return priced[key]
 
-    def crossing(kind: str, number: int, microbatch: int) -> float:
+    def crossing(computation: str, number: int, microbatch: int) -> float:
         """Return the share of an action's time in which its collectives cross nodes."""
-        taken, _, streams = action(kind, number, microbatch)
+        taken, _, streams = action(computation, number, microbatch)
         return min(1.0, streams.crossing / taken) if taken else 0.0
 
-    def left(kind: str, number: int, microbatch: int) -> tuple[float, bool]:
-        streams = action(kind, number, microbatch)[2]
+    def left(computation: str, number: int, microbatch: int) -> tuple[float, bool]:
+        streams = action(computation, number, microbatch)[2]
         return streams.left, any(across for _, across in streams.backlog)
 
     hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
@@ -292,7 +292,7 @@ def _pipelined(
     events = replay(
         order,
         plan.num_stages,
-        lambda kind, stage, number: action(kind, stage, number)[0],
+        lambda computation, stage, number: action(computation, stage, number)[0],
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
         lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
         at_once,
@@ -300,7 +300,7 @@ def _pipelined(
     )
     done, spent = [0.0] * plan.pipeline_degree, [Spent() for _ in range(plan.pipeline_degree)]
     for event in events:
-        seconds, parts, _ = action(event.kind, event.stage, event.microbatch)
+        seconds, parts, _ = action(event.computation, event.stage, event.microbatch)
         # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
         spent[event.pp].add(parts, (event.end - event.start) / seconds if seconds else 1.0)
         done[event.pp] = max(event.end, traffic.ends.get(event.pp, 0.0))
@@ -418,6 +418,6 @@ def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[floa
     passing = [whole * elements for elements in _travelling(plan, config)]
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
     gradients = [config.kinds[stage[-1][0]].backward != "nothing" for stage in stages]
-    found = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
-    found[0] += images * config.channels * config.image_size**2 * itemsize
-    return found
+    buffers = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
+    buffers[0] += images * config.channels * config.image_size**2 * itemsize
+    return buffers

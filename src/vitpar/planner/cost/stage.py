@@ -184,10 +184,10 @@ def build_stage(
     taken: layout of the tokens received from the previous stage; None for the first stage.
     given: layout of the tokens sent to the next stage; None for the last stage.
     """
-    found, layout = [], taken
+    costed, layout = [], taken
     for kind, strategy in layers:
         wanted, position = token_layout(strategy), costs.position(strategy, where)
-        found.append(
+        costed.append(
             StageLayer(
                 kind,
                 strategy,
@@ -213,7 +213,7 @@ def build_stage(
         after = moving(
             costs, costs.config.kinds[layers[-1][0]].gives, layout, given, rows, last.groups.stage, back=back
         )
-    return StageCost(_with_kept(costs, found, rows), after, in_order=costs.hardware.device == "cpu")
+    return StageCost(_with_kept(costs, costed, rows), after, in_order=costs.hardware.device == "cpu")
 
 
 def _with_kept(costs: LayerCosts, layers: Sequence[StageLayer], rows: int) -> tuple[StageLayer, ...]:
@@ -222,15 +222,15 @@ def _with_kept(costs: LayerCosts, layers: Sequence[StageLayer], rows: int) -> tu
     These are the input of the lowest trained layer, and what the stage sends, which torch keeps until the action of its
     backward.
     """
-    found = list(layers)
+    updated = list(layers)
     for number, layer in enumerate(layers):
         if layer.execution.backward != "nothing":
             continue
         if number + 1 == len(layers) or layers[number + 1].execution.backward != "nothing":
             shape, part = costs.config.kinds[layer.kind].gives, token_layout(layer.strategy)[0]
             kept = rows * part.share * shape.elements * costs.precision.compute.itemsize
-            found[number] = replace(layer, work=replace(layer.work, saved=kept))
-    return tuple(found)
+            updated[number] = replace(layer, work=replace(layer.work, saved=kept))
+    return tuple(updated)
 
 
 def moving(

@@ -128,11 +128,11 @@ class Streams:
     @property
     def backlog(self) -> dict[tuple[str, bool], float]:
         """Seconds that the queued background transfers still take at full speed, by (lane, whether across nodes)."""
-        found: defaultdict[tuple[str, bool], float] = defaultdict(float)
+        seconds: defaultdict[tuple[str, bool], float] = defaultdict(float)
         for lane, queue in self._queues.items():
             for job in queue:
-                found[lane, job.across] += job.left
-        return dict(found)
+                seconds[lane, job.across] += job.left
+        return dict(seconds)
 
     @property
     def left(self) -> float:

@@ -88,10 +88,10 @@ class Subject:
     def strategies(self) -> Iterator[tuple[str, str, bool]]:
         """Yield (tensor, checkpoint, wrapped) of all layer profiles to measure, as `LayerProfile` names them."""
         for tensor in tensors(self.config, self.ranks):
-            kinds = (True,) if always_wrapped(tensor) else (False, True)
+            wrappings = (True,) if always_wrapped(tensor) else (False, True)
             for checkpoint in CHECKPOINTS:
                 if not (checkpoint == "selective" and self.compile_blocks):
-                    yield from ((tensor, checkpoint, wrapped) for wrapped in kinds)
+                    yield from ((tensor, checkpoint, wrapped) for wrapped in wrappings)
 
     def choose_attention(self, device: torch.device) -> AttentionChoice:
         """Choose the attention kernel for this process as a run on one rank with `CHOSEN_FOR` images would.

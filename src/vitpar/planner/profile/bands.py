@@ -19,8 +19,8 @@ class Band(NamedTuple):
     """Measured speeds are within this share of the predicted ones."""
     runs: int
     """Number of runs."""
-    kind: str
-    """Kind of the runs, in words."""
+    description: str
+    """Source of the runs, in words."""
 
     def __str__(self) -> str:
         return f"± {100 * self.share:.0f} %"

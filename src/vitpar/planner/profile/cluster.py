@@ -196,16 +196,16 @@ def find_cluster(name: str) -> Cluster:
     folder = files("vitpar") / "clusters"
     shipped = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
     shipped["A100"] = shipped["A100-80GB"]
-    kind = match[3] if match else name
-    sheet = next((entry for known, entry in shipped.items() if known.lower() == kind.lower()), None)
+    device_name = match[3] if match else name
+    sheet = next((entry for known, entry in shipped.items() if known.lower() == device_name.lower()), None)
     if match is None and sheet is not None:
         several = f"8x{shown(name)}, or 4x8x{shown(name)} for 4 nodes of 8"
         raise PlannerError(f"cluster '{shown(name)}' does not say how many devices: use {several}")
     if match is None or sheet is None:
         known = ", ".join(sorted(shipped))
         raise PlannerError(
-            f"unknown cluster '{shown(name)}'{nearest(kind, sorted(shipped))}: use a TOML file, or a number and one of "
-            f"{known}, as in 8xH100 or 32x8xH200"
+            f"unknown cluster '{shown(name)}'{nearest(device_name, sorted(shipped))}: use a TOML file, or a number and "
+            f"one of {known}, as in 8xH100 or 32x8xH200"
         )
     device = parse_toml(sheet.read_text(encoding="utf-8"))
     nodes, devices = int(match[1] or 1), int(match[2])

@@ -119,7 +119,7 @@ class Kernels(ProfileRecord):
 class Hardware(Profile):
     """Profile of the devices of a world and of their links. Imported profiles lack matmuls, copy and host."""
 
-    kind = "hardware"
+    subject = "hardware"
 
     format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
     """Format and version of the file."""
@@ -258,7 +258,7 @@ class WeightProfile(ProfileRecord):
 class ModelProfile(Profile):
     """Profile of one model in one precision."""
 
-    kind = "model"
+    subject = "model"
 
     format: Literal["vitpar model 1"] = "vitpar model 1"
     """Format and version of the file."""

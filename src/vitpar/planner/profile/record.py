@@ -41,7 +41,7 @@ class ProfileRecord(records.Record):
 class Profile(ProfileRecord):
     """Base of the hardware and the model profile."""
 
-    kind: ClassVar[str]
+    subject: ClassVar[str]
     """Name of the subcommand of ``vitpar profile``: hardware or model."""
 
     @classmethod
@@ -51,12 +51,12 @@ class Profile(ProfileRecord):
             return cls.model_validate(read_json(path, MAX_PROFILE_BYTES))
         except OSError as error:
             raise PlannerError(
-                f"cannot read the {cls.kind} profile {shown(path)}: {error.strerror}: make one with `vitpar profile "
-                f"{cls.kind}`, or plan from a data sheet with --cluster 8xH100"
+                f"cannot read the {cls.subject} profile {shown(path)}: {error.strerror}: make one with `vitpar profile "
+                f"{cls.subject}`, or plan from a data sheet with --cluster 8xH100"
             ) from None
         except ValueError as error:
-            wrong = f"{shown(path)} is not a {cls.kind} profile, {first_wrong(error)}"
-            raise PlannerError(f"{wrong}: make one with `vitpar profile {cls.kind}`") from None
+            wrong = f"{shown(path)} is not a {cls.subject} profile, {first_wrong(error)}"
+            raise PlannerError(f"{wrong}: make one with `vitpar profile {cls.subject}`") from None
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, atomically: a reader sees the old file or the complete new one.
@@ -66,4 +66,4 @@ class Profile(ProfileRecord):
         try:
             write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
         except OSError as error:
-            raise PlannerError(f"cannot write the {self.kind} profile {shown(path)}: {error.strerror}") from None
+            raise PlannerError(f"cannot write the {self.subject} profile {shown(path)}: {error.strerror}") from None

@@ -193,7 +193,7 @@ class Findings:
             "memory_budget_bytes": self.budget,
             "exact": result.exact,
             "images_per_second_bound": result.bound,
-            "looked_at": {"strategies": result.strategies, "kinds": result.kinds, "priced": result.priced},
+            "looked_at": {"strategies": result.strategies, "kinds": result.outlines, "priced": result.priced},
             "plans": [price_to_json(price, self.costs) for price in result.plans],
             "frontier": [price_to_json(price, self.costs) for price in self.frontier],
             "why_not": [
@@ -273,13 +273,15 @@ def prediction_to_json(prediction: Prediction, origin: Provenance) -> dict[str, 
     }
 
 
-def scaling_to_json(by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> dict[str, object]:
-    """Return a scaling prediction as JSON: by kind of scaling, a record for each number of ranks.
+def scaling_to_json(
+    by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance
+) -> dict[str, object]:
+    """Return a scaling prediction as JSON: by scaling regime, a record for each number of ranks.
 
     Records without a plan are those where no plan fits.
     """
     points = {
-        kind: [
+        regime: [
             {
                 "ranks": point.ranks,
                 "batch_size": point.batch_size,
@@ -290,17 +292,17 @@ def scaling_to_json(by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts, o
             }
             for point, part in zip(points, efficiency(points), strict=True)
         ]
-        for kind, points in by_kind.items()
+        for regime, points in by_regime.items()
     }
     return {**origin_to_json(origin, costs), **points}
 
 
-def scaling_notes(by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
+def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
     """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
 
-    by_kind: points by kind of scaling
+    by_regime: points by scaling regime
     """
-    prices = [point.price for points in by_kind.values() for point in points if point.price is not None]
+    prices = [point.price for points in by_regime.values() for point in points if point.price is not None]
     doubts = filter(None, (uncertainty(price, costs) for price in prices))
     return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
 

@@ -83,8 +83,8 @@ def page(findings: Findings, moments: float) -> str:
             for r in findings.reasons
         ),
         "</table></div>",
-        f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.kinds:,} pipelines '
-        f"with micro-batches; {escape(certainty(result))}.</p>",
+        f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.outlines:,} '
+        f"pipelines with micro-batches; {escape(certainty(result))}.</p>",
     ]
     return document(f"vitpar search: {title}", parts)
 
@@ -177,24 +177,26 @@ def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict
     return rows
 
 
-def scaling_page(title: str, by_kind: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
+def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
     """Return the HTML page of a scaling prediction: images per second per device, and the plans.
 
-    by_kind: points by kind of scaling, for the same numbers of ranks
+    by_regime: points by scaling regime, for the same numbers of ranks
     """
-    points = next(iter(by_kind.values()))
+    points = next(iter(by_regime.values()))
     ticks = [str(point.ranks) for point in points]
-    series = {f"{kind}: {WORDS[kind]}": [point.per_rank for point in points] for kind, points in by_kind.items()}
-    notes = "; ".join((SIMULATED, *scaling_notes(by_kind, costs)))
+    series = {
+        f"{regime}: {WORDS[regime]}": [point.per_rank for point in points] for regime, points in by_regime.items()
+    }
+    notes = "; ".join((SIMULATED, *scaling_notes(by_regime, costs)))
     parts = [
         f"<h1>{escape(title)}</h1>",
         facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
         "<h2>Images/s per device by number of devices</h2>",
         svg.lines(series, ticks, "images/s", "Images/s per device by number of devices"),
     ]
-    for kind, points in by_kind.items():
+    for regime, points in by_regime.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
-        parts.append(f"<h2>{kind.capitalize()} scaling: {WORDS[kind]}</h2>")
+        parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
         parts.append(table([*SCALING_COLUMNS, "plan"], rows, numbers=slice(-1)))
     parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
     return document(title, parts)

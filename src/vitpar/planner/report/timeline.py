@@ -23,7 +23,9 @@ LOCAL = ("uneven", "other", "optimizer")
 def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     """Return the spans of one step, in the order of their starts."""
     if price.plan.pipeline_degree > 1:
-        spans = [Span(f"pp {e.pp}", ACTIONS[e.kind], e.start, e.end, e.microbatch, e.stage) for e in price.events]
+        spans = [
+            Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in price.events
+        ]
         return tuple(sorted(spans, key=lambda span: (span.start, span.row)))
     plan = price.plan
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)

@@ -53,10 +53,10 @@ class Uncertainty:
         """Origin of the uncertainty, in words."""
         if self.band is None:
             return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
-        words = f"{self}: error of {self.band.runs} {self.band.kind}, each predicted without it"
+        words = f"{self}: error of {self.band.runs} {self.band.description}, each predicted without it"
         if self.band == VITPAR:
             return f"{words}; none is from more than one GPU"
-        return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.kind}, compiled: {VITPAR})"
+        return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.description}, compiled: {VITPAR})"
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON: the share, what it is of, and the runs that an error band rests on."""

@@ -1,10 +1,10 @@
-"""Best-first branch and bound over kinds of plans.
+"""Best-first branch and bound over outlines of plans.
 
-A kind is a pipeline with a batch size and a number of micro-batches. Its bound holds for any mix of strategies
-(`bounds`, `relaxed`). The kind with the lowest bound is expanded first, until no remaining bound beats the best price.
-Within a kind, plans are visited in the order of their own bounds, and priced only if that bound beats the best price.
-The result is therefore the best plan of the space, unless `SearchEffort` cut a kind short. In that case `Result.exact`
-is false, and `Result.bound` still holds.
+An outline is a pipeline with a batch size and a number of micro-batches. Its bound holds for any mix of strategies
+(`bounds`, `relaxed`). The outline with the lowest bound is expanded first, until no remaining bound beats the best
+price. Within an outline, plans are visited in the order of their own bounds, and priced only if that bound beats the
+best price. The result is therefore the best plan of the space, unless `SearchEffort` cut an outline short. In that case
+`Result.exact` is false, and `Result.bound` still holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
-from vitpar.planner.search.bounds import Kind, Machine, ideal_seconds, uniform_bounds
+from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds, uniform_bounds
 from vitpar.planner.search.ends import with_other_ends
 from vitpar.planner.search.expand import Expansion
 from vitpar.planner.search.options import Array, Choices, Option, Options
@@ -109,17 +109,17 @@ class Search:
         until: float,
         progress: Progress = lambda done, total, best: None,
     ) -> Result:
-        """Run one search over all kinds.
+        """Run one search over all outlines.
 
         until: value of `now` after which the search stops; a patient one only once it has found a plan
         """
         best_plans = self._known(budget, effort)
-        kinds = [(self._ideal(kind), kind) for kind in self._kinds()]
+        outlines = [(self._ideal(outline), outline) for outline in self._outlines()]
         # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
-        unpriced = self._uniform(kinds, budget, best_plans, progress, math.inf if effort.patient else until)
-        # With several stages per rank the space contains only uniform plans, so these kinds are done.
-        open_kinds = [(ideal, kind) for ideal, kind in kinds if kind.pipeline.virtual_stages == 1]
-        least, exact = self._mixed(open_kinds, budget, best_plans, progress, effort, until)
+        unpriced = self._uniform(outlines, budget, best_plans, progress, math.inf if effort.patient else until)
+        # With several stages per rank the space contains only uniform plans, so these outlines are done.
+        open_outlines = [(ideal, outline) for ideal, outline in outlines if outline.pipeline.virtual_stages == 1]
+        least, exact = self._mixed(open_outlines, budget, best_plans, progress, effort, until)
         least, exact = min(least, unpriced), exact and unpriced >= best_plans.limit
         if effort.patient:
             self._free_ends(budget, best_plans, until)
@@ -128,7 +128,7 @@ class Search:
             plans=best_plans.ranked,
             bound=max(fastest, 1 / least),
             exact=exact,
-            kinds=len(kinds),
+            outlines=len(outlines),
             priced=len(self._prices),
             strategies=self._options.strategies,
             seconds=0.0,
@@ -149,10 +149,15 @@ class Search:
     def _short(self) -> SearchEffort:
         """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
         seconds = min(3.0, self.effort.seconds)
-        return replace(self.effort, tolerance=0.01, kinds=4, prices=4, nodes=400, seconds=seconds, patient=False)
+        return replace(self.effort, tolerance=0.01, outlines=4, prices=4, nodes=400, seconds=seconds, patient=False)
 
     def _uniform(
-        self, kinds: list[tuple[float, Kind]], budget: float, best_plans: BestPlans, progress: Progress, until: float
+        self,
+        outlines: list[tuple[float, PlanOutline]],
+        budget: float,
+        best_plans: BestPlans,
+        progress: Progress,
+        until: float,
     ) -> float:
         """Offer to `best_plans` every uniform plan that fits and could be the best, until the time `until`.
 
@@ -161,32 +166,32 @@ class Search:
         Returns a lower bound on the seconds per image of the plans with several stages per rank that were not priced.
         """
         order = count()
-        # (seconds per image at least, tie-breaker, kind, its strategies not yet tried). None stands for all strategies:
-        # their bounds are only computed once the kind's cheaper bound comes up.
-        heap: list[tuple[float, int, Kind, list[tuple[float, Groups]] | None]]
-        heap = [(ideal, next(order), kind, None) for ideal, kind in kinds]
+        # (seconds per image at least, tie-breaker, outline, its strategies not yet tried). None stands for all of them:
+        # their bounds are only computed once the outline's cheaper bound comes up.
+        heap: list[tuple[float, int, PlanOutline, list[tuple[float, Groups]] | None]]
+        heap = [(ideal, next(order), outline, None) for ideal, outline in outlines]
         heapq.heapify(heap)
         while heap and heap[0][0] < best_plans.limit and now() < until:
-            _, _, kind, strategies = heapq.heappop(heap)
+            _, _, outline, strategies = heapq.heappop(heap)
             if strategies is None:
-                strategies = self._uniform_plans(kind, budget)
+                strategies = self._uniform_plans(outline, budget)
             else:
                 _, layers = strategies.pop()
-                plan = replace(kind.pipeline, layers=layers, microbatches=kind.microbatches)
-                if self._fits(plan, kind.batch_size, budget):
-                    best_plans.offer(self.price(plan, kind.batch_size))
-                    progress(len(kinds) - len(heap), 2 * len(kinds), best_plans.plans[0])
+                plan = replace(outline.pipeline, layers=layers, microbatches=outline.microbatches)
+                if self._fits(plan, outline.batch_size, budget):
+                    best_plans.offer(self.price(plan, outline.batch_size))
+                    progress(len(outlines) - len(heap), 2 * len(outlines), best_plans.plans[0])
             if strategies:
-                bound = strategies[-1][0] / kind.batch_size
-                heapq.heappush(heap, (bound, next(order), kind, strategies))
-        return min((bound for bound, _, kind, _ in heap if kind.pipeline.virtual_stages > 1), default=math.inf)
+                bound = strategies[-1][0] / outline.batch_size
+                heapq.heappush(heap, (bound, next(order), outline, strategies))
+        return min((bound for bound, _, outline, _ in heap if outline.pipeline.virtual_stages > 1), default=math.inf)
 
-    def _uniform_plans(self, kind: Kind, budget: float) -> list[tuple[float, Groups]]:
+    def _uniform_plans(self, outline: PlanOutline, budget: float) -> list[tuple[float, Groups]]:
         """Return (least seconds of a step, `Plan.layers`) of the uniform plans that may fit, fastest last."""
-        choices, machine = self._uniform_options(kind), self.machine(kind, budget)
+        choices, machine = self._uniform_options(outline), self.machine(outline, budget)
         if not choices.options:
             return []
-        seconds, needs = uniform_bounds(kind, choices, self._sections, machine)
+        seconds, needs = uniform_bounds(outline, choices, self._sections, machine)
         fitting = np.nonzero(needs <= machine.budget)[0]
         slowest_first = fitting[np.argsort(-seconds[fitting], kind="stable")]
         return [(float(seconds[n]), self._layers(choices.options[n])) for n in slowest_first]
@@ -200,7 +205,7 @@ class Search:
 
     def _mixed(
         self,
-        kinds: list[tuple[float, Kind]],
+        outlines: list[tuple[float, PlanOutline]],
         budget: float,
         best_plans: BestPlans,
         progress: Progress,
@@ -209,40 +214,42 @@ class Search:
     ) -> tuple[float, bool]:
         """Offer to `best_plans` plans with several strategies or uneven stages.
 
-        Returns (lower bound on the seconds per image of all `kinds`, whether no plan that could win was skipped).
+        Returns (lower bound on the seconds per image of all `outlines`, whether no plan that could win was skipped).
         """
         order = count()
-        # (seconds per image at least, tie-breaker, number of improvements of that bound, kind)
-        heap = [(ideal, next(order), 0, kind) for ideal, kind in kinds]
+        # (seconds per image at least, tie-breaker, number of improvements of that bound, outline)
+        heap = [(ideal, next(order), 0, outline) for ideal, outline in outlines]
         heapq.heapify(heap)
         exact, least, looked = True, math.inf, 0
         while heap:
-            bound, _, sharp, kind = heapq.heappop(heap)
+            bound, _, sharp, outline = heapq.heappop(heap)
             late = now() > until and (best_plans.plans or not effort.patient)
             if bound >= best_plans.mixed_limit or late:
                 least, exact = min(least, bound), exact and not late
                 break
             # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
             if sharp < 2:
-                bound = max(bound, self._bound(kind, budget, best_plans.mixed_limit, quick=sharp == 0))
+                bound = max(bound, self._bound(outline, budget, best_plans.mixed_limit, quick=sharp == 0))
                 if bound < math.inf:
-                    heapq.heappush(heap, (bound, next(order), sharp + 1, kind))
+                    heapq.heappush(heap, (bound, next(order), sharp + 1, outline))
                 continue
-            # The heap holds bounds only, and this is the lowest: it bounds this kind and all kinds behind it.
+            # The heap holds bounds only, and this is the lowest: it bounds this outline and all outlines behind it.
             least = min(least, bound)
             looked += 1
-            if looked > effort.kinds and best_plans.plans:
+            if looked > effort.outlines and best_plans.plans:
                 exact = False
                 break
-            progress(2 * len(kinds) - len(heap), 2 * len(kinds), best_plans.plans[0] if best_plans.plans else None)
-            exact &= self._expansion(kind, budget, best_plans, effort, until).run()
+            progress(
+                2 * len(outlines) - len(heap), 2 * len(outlines), best_plans.plans[0] if best_plans.plans else None
+            )
+            exact &= self._expansion(outline, budget, best_plans, effort, until).run()
         return least, exact
 
     def _expansion(
-        self, kind: Kind, budget: float, best_plans: BestPlans, effort: SearchEffort, until: float
+        self, outline: PlanOutline, budget: float, best_plans: BestPlans, effort: SearchEffort, until: float
     ) -> Expansion:
-        """Return the search of one kind's plans that offers them to `best_plans`."""
-        choices, machine, sections = self.options(kind), self.machine(kind, budget), self._sections
+        """Return the search of one outline's plans that offers them to `best_plans`."""
+        choices, machine, sections = self.options(outline), self.machine(outline, budget), self._sections
 
         def fits(plan: Plan, batch_size: int) -> bool:
             return self._fits(plan, batch_size, budget)
@@ -250,31 +257,31 @@ class Search:
         def late() -> bool:
             return now() > until and (bool(best_plans.plans) or not effort.patient)
 
-        moves = self._moves(kind, machine)
-        return Expansion(kind, choices, machine, sections, moves, fits, self.price, best_plans, effort, late)
+        moves = self._moves(outline, machine)
+        return Expansion(outline, choices, machine, sections, moves, fits, self.price, best_plans, effort, late)
 
     def _free_ends(self, budget: float, best_plans: BestPlans, until: float) -> None:
         """Try other strategies for embed and head in the plans of `best_plans`, and offer it the faster ones."""
         for best in best_plans.plans[:ENDS]:
             pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
-            kind = Kind(pipeline, best.batch_size, best.plan.microbatches or 1)
+            outline = PlanOutline(pipeline, best.batch_size, best.plan.microbatches or 1)
             for layer in self._ends:
-                for other in with_other_ends(best.plan, layer, self.options(kind), kind, self.costs.config):
-                    if now() < until and self._fits(other, kind.batch_size, budget):
-                        tried = self.price(other, kind.batch_size)
+                for other in with_other_ends(best.plan, layer, self.options(outline), outline, self.costs.config):
+                    if now() < until and self._fits(other, outline.batch_size, budget):
+                        tried = self.price(other, outline.batch_size)
                         best = tried if tried.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
             best_plans.offer(best)
 
-    def _moves(self, kind: Kind, machine: Machine) -> Moves:
-        """Return the function of the seconds of redistribution between two blocks in plans of a kind."""
-        pipeline, costs = kind.pipeline, self.costs
+    def _moves(self, outline: PlanOutline, machine: Machine) -> Moves:
+        """Return the function of the seconds of redistribution between two blocks in plans of an outline."""
+        pipeline, costs = outline.pipeline, self.costs
         where = PlacedStrategy(pp=pipeline.pipeline_degree, splits=pipeline.splits_backward)
 
         def moves(elements: int, strategies: tuple[Strategy, ...]) -> Array:
             stage, layouts = costs.position(strategies[0], where).groups.stage, tuple(map(token_layout_key, strategies))
             if layouts not in self._shares:
                 self._shares[layouts] = received_shares([token_layout(strategy) for strategy in strategies])
-            shares, whole = self._shares[layouts], kind.rows * elements * costs.precision.compute.itemsize
+            shares, whole = self._shares[layouts], outline.rows * elements * costs.precision.compute.itemsize
             sizes, places = np.unique(shares, return_inverse=True)
             seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
             there = seconds[places].reshape(shares.shape) * (machine.sending / machine.speed)
@@ -345,29 +352,29 @@ class Search:
         strategies = plan.strategies(self.costs.config.layer_names)
         return any(len({strategies[layer] for layer in layers}) > 1 for layers in self._shared)
 
-    def _kinds(self) -> Iterator[Kind]:
+    def _outlines(self) -> Iterator[PlanOutline]:
         for batch_size in self.space.batch_sizes:
             for pipeline in self.space.pipelines():
                 for microbatches in self.space.microbatches(pipeline, batch_size):
-                    yield Kind(pipeline, batch_size, microbatches)
+                    yield PlanOutline(pipeline, batch_size, microbatches)
 
-    def options(self, kind: Kind) -> Choices:
-        """Return the strategies that layers of a kind's plans choose from, with their costs."""
-        return self._options.of(kind.pipeline, kind.rows)
+    def options(self, outline: PlanOutline) -> Choices:
+        """Return the strategies that layers of an outline's plans choose from, with their costs."""
+        return self._options.of(outline.pipeline, outline.rows)
 
-    def _uniform_options(self, kind: Kind) -> Choices:
+    def _uniform_options(self, outline: PlanOutline) -> Choices:
         """Return the options of plans with one strategy, or with its counterparts where it does not fit."""
         one = len(self._sections.sections) == 1
-        return self.options(kind) if one else self._options.uniform(kind.pipeline, kind.rows)
+        return self.options(outline) if one else self._options.uniform(outline.pipeline, outline.rows)
 
-    def machine(self, kind: Kind, budget: float) -> Machine:
-        """Return the cluster's rates and memory as the bounds of a kind need them."""
-        costs, config, pipeline = self.costs, self.space.config, kind.pipeline
+    def machine(self, outline: PlanOutline, budget: float) -> Machine:
+        """Return the cluster's rates and memory as the bounds of an outline need them."""
+        costs, config, pipeline = self.costs, self.space.config, outline.pipeline
         pp = pipeline.pipeline_degree
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
         speed, sending = min(1.0, at_once), crowded(at_once, pp)
         overlap = costs.hardware.overlap
-        tokens = kind.rows * min(self._sections.takes) * costs.precision.compute.itemsize
+        tokens = outline.rows * min(self._sections.takes) * costs.precision.compute.itemsize
         return Machine(
             alone=costs.crowd(1),
             sending=sending,
@@ -383,28 +390,28 @@ class Search:
             ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
-            images=kind.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
+            images=outline.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
             tokens=tokens * costs.passes_gradients,
         )
 
-    def _ideal(self, kind: Kind) -> float:
+    def _ideal(self, outline: PlanOutline) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
-        works = self._options.least_work(kind.pipeline, kind.rows)
+        works = self._options.least_work(outline.pipeline, outline.rows)
         work = sum(number * each for number, each in zip(self._sections.counts.tolist(), works, strict=True) if each)
-        sizes = [len(blocks) for blocks in split_blocks(self._sections.depth, kind.pipeline.num_stages, "even")]
+        sizes = [len(blocks) for blocks in split_blocks(self._sections.depth, outline.pipeline.num_stages, "even")]
         share = self._sections.least_share(sizes, works)
-        return ideal_seconds(kind, work, share, self.machine(kind, math.inf)) / kind.batch_size
+        return ideal_seconds(outline, work, share, self.machine(outline, math.inf)) / outline.batch_size
 
-    def _bound(self, kind: Kind, budget: float, limit: float, quick: bool) -> float:
-        """Return a lower bound on the seconds per image of all plans of a kind; infinite if none fits into memory.
+    def _bound(self, outline: PlanOutline, budget: float, limit: float, quick: bool) -> float:
+        """Return a lower bound on the seconds per image of all plans of an outline; infinite if none fits into memory.
 
         limit: value of the bound that is high enough; tightening stops there
         quick: whether to skip the relaxation over mixes
         """
-        machine, enough = self.machine(kind, budget), limit * kind.batch_size
+        machine, enough = self.machine(outline, budget), limit * outline.batch_size
         steps = 0 if quick else STEPS
-        seconds = least_seconds(kind, self.options(kind), self._sections, machine, steps=steps, enough=enough)
-        return seconds / kind.batch_size
+        seconds = least_seconds(outline, self.options(outline), self._sections, machine, steps=steps, enough=enough)
+        return seconds / outline.batch_size
 
     @property
     def _sections(self) -> Sections:

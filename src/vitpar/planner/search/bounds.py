@@ -1,7 +1,8 @@
-"""Lower bounds on the seconds and bytes of plans of one kind.
+"""Lower bounds on the seconds and bytes of plans of one outline.
 
-A kind is a pipeline with a batch size and a number of micro-batches; the strategies of the layers are open. The search
-skips what cannot beat the best plan so far, so no bound may exceed what `vitpar.planner.cost.price` would return.
+An outline is a pipeline with a batch size and a number of micro-batches; the strategies of the layers are open. The
+search skips what cannot beat the best plan so far, so no bound may exceed what `vitpar.planner.cost.price` would
+return.
 
 - This module bounds each uniform plan (one strategy for all layers, even stages), by arrays over strategies.
 - `vitpar.planner.search.relaxed` bounds all plans at once, with any mix of strategies and any split.
@@ -28,7 +29,7 @@ LIMITED = [0, 1, 2, 3, 4, 6, 7]
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlanOutline:
     """A set of plans that differ only in the strategies of layers and the split into stages."""
 
     pipeline: Plan
@@ -46,7 +47,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Machine:
-    """Best-case rates and memory of a rank in plans of one kind."""
+    """Best-case rates and memory of a rank in plans of one outline."""
 
     alone: float = 1.0
     """Computing time relative to the profiled time, for a rank with a core to itself."""
@@ -141,7 +142,7 @@ class LayerSums:
     """Transient bytes by kind of the stage's last block, [kinds, strategies]."""
 
 
-def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> LayerSums:
+def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int) -> LayerSums:
     """Return the costs of single layers of stage `number`.
 
     The stage costs at least their sum. Rows:
@@ -158,7 +159,7 @@ def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> L
 
     Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
     """
-    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
     costs, pp = Costs(choices, machine), pipeline.pipeline_degree
     if pp == 1:
         times = costs.unpipelined(m, machine.overlap)
@@ -184,9 +185,9 @@ def layer_sums(kind: Kind, choices: Choices, machine: Machine, number: int) -> L
     return LayerSums(np.stack([*times, costs.work, a["kept"] + a["reduced"], busy]), besides, working)
 
 
-def uniform_bounds(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
+def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
     """Return lower bounds on (seconds of a step, bytes of the fullest rank) of the uniform plan of each strategy."""
-    pipeline, m = kind.pipeline, kind.microbatches
+    pipeline, m = outline.pipeline, outline.microbatches
     stages = split_blocks(sections.depth, pipeline.num_stages, "even")
     counts = sections.stage_counts([len(blocks) for blocks in stages])
     costs = Costs(choices, machine)
@@ -194,21 +195,21 @@ def uniform_bounds(kind: Kind, choices: Choices, sections: Sections, machine: Ma
         sums = [(counts @ layers)[0] for layers in costs.unpipelined(m, machine.overlap)]
         seconds = m * machine.overhead + np.max(sums, axis=0)
     elif pipeline.virtual_stages == 1:
-        seconds = _one_stage_a_rank(costs, choices, counts, kind, machine)
+        seconds = _one_stage_a_rank(costs, choices, counts, outline, machine)
     else:
-        seconds = _several_stages_a_rank(costs, choices, counts, kind, machine)
+        seconds = _several_stages_a_rank(costs, choices, counts, outline, machine)
     ends = [sections.rows[blocks[-1]] for blocks in stages]
-    return seconds + machine.norm, _uniform_bytes(kind, choices, counts, ends, machine)
+    return seconds + machine.norm, _uniform_bytes(outline, choices, counts, ends, machine)
 
 
-def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
+def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, outline: PlanOutline, machine: Machine) -> Array:
     """Return the least seconds of a step under 1f1b and gpipe, by strategy.
 
     Stage j works on m micro-batches after the first one passed the stages before it, and the last one has to go back
     through them. Each micro-batch stays between its forward and backward at stage j until it is back from the later
     stages. At most `in_flight` of them stay at a time, so m stays take at least m / in_flight times one stay.
     """
-    m, send = kind.microbatches, choices.by_share(machine.send)
+    m, send = outline.microbatches, choices.by_share(machine.send)
     work = counts @ costs.work + 2 * machine.action
     forward = counts @ costs.forward + machine.action
     number = np.arange(len(counts))[:, None]
@@ -219,7 +220,7 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind,
     back = np.cumsum(work - forward, 0) - (work - forward) + number * send
     optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
     behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (len(counts) - 1 - number) * send
-    alive = np.array(in_flight(kind.pipeline, m), float)[:, None]
+    alive = np.array(in_flight(outline.pipeline, m), float)[:, None]
     # Waiting after the last backward (`once`, `sent_late`) is not added to `back`: the earlier stages continue with the
     # last micro-batch meanwhile.
     lower_bounds = [
@@ -233,12 +234,14 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind,
     return np.asarray(np.max(lower_bounds, axis=(0, 1)))
 
 
-def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: Kind, machine: Machine) -> Array:
+def _several_stages_a_rank(
+    costs: Costs, choices: Choices, counts: Array, outline: PlanOutline, machine: Machine
+) -> Array:
     """Return the least seconds of a step with several stages per rank, by strategy.
 
     A rank works on m micro-batches in each of its stages. The last rank begins after the first pp - 1 stages.
     """
-    pipeline, m, send = kind.pipeline, kind.microbatches, choices.by_share(machine.send)
+    pipeline, m, send = outline.pipeline, outline.microbatches, choices.by_share(machine.send)
     pp = pipeline.pipeline_degree
     places = np.zeros((pp, len(counts)))
     for place in range(pp):
@@ -259,14 +262,14 @@ def _several_stages_a_rank(costs: Costs, choices: Choices, counts: Array, kind: 
     return np.asarray(np.max(lower_bounds, axis=(0, 1)))
 
 
-def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, ends: list[int], machine: Machine) -> Array:
+def _uniform_bytes(outline: PlanOutline, choices: Choices, counts: Array, ends: list[int], machine: Machine) -> Array:
     """Return the least bytes of the fullest rank, by strategy: the larger of two moments of the step.
 
     The moments are the step of the optimizer, and the backward of the last block with all micro-batches alive.
     counts: layers of each stage by kind, [stages, kinds]
     ends: row of the kind of each stage's last block
     """
-    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
     last = len(counts) - 1
     number = np.arange(len(counts))[:, None]
     travelling = m * machine.tokens * choices.token_share * ((number > 0) * 1.0 + (number < last))
@@ -288,23 +291,23 @@ def _uniform_bytes(kind: Kind, choices: Choices, counts: Array, ends: list[int],
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 
 
-def ideal_seconds(kind: Kind, work: float, share: float, machine: Machine) -> float:
-    """Return the least seconds of a step without communication and memory limits: the cheapest bound of a kind.
+def ideal_seconds(outline: PlanOutline, work: float, share: float, machine: Machine) -> float:
+    """Return the least seconds of a step without communication and memory limits: the cheapest bound of an outline.
 
     work: least profiled seconds to compute one micro-batch in all blocks
     share: least share of that work that one of even stages has
     """
-    pp, m = kind.pipeline.pipeline_degree, kind.microbatches
+    pp, m = outline.pipeline.pipeline_degree, outline.microbatches
     if pp == 1:
         return m * (work * machine.alone / machine.speed + machine.overhead) + machine.norm
     alone = work * machine.alone / machine.speed
-    if kind.pipeline.virtual_stages == 1:
+    if outline.pipeline.virtual_stages == 1:
         # Stage j takes w_j per micro-batch, and the step at least w_0 + … + w_(j-1) + m·w_j for every j. The split that
         # minimizes the largest has all equal, with w_(j+1) = (1 - 1/m)·w_j: later stages get less work.
         filled = alone / (1 - (1 - 1 / m) ** pp)
     else:
-        before = 0.0 if kind.pipeline.splits_backward else pp - 1.0
-        filled = share * (before + m * kind.pipeline.virtual_stages) * alone
+        before = 0.0 if outline.pipeline.splits_backward else pp - 1.0
+        filled = share * (before + m * outline.pipeline.virtual_stages) * alone
     return max(m * alone / pp, m * alone * machine.speed / machine.lanes, filled) + machine.norm
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.stage import Load
-from vitpar.planner.search.bounds import Kind
+from vitpar.planner.search.bounds import PlanOutline
 from vitpar.planner.search.options import Choices
 from vitpar.strategy import Plan
 from vitpar.strategy.selectors import canonical
@@ -16,7 +16,9 @@ MOST = 4
 """Strategies that are tried for a layer at most."""
 
 
-def with_other_ends(plan: Plan, layer: str, choices: Choices, kind: Kind, config: ModelConfig) -> Iterator[Plan]:
+def with_other_ends(
+    plan: Plan, layer: str, choices: Choices, outline: PlanOutline, config: ModelConfig
+) -> Iterator[Plan]:
     """Yield `plan` with other strategies of `layer`, embed or head: those with the least seconds of that layer.
 
     Memory is not compared: a strategy that is fast and does not fit is the caller's to refuse.
@@ -24,7 +26,7 @@ def with_other_ends(plan: Plan, layer: str, choices: Choices, kind: Kind, config
     present, of = plan.strategies(config.layer_names)[layer], config.layers[layer].kind
     every = [option for option in choices.options if of in option.loads and option.strategy != present]
     groups = tuple((selector, strategy) for selector, strategy in plan.layers if selector != layer)
-    for option in sorted(every, key=lambda option: _seconds(option.loads[of], kind.microbatches))[:MOST]:
+    for option in sorted(every, key=lambda option: _seconds(option.loads[of], outline.microbatches))[:MOST]:
         yield replace(plan, layers=canonical(((layer, option.strategy), *groups)))
 
 

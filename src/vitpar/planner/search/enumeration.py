@@ -1,4 +1,4 @@
-"""Enumeration of all plans of one kind, without those that bounds rule out."""
+"""Enumeration of all plans of one outline, without those that bounds rule out."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Enumeration:
         self._table, self._hop, self._limits, self._give = table, hop, limits, give
         self._nodes, self._late = nodes, late
         self._sections, self._depth = table.sections, table.sections.depth
-        self._stages = table.kind.pipeline.num_stages
-        self._delays = not table.kind.pipeline.splits_backward
+        self._stages = table.outline.pipeline.num_stages
+        self._delays = not table.outline.pipeline.splits_backward
         self._known: Array | None = None
         self._rest = np.zeros((len(WEIGHTS), self._depth + 1))
         self._behind = np.zeros(self._depth + 1)

@@ -1,4 +1,4 @@
-"""Expansion of one kind: proposals of good mixes and splits, then enumeration of what bounds leave open."""
+"""Expansion of one outline: proposals of good mixes and splits, then enumeration of what bounds leave open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from vitpar.planner.cost.price import Price
-from vitpar.planner.search.bounds import Kind, Machine
+from vitpar.planner.search.bounds import Machine, PlanOutline
 from vitpar.planner.search.enumeration import Enumeration
 from vitpar.planner.search.mixes import Proposals, Runs, cheapest_mixes
 from vitpar.planner.search.options import Array, Choices
@@ -22,7 +22,7 @@ from vitpar.strategy.stages import split_blocks
 ALONE = 4
 """Factor on `SearchEffort.prices` without a pipeline, where a price is quick."""
 MISFITS = 4
-"""Plans of a kind that may be found not to fit, for each plan that may be priced."""
+"""Plans of an outline that may be found not to fit, for each plan that may be priced."""
 ROOMS = (1.0, 0.93, 0.86, 0.8, 0.7)
 """Shares of the memory that proposals get by the bounds, one after the other while some do not fit: prices count more.
 """
@@ -31,9 +31,9 @@ MOST_MISFITS = 8
 
 
 class Expansion:
-    """Search of one kind's plans with several strategies or uneven stages.
+    """Search of an outline's plans with several strategies or uneven stages.
 
-    kind: pipeline, batch size and number of micro-batches
+    outline: pipeline, batch size and number of micro-batches
     choices: strategies that layers choose from
     machine: rates and memory for the bounds
     sections: sections of the model's blocks
@@ -47,7 +47,7 @@ class Expansion:
 
     def __init__(
         self,
-        kind: Kind,
+        outline: PlanOutline,
         choices: Choices,
         machine: Machine,
         sections: Sections,
@@ -58,21 +58,21 @@ class Expansion:
         effort: SearchEffort,
         late: Callable[[], bool],
     ) -> None:
-        self._kind, self._choices, self._machine, self._sections = kind, choices, machine, sections
+        self._outline, self._choices, self._machine, self._sections = outline, choices, machine, sections
         self._fits, self._price, self._best_plans = fits, price, best_plans
         self._nodes, self._late = effort.nodes, late
-        self._table = LayerTable(kind, choices, sections, machine, moves)
+        self._table = LayerTable(outline, choices, sections, machine, moves)
         # Plans that do not fit are counted separately: computing memory takes a fraction of the time of a price.
-        self._left = effort.prices * (1 if kind.pipeline.pipeline_degree > 1 else ALONE)
+        self._left = effort.prices * (1 if outline.pipeline.pipeline_degree > 1 else ALONE)
         self._misfits = MISFITS * self._left
-        each = machine.overhead if kind.pipeline.pipeline_degree == 1 else 2 * machine.action
-        self._overhead = kind.microbatches * each + machine.norm
+        each = machine.overhead if outline.pipeline.pipeline_degree == 1 else 2 * machine.action
+        self._overhead = outline.microbatches * each + machine.norm
         self._hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
         self._tried: set[Plan] = set()
         self._cut = False
 
     def run(self) -> bool:
-        """Search the kind and offer its plans to `best_plans`. Return whether no plan that could win was skipped."""
+        """Search the outline and offer its plans to `best_plans`. Return whether no plan that could win was skipped."""
         if all(len(front) for front in self._choices.fronts):
             self._propose()
             complete = Enumeration(self._table, self._hop, self._limits, self._give, self._nodes, self._late).run()
@@ -82,13 +82,13 @@ class Expansion:
     def _propose(self) -> None:
         """Price the plans that `Proposals` makes, for half of the prices of the effort."""
         limits, scale = self._limits(), np.ones(7)
-        least = least_seconds(self._kind, self._choices, self._sections, self._machine, steps=0)
+        least = least_seconds(self._outline, self._choices, self._sections, self._machine, steps=0)
         scale[:5] = limits[0] if np.isfinite(limits[0]) else 1.2 * least
         scale[5:] = self._machine.budget if np.isfinite(self._machine.budget) else 1e30
         if not (np.isfinite(scale).all() and (scale > 0).all()):
             return
         mixes = MixTable(self._table, cheapest_mixes(self._table, scale))
-        kept, pipelined = self._left // 2, self._kind.pipeline.pipeline_degree > 1
+        kept, pipelined = self._left // 2, self._outline.pipeline.pipeline_degree > 1
         for share in ROOMS:
             before = self._misfits
             proposals = Proposals(mixes, self._overhead, self._hop, share * self._machine.budget)
@@ -103,7 +103,7 @@ class Expansion:
 
     def _limits(self) -> Array:
         """Return the limits of a stage by the best price so far, in the order of `LIMITED`."""
-        seconds = self._best_plans.mixed_limit * self._kind.batch_size - self._overhead
+        seconds = self._best_plans.mixed_limit * self._outline.batch_size - self._overhead
         return np.array([seconds] * 5 + [self._machine.budget] * 2)
 
     def _give(self, stages: list[tuple[int, Runs]], seconds: float) -> bool:
@@ -117,11 +117,11 @@ class Expansion:
             self._cut = True
             return False
         self._tried.add(plan)
-        if not self._fits(plan, self._kind.batch_size):
+        if not self._fits(plan, self._outline.batch_size):
             self._misfits -= 1
             return True
         self._left -= 1
-        self._best_plans.offer(self._price(plan, self._kind.batch_size))
+        self._best_plans.offer(self._price(plan, self._outline.batch_size))
         return True
 
     def _plan(self, stages: list[tuple[int, Runs]]) -> Plan:
@@ -134,9 +134,9 @@ class Expansion:
         )
         one = len({strategy for _, strategy in groups}) == 1
         return replace(
-            self._kind.pipeline,
+            self._outline.pipeline,
             layers=(("*", groups[0][1]),) if one else groups,
-            microbatches=self._kind.microbatches,
+            microbatches=self._outline.microbatches,
             split=split_of(sizes, self._sections.depth),
         )
 

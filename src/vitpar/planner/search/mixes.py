@@ -54,7 +54,7 @@ def cheapest_mixes(table: LayerTable, limits: Array) -> NDArray[np.int64]:
     limits: limits in the order of `LIMITED`, which the costs are divided by
     """
     sections, fronts = table.sections, table.choices.fronts
-    last = table.kind.pipeline.num_stages - 1
+    last = table.outline.pipeline.num_stages - 1
     distinct: dict[tuple[int, ...], None] = {}
     for number in dict.fromkeys((0, last)):
         layers = table.sums(number).layers[LIMITED] / limits[:, None, None]
@@ -98,7 +98,7 @@ def _by_layout(costs: Array, layouts: NDArray[np.int64]) -> tuple[Array, NDArray
 
 
 class Proposals:
-    """Plans of one kind from the mixes of a table.
+    """Plans of one outline from the mixes of a table.
 
     overhead: seconds of a step outside layers
     hop: seconds of a micro-batch between two stages, there and back
@@ -107,8 +107,8 @@ class Proposals:
 
     def __init__(self, mixes: MixTable, overhead: float, hop: float, memory: float) -> None:
         self._mixes, self._overhead, self._hop = mixes, overhead, hop
-        self._kind, self._memory = mixes.table.kind, memory
-        self._stages, self._depth = self._kind.pipeline.num_stages, mixes.depth
+        self._outline, self._memory = mixes.table.outline, memory
+        self._stages, self._depth = self._outline.pipeline.num_stages, mixes.depth
 
     def single(self) -> Iterator[Proposal]:
         """Yield plans of one stage: each mix alone and pairs of mixes one after the other, fastest first."""
@@ -140,7 +140,7 @@ class Proposals:
         alone[0], own[0] = 0.0, 0.0
         before_alone, before = np.zeros((depth + 1, count)), np.zeros(depth + 1)
         cuts_alone, cuts = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
-        delays = not self._kind.pipeline.splits_backward
+        delays = not self._outline.pipeline.splits_backward
         for number in range(stages):
             sums = self._mixes.intervals(number)
             time = np.where((sums[BYTES] <= self._memory).all(0), seconds_of(sums), np.inf)  # [i, j, mixes]
@@ -200,7 +200,7 @@ class Proposals:
         some = np.sort(score.argsort(kind="stable")[::-1][:FEW])
         part = MixTable(self._mixes.table, self._mixes.mixes[some])
         inner = Proposals(part, self._overhead, self._hop, self._memory)
-        delays = not self._kind.pipeline.splits_backward
+        delays = not self._outline.pipeline.splits_backward
         best: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {0: (0.0, 0.0, ())}
         for number in range(self._stages):
             reached: dict[int, tuple[float, float, tuple[tuple[int, Runs], ...]]] = {}

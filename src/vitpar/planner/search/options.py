@@ -41,7 +41,7 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The strategies that layers choose from in plans of one kind, and their costs as arrays."""
+    """The strategies that layers choose from in plans of one outline, and their costs as arrays."""
 
     options: tuple[Option, ...]
     """The strategies; arrays have one column for each, in this order."""

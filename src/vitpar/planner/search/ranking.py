@@ -16,12 +16,12 @@ class SearchEffort:
     """Relative speedup over the chosen plan that an exact search may miss."""
     simpler: float = 0.01
     """Relative speed that is given up for fewer strategies: predictions do not order plans that close."""
-    kinds: int = 40
-    """Kinds to expand at most."""
+    outlines: int = 40
+    """Outlines to expand at most."""
     prices: int = 16
-    """Plans to price at most, per expanded kind."""
+    """Plans to price at most, per expanded outline."""
     nodes: int = 2000
-    """Nodes of the tree of splits to visit at most, per expanded kind."""
+    """Nodes of the tree of splits to visit at most, per expanded outline."""
     alternatives: int = 10
     """Plans to keep besides the best."""
     seconds: float = 20.0
@@ -57,7 +57,7 @@ class BestPlans:
 
     def offer(self, price: Price) -> None:
         """Add the price of a plan that fits into memory, if it is the fastest of its form."""
-        if len(price.plan.kinds) == 1 and (not self.plain or price.images_per_second > self.plain.images_per_second):
+        if len(price.plan.distinct) == 1 and (not self.plain or price.images_per_second > self.plain.images_per_second):
             self.plain = price
         mine = form(price)
         if any(form(p) == mine and p.images_per_second >= price.images_per_second for p in self.plans):
@@ -78,8 +78,8 @@ class BestPlans:
             return ()
         every = [*self.plans, *((self.plain,) if self.plain and all(p is not self.plain for p in self.plans) else ())]
         near = [p for p in every if p.images_per_second >= (1 - self._simpler) * self.plans[0].images_per_second]
-        fewest = min(len(p.plan.kinds) for p in near)
-        simple = [p for p in near if len(p.plan.kinds) == fewest]
+        fewest = min(len(p.plan.distinct) for p in near)
+        simple = [p for p in near if len(p.plan.distinct) == fewest]
         enough = (1 - self._tolerance) * max(p.images_per_second for p in simple)
         alike = [p for p in simple if p.images_per_second >= enough]
         first = min(alike, key=lambda p: (p.plan.microbatches or 1, p.memory_bytes))
@@ -89,4 +89,4 @@ class BestPlans:
 def form(price: Price) -> tuple:
     """Return a key that is equal for plans that differ only in the split and in where strategies change."""
     plan = price.plan
-    return plan.pp, plan.schedule, plan.virtual_stages, frozenset(plan.kinds), plan.microbatches, price.batch_size
+    return plan.pp, plan.schedule, plan.virtual_stages, frozenset(plan.distinct), plan.microbatches, price.batch_size

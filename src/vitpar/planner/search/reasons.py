@@ -55,7 +55,7 @@ def reasons(search: Search, best: Price, budget: float) -> tuple[Reason, ...]:
         if halves or (("half" in words or "quarter" in words) and ranks <= 4):
             continue
         plan = parse(words.format(n=ranks, half=ranks // 2, quarter=ranks // 4) if ranks > 1 else "dp1")
-        if plan.strategy == best.plan.kinds[0] and best.plan.is_uniform and plan.pp == best.plan.pp:
+        if plan.strategy == best.plan.distinct[0] and best.plan.is_uniform and plan.pp == best.plan.pp:
             continue
         listed.append(_reason(search, plan, best, budget))
         if ranks == 1:

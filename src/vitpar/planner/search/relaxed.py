@@ -1,4 +1,4 @@
-"""Lower bound on the seconds of all plans of one kind, with any mix of strategies and any split.
+"""Lower bound on the seconds of all plans of one outline, with any mix of strategies and any split.
 
 It is a Lagrangian relaxation of time and memory, in which every layer chooses its strategy independently.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import Costs, Kind, Machine, in_flight
+from vitpar.planner.search.bounds import Costs, Machine, PlanOutline, in_flight
 from vitpar.planner.search.options import Array, Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import SCHEDULES
@@ -17,7 +17,7 @@ STEPS = 40
 
 
 def least_seconds(
-    kind: Kind,
+    outline: PlanOutline,
     choices: Choices,
     sections: Sections,
     machine: Machine,
@@ -37,8 +37,8 @@ def least_seconds(
     """
     if not choices.options:
         return float("inf")
-    sums, constants = _sums(kind, choices, sections, machine)
-    needs, budgets = _needs(kind, choices, sections, machine)
+    sums, constants = _sums(outline, choices, sections, machine)
+    needs, budgets = _needs(outline, choices, sections, machine)
     times, rows = sections.counts, range(len(sections.kinds))
 
     def least(costs: Array) -> tuple[float, Array]:
@@ -94,22 +94,22 @@ def _on_simplex(point: Array) -> Array:
     return np.maximum(point + above[last], 0.0)
 
 
-def _sums(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
+def _sums(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
     """Return lower bounds on the seconds of a step: (seconds per layer, constants).
 
     Seconds are an array [bounds, kinds, strategies]. A bound is its constant plus the sum over embed, blocks, head.
     """
-    pipeline, m = kind.pipeline, kind.microbatches
+    pipeline, m = outline.pipeline, outline.microbatches
     pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
     if pp == 1:
         sums = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
     else:
-        sums = _pipelined_sums(kind, choices, sections, machine, costs)
+        sums = _pipelined_sums(outline, choices, sections, machine, costs)
     return np.stack([total for total, _ in sums]), np.array([constant for _, constant in sums]) + machine.norm
 
 
 def _pipelined_sums(
-    kind: Kind, choices: Choices, sections: Sections, machine: Machine, costs: Costs
+    outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine, costs: Costs
 ) -> list[tuple[Array, float]]:
     """Return the bounds of `_sums` for a pipeline, as (seconds per layer [kinds, strategies], constant) each.
 
@@ -122,7 +122,7 @@ def _pipelined_sums(
       last backward at a time.
     - Several even stages per rank, of blocks that are alike: the last rank starts after the first pp - 1 stages.
     """
-    pipeline, m = kind.pipeline, kind.microbatches
+    pipeline, m = outline.pipeline, outline.microbatches
     pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
     send = machine.send(float(choices.token_share.min()))
     optimizer, actions = costs.optimizer / pp, 2 * machine.action
@@ -158,13 +158,13 @@ def _pipelined_sums(
     return sums
 
 
-def _needs(kind: Kind, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
+def _needs(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
     """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over places of the pp axis.
 
     The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
     split into stages, and only makes it easier to fit.
     """
-    pipeline, m, a = kind.pipeline, kind.microbatches, choices.loads
+    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
     pp = pipeline.pipeline_degree
     # Under other schedules than gpipe the last stage keeps one micro-batch. Any layer could be there.
     alive = m if pipeline.schedule == "gpipe" else 1

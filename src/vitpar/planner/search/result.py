@@ -20,8 +20,8 @@ class Result:
     """Images per second that no plan of the space exceeds, with any mix of strategies."""
     exact: bool
     """Whether every plan of the space was priced or ruled out by a bound."""
-    kinds: int
-    """Number of kinds: combinations of pipeline, batch size and number of micro-batches."""
+    outlines: int
+    """Number of outlines: combinations of pipeline, batch size and number of micro-batches."""
     priced: int
     """Number of plans priced by this `Search` so far."""
     strategies: int

@@ -12,7 +12,8 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 
-Kind = Literal["weak", "strong"]
+Regime = Literal["weak", "strong"]
+"""Scaling regime: whether the batch size grows with the number of devices, or is fixed."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Point:
         return self.price.images_per_second / self.ranks if self.price else 0.0
 
 
-def images(kind: Kind, batch_size: int, ranks: int, most: int) -> int:
+def images(regime: Regime, batch_size: int, ranks: int, most: int) -> int:
     """Return the global batch size on `ranks` devices.
 
     With strong scaling it is always `batch_size`. With weak scaling it is proportional to `ranks`: `batch_size` on
     `most` devices. Raises PlannerError if that is not an integer.
     """
-    if kind == "strong":
+    if regime == "strong":
         return batch_size
     if batch_size * ranks % most:
         raise PlannerError(

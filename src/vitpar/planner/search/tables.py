@@ -1,4 +1,4 @@
-"""Costs of the blocks of a model, by block and strategy, for plans of one kind.
+"""Costs of the blocks of a model, by block and strategy, for plans of one outline.
 
 A *mix* is one strategy for each section, as columns of `Choices`. Costs of neighbouring blocks under a mix are
 differences of prefix sums.
@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.planner.search.bounds import BYTES, EACH, TIMES, Kind, LayerSums, Machine, layer_sums
+from vitpar.planner.search.bounds import BYTES, EACH, TIMES, LayerSums, Machine, PlanOutline, layer_sums
 from vitpar.planner.search.options import Array, Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Strategy
@@ -27,8 +27,10 @@ from each strategy to each, forward and backward."""
 class LayerTable:
     """Costs of layers by block and strategy in the rows of `layer_sums`, and of redistribution between blocks."""
 
-    def __init__(self, kind: Kind, choices: Choices, sections: Sections, machine: Machine, moves: Moves) -> None:
-        self.kind, self.choices, self.sections, self.machine = kind, choices, sections, machine
+    def __init__(
+        self, outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine, moves: Moves
+    ) -> None:
+        self.outline, self.choices, self.sections, self.machine = outline, choices, sections, machine
         self._moves, self._sums = moves, dict[int, LayerSums]()
         keys = [token_layout_key(option.strategy) for option in choices.options]
         layouts = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -37,14 +39,14 @@ class LayerTable:
         self._moved: dict[int, Array] = {}
         # Redistribution blocks in forward and backward of every micro-batch; no transfer in the background adds to it.
         self.waits = np.zeros(8)
-        self.waits[:4], self.waits[EACH] = kind.microbatches, 1.0
-        if kind.pipeline.pipeline_degree == 1:
-            self.waits[4] = kind.microbatches
+        self.waits[:4], self.waits[EACH] = outline.microbatches, 1.0
+        if outline.pipeline.pipeline_degree == 1:
+            self.waits[4] = outline.microbatches
 
     def sums(self, number: int) -> LayerSums:
         """Return the costs of single layers in stage `number`, cached."""
         if number not in self._sums:
-            self._sums[number] = layer_sums(self.kind, self.choices, self.machine, number)
+            self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number)
         return self._sums[number]
 
     def moved(self, block: int) -> Array:

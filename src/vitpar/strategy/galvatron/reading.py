@@ -279,13 +279,13 @@ def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:
     """Yield sentences on how Galvatron may run the file differently, and on what the file leaves out."""
     if file.chunks == -1:
         yield f"chunks is -1, which Galvatron resolves to {plan.microbatches}."
-    if plan.microbatches != 1 and any(strategy.zero for strategy in plan.kinds):
+    if plan.microbatches != 1 and any(strategy.zero for strategy in plan.distinct):
         yield "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options differ."
     silent = [("pipeline_type", "gpipe")] if plan.pp != 1 else []
     if not _is_of_2022(file):
-        silent += [("default_dp_type", "ddp")] if any(strategy.has("dp") for strategy in plan.kinds) else []
+        silent += [("default_dp_type", "ddp")] if any(strategy.has("dp") for strategy in plan.distinct) else []
         silent += [("embed_sdp", "0")] if plan.layers[0][1].has("dp") and not _says(file, "vocab_sdp") else []
     if absent := [f"{key} as {value}" for key, value in silent if not _says(file, key)]:
         yield f"The file lacks keys that are run-time flags in Galvatron, assumed as default: {', '.join(absent)}."
-    tensor = any(strategy.has("tp") for strategy in plan.kinds)
+    tensor = any(strategy.has("tp") for strategy in plan.distinct)
     yield f"The file does not say the precision{', nor whether tp has sequence parallelism (+sp)' if tensor else ''}."

@@ -37,7 +37,7 @@ def tables(layer: Layer) -> set[nn.Parameter]:
 
 
 def sharing_meshes(config: ModelConfig, plan: Plan, device_type: str) -> dict[str, DeviceMesh | None]:
-    """Return a mesh (shared, stage) of the stages that hold each trained shared parameter, by the owner's name.
+    """Return a mesh (shared, stage) of the stages that hold each shared parameter, by the owner's name.
 
     None for a parameter within one pipeline rank. Collective over all ranks. Tables are left out.
     """

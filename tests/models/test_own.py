@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitpar
+from vitpar import Execution, parallelize, parse, read_recipe
 from vitpar.errors import ModelError
 from vitpar.models.families import FAMILIES, config_from_json, config_to_json, model_config
 from vitpar.models.initial import initialise
@@ -17,6 +18,7 @@ from vitpar.models.layers import LayeredModel
 from vitpar.models.own import load
 from vitpar.parallel.attention import choose_attention, use_attention
 from vitpar.parallel.precision import resolve_precision
+from vitpar.training.input import Input
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
@@ -214,6 +216,12 @@ def test_the_attention_kernel_of_the_recipe_is_used(alone: None) -> None:
         assert not torch.backends.cuda.flash_sdp_enabled()
     finally:
         use_attention(None)
+
+
+def test_images_of_other_channels_are_refused(alone: None) -> None:
+    model = parallelize(mixer(channels=1), parse("dp1"), Execution(8), "cpu")
+    with pytest.raises(ModelError, match=r"takes images of 1 channel, but images are decoded to 3, grey ones too"):
+        Input(read_recipe(None, {"data.path": "none", "train.steps": 1}), model)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

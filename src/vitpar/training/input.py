@@ -32,7 +32,7 @@ from vitpar.data import (
 from vitpar.data.image_files import NotedImages
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.stream.urls import expand
-from vitpar.errors import DataError
+from vitpar.errors import DataError, ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
@@ -45,6 +45,8 @@ ImageSet = ShardSet | StreamSet
 """Data set with `len()`, `num_classes`, and `place` for messages."""
 Given = tuple[Tensor | None, Tensor, Tensor]
 """Images, labels and keys on the device, as ``ParallelModel.forward_backward`` takes them."""
+CHANNELS = 3
+"""Channels that images are decoded to."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
 """Most decoding threads of a rank by default. On CPUs the model computes on the same cores."""
 
@@ -132,9 +134,16 @@ class Input:
 
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
+
+    Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
+        if model.config.channels != CHANNELS:
+            raise ModelError(
+                f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "
+                f"decoded to {CHANNELS}, grey ones too: give the model {CHANNELS} channels"
+            )
         self._recipe, self._model = recipe, model
         self.local = local_ranks()
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)

@@ -224,7 +224,7 @@ def test_attention_gradients_are_deterministic(backend: str, tokens: int, attent
     """Resumed runs are bitwise identical only if attention sums in a fixed order."""
     if tokens == 257 and backend in ("cudnn", "flash"):
         pytest.xfail("they add three tiles of tokens in any order (docs/checkpoints.md)")
-    use_attention(backend, math=backend == "math")
+    use_attention(backend, allow_math=backend == "math")
     draw = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(32, tokens, 3 * 4 * 64, generator=draw, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradients = []

@@ -109,7 +109,7 @@ def estimate(config: ViTConfig, batch_size: int, work: BlockWork, rates: Hardwar
         memory=depth * copy.seconds(work.moved),
         gaps=depth * len(launches) * rates.kernels.gap,
         ends=ends,
-        update=copy.seconds(update_bytes(precision, one_pass=True, adds_no_gradients=True) * config.parameters),
+        update=copy.seconds(update_bytes(precision, one_pass=True, no_gradient_sum=True) * config.parameters),
     )
     return Estimate(seconds, planner, config.flops * batch_size, rates.peaks["bfloat16"])
 

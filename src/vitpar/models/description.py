@@ -243,7 +243,7 @@ def block_index(name: str) -> int:
     return int(name.removeprefix(_BLOCKS))
 
 
-def layer_of(parameter: str) -> str:
+def layer_of(name: str) -> str:
     """Return the name of the layer that a parameter belongs to, such as blocks.3 of blocks.3.norm1.weight."""
-    first, _, rest = parameter.partition(".")
+    first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if f"{first}." == _BLOCKS else first

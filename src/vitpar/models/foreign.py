@@ -6,7 +6,7 @@ That module has
 - ``infer_config(place, tensors, hints, model)``: the configuration of the model that the tensors belong to.
 - ``parts(tensors, config)``: how each parameter of vitpar is made of the tensors.
 
-and, where its parameters can leave vitpar, in its module ``exporting`` the function ``exported(config, format)``.
+and, where its parameters can leave vitpar, in its module ``exporting`` the function ``exported(config, format_name)``.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def choose_attention(
     for names in tries:
         seconds = probe(names, config, plan, batch_size, precision, device)
         if (best := _fastest(seconds)) is not None:
-            use_attention(best, math=best == "math" or device.type == "cpu")
+            use_attention(best, allow_math=best == "math" or device.type == "cpu")
             return AttentionChoice(best, tuple(seconds.items()))
     dims = sorted({layer.attention.head_dim for layer in config.layers.values() if layer.attention})
     shape = f"heads of {' or '.join(map(str, dims))} features in {precision.compute}"
@@ -130,14 +130,15 @@ def refuse_attention(wanted: str, device_type: str) -> None:
         )
 
 
-def use_attention(backend: str | None, *, math: bool = True) -> None:
+def use_attention(backend: str | None, *, allow_math: bool = True) -> None:
     """Set the attention kernel of this process. Drops compiled graphs if the kernel changes.
 
     backend: name of the kernel; None for torch's choice.
-    math: whether plain matrix products are allowed as a fallback for shapes that `backend` does not support. Not on
-        GPUs, where they need memory quadratic in the tokens: without the fallback torch raises "No available kernel".
+    allow_math: whether plain matrix products are allowed as a fallback for shapes that `backend` does not support. Not
+        on GPUs, where they need memory quadratic in the tokens: without the fallback torch raises "No available
+        kernel".
     """
-    _enable(backend, math=math)
+    _enable(backend, allow_math=allow_math)
     # A compiled graph keeps the kernel that it was traced with. Neither torch's guards nor its cache on disk depend on
     # the kernel, so the choice becomes part of the cache key, and graphs traced with another kernel are dropped.
     tag = f"attention={backend}" if backend else ""
@@ -166,23 +167,23 @@ def probe(
         sum(times * _seconds(name, shape, rows, precision.compute, device) for shape, times in shapes.items())
         for name in names
     ]
-    _enable(None, math=True)
+    _enable(None, allow_math=True)
     seconds = torch.tensor(mine, dtype=torch.float64, device=device)
     all_reduce_(seconds, dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
 
 
-def _enable(backend: str | None, *, math: bool) -> None:
+def _enable(backend: str | None, *, allow_math: bool) -> None:
     cuda = torch.backends.cuda
     cuda.enable_flash_sdp(backend in (None, "flash"))
     cuda.enable_cudnn_sdp(backend in (None, "cudnn"))
     cuda.enable_mem_efficient_sdp(backend in (None, "efficient"))
-    cuda.enable_math_sdp(math)
+    cuda.enable_math_sdp(allow_math)
 
 
 def _seconds(backend: str, shape: AttentionShape, rows: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of one attention forward and backward of `rows` images; infinite if the kernel cannot."""
-    _enable(backend, math=backend == "math")  # no fallback, or an unsupported kernel would seem to run
+    _enable(backend, allow_math=backend == "math")  # no fallback, or an unsupported kernel would seem to run
     size = (rows * shape.windows, shape.tokens, 3 * shape.heads * shape.head_dim)
     with warnings.catch_warnings(action="ignore"):  # torch warns why a kernel does not support the shape
         try:

@@ -118,9 +118,9 @@ class GradientSum:
 
     def _parts(self) -> list[Tensor]:
         """Return views of the message in the shapes of the local parameters."""
-        shards = [to_local(p) for p in self._parameters]
-        parts = self._total.split([shard.numel() for shard in shards])
-        return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
+        tensors = [to_local(p) for p in self._parameters]
+        parts = self._total.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     @property
     def message(self) -> tuple[dist.ProcessGroup, int]:

@@ -159,7 +159,7 @@ def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fa
 def refuse_small(config: ModelConfig, min_features: int) -> None:
     """Raise RecipeError if no linear layer of the blocks of `config` is large enough to multiply in float8."""
     products = [part.product for layer in config.block_kinds for part in layer.parts if part.product]
-    if not any(multiplies_in_float8(*product, min_features) for product in products):
+    if not any(multiplies_in_float8(*sizes, min_features) for sizes in products):
         raise RecipeError(
             f"train.precision is fp8, but no linear layer in the blocks of {config.name} reaches "
             f"train.fp8_min_features {min_features}: use bf16, which is faster for so small products, or set it lower"

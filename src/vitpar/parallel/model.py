@@ -192,11 +192,11 @@ class ParallelModel:
                 stage.train()
         self._count = self._loss.count(labels)
         images = None if images is None else images.to(self.precision.compute)
-        with ExitStack() as copies:
+        with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
-                copies.enter_context(self.low_precision_params.in_place(keep))
+                exit_stack.enter_context(self.low_precision_params.in_place(keep))
             losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None, **sides)
         with self.phase("waiting for gradients"):
             # All messages are on their way before the first is waited for.

@@ -97,7 +97,7 @@ def search(
 def make_search(
     costs: LayerCosts,
     batch_sizes: tuple[int, ...],
-    moments: int,
+    num_moments: int,
     *,
     ranks: int | None = None,
     microbatches: tuple[int, ...] | None = None,
@@ -108,7 +108,7 @@ def make_search(
 ) -> Search:
     """Return a search over the plans that `costs` can price.
 
-    moments: copies of the parameters that the optimizer and the running average keep
+    num_moments: copies of the parameters that the optimizer and the running average keep
     schedules: schedules that plans may use
     Other parameters are those of `search`.
 
@@ -142,7 +142,7 @@ def make_search(
         tensors=costs.model.tensors,
         microbatch_counts=microbatches,
     )
-    return Search(space, costs, moments, SearchEffort(seconds=seconds))
+    return Search(space, costs, num_moments, SearchEffort(seconds=seconds))
 
 
 def run_search(searching: Search, budget: float, progress: Progress | None = None) -> Result:

@@ -113,12 +113,12 @@ def adds_no_gradients(plan: Plan, microbatches: int) -> bool:
     return plan.world_size == 1 and microbatches == 1
 
 
-def update_bytes(precision: str, *, one_pass: bool, adds_no_gradients: bool = False) -> int:
+def update_bytes(precision: str, *, one_pass: bool, no_gradient_sum: bool = False) -> int:
     """Return the bytes that AdamW, clipping and 16-bit copies read and write per trained parameter in a step.
 
     precision: any but fp64.
     one_pass: whether one kernel clips, updates and writes 16-bit copies (``vitpar.training.optim.one_pass``).
-    adds_no_gradients: return value of that function.
+    no_gradient_sum: return value of `adds_no_gradients`.
 
     | work                               | torch's passes | one pass | one pass, gradients not added |
     |------------------------------------|----------------|----------|-------------------------------|
@@ -133,7 +133,7 @@ def update_bytes(precision: str, *, one_pass: bool, adds_no_gradients: bool = Fa
     if precision not in REDUCE_DTYPES:
         return 32 if one_pass else 40
     if one_pass:
-        return 30 if adds_no_gradients else 40
+        return 30 if no_gradient_sum else 40
     return 52
 
 

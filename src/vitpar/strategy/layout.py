@@ -144,10 +144,10 @@ def token_layout_key(strategy: Strategy) -> tuple[tuple[str, int], ...]:
     """
     rows, features, axes = _token_rows(strategy), _features(strategy), mesh_axes(strategy)
     splits: list[tuple[str, int]] = []
-    for place, (name, size) in enumerate(axes):
+    for number, (name, size) in enumerate(axes):
         split = "features" if name in features else "rows" if name in rows else "copies"
         # j is innermost in the order of rows. If a row axis follows it in rank order, the two orders differ.
-        if split == "rows" and name == "j" and any(other in rows for other, _ in axes[place + 1 :]):
+        if split == "rows" and name == "j" and any(other in rows for other, _ in axes[number + 1 :]):
             split = "inner rows"
         if splits and splits[-1][0] == split:
             size *= splits.pop()[1]

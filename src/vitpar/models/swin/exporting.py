@@ -14,10 +14,13 @@ from vitpar.models.foreign import Exported, ExportedTensor
 from vitpar.models.swin.config import SHIPPED, SwinConfig
 
 
-def exported(config: SwinConfig, format: str) -> Exported:
-    """Return the model as `format` has it. Raises DataError for transformers, and for an epsilon that timm lacks."""
-    if format != "timm":
-        raise DataError(f"{config.name} can be exported to timm, but not to {format}: use --format timm or vitpar")
+def exported(config: SwinConfig, format_name: str) -> Exported:
+    """Return the model as `format_name` has it.
+
+    Raises DataError for transformers, and for an epsilon that timm lacks.
+    """
+    if format_name != "timm":
+        raise DataError(f"{config.name} can be exported to timm, but not to {format_name}: use --format timm or vitpar")
     c = config
     refuse(c, "timm", {f"norms with an epsilon of {c.norm_eps:g}": c.norm_eps != SwinConfig.norm_eps})
     tensors = patches("patch_embed.proj", c.channels, c.patch_size) | linear(

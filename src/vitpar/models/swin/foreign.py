@@ -87,15 +87,15 @@ _A_SWIN = "a Swin Transformer"
 
 def renamed(shapes: Shapes) -> Renamed | None:
     """Recognise the format of foreign tensors and map their names to vitpar's; None for another family's tensors."""
-    format = format_of(MARKS, shapes)
-    if format is None:
+    format_name = format_of(MARKS, shapes)
+    if format_name is None:
         return None
-    if format == "timm" and "layers.0.downsample.reduction.weight" in shapes:
-        format = "microsoft"  # it has one after the first stage, timm never before it
-    skipped = {name: shape for name, shape in shapes.items() if format != "vitpar" and SKIPPED.fullmatch(name)}
-    names, unknown = mapped((name for name in shapes if name not in skipped), FORMATS[format])
+    if format_name == "timm" and "layers.0.downsample.reduction.weight" in shapes:
+        format_name = "microsoft"  # it has one after the first stage, timm never before it
+    skipped = {name: shape for name, shape in shapes.items() if format_name != "vitpar" and SKIPPED.fullmatch(name)}
+    names, unknown = mapped((name for name in shapes if name not in skipped), FORMATS[format_name])
     names = _numbered(names)
-    return Renamed(format, names, {ours: shapes[name] for ours, name in names.items()}, tuple(unknown), skipped)
+    return Renamed(format_name, names, {ours: shapes[name] for ours, name in names.items()}, tuple(unknown), skipped)
 
 
 def _numbered(names: Mapping[str, str]) -> dict[str, str]:

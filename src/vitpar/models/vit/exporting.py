@@ -11,9 +11,9 @@ from vitpar.models.vit.to_timm import to_timm
 from vitpar.models.vit.to_transformers import to_transformers
 
 
-def exported(config: ViTConfig, format: str) -> Exported:
-    """Return the model as `format` ("timm" or "transformers") has it.
+def exported(config: ViTConfig, format_name: str) -> Exported:
+    """Return the model as `format_name` ("timm" or "transformers") has it.
 
     Raises DataError for parts that no model of that library has.
     """
-    return to_timm(config) if format == "timm" else to_transformers(config)
+    return to_timm(config) if format_name == "timm" else to_transformers(config)

@@ -30,19 +30,19 @@ __all__ = ["infer_config", "parts", "renamed"]
 
 def renamed(shapes: Shapes) -> Renamed | None:
     """Recognise the format of foreign tensors and map their names to vitpar's; None for another family's tensors."""
-    format = format_of(MARKS, shapes)
-    if format is None:
+    format_name = format_of(MARKS, shapes)
+    if format_name is None:
         return None
     skipped, notes = dict[str, tuple[int, ...]](), dict[str, None]()
     for name, shape in shapes.items():
-        for pattern, note in NEEDLESS.get(format, ()):
+        for pattern, note in NEEDLESS.get(format_name, ()):
             if re.fullmatch(pattern, name):
                 skipped[name] = shape
                 notes |= {note: None} if note else {}
-    names, unknown = mapped((name for name in shapes if name not in skipped), FORMATS[format])
+    names, unknown = mapped((name for name in shapes if name not in skipped), FORMATS[format_name])
     ours = {name: shapes[foreign] for name, foreign in names.items()}
     width, classifier = ours.get("embed.patch_embed.proj.weight", ())[:1], ours.get("head.fc.weight", ())
-    if format == "transformers" and classifier[1:] == tuple(2 * features for features in width) != ():
+    if format_name == "transformers" and classifier[1:] == tuple(2 * features for features in width) != ():
         notes["the classifier is dropped: it reads the class token and the mean of the patches, vitpar's only one"] = (
             None
         )
@@ -53,7 +53,7 @@ def renamed(shapes: Shapes) -> Renamed | None:
     for name in [name for name in names if ".mlp.fc1." in name and name.replace(".fc1.", ".gate.") in names]:
         value = name.replace(".fc1.", ".value.")
         names[value], ours[value] = names.pop(name), ours.pop(name)
-    return Renamed(format, names, ours, tuple(unknown), skipped, tuple(notes))
+    return Renamed(format_name, names, ours, tuple(unknown), skipped, tuple(notes))
 
 
 def parts(tensors: Renamed, config: ViTConfig) -> dict[str, MappedParameter]:
@@ -126,8 +126,8 @@ def _fuse_products(made: dict[str, MappedParameter], start: str, config: ViTConf
     def rows(tensor: Tensor) -> Tensor:
         hidden, *three = tensor.split([gates * h, d, d, d])
         hidden = rearrange(hidden, "(gates h) ... -> (h gates) ...", gates=gates)
-        parts = [rearrange(part, "(h d) ... -> h d ...", h=heads) for part in (*three, hidden)]
-        return torch.cat(parts, dim=1).flatten(0, 1)
+        pieces = [rearrange(piece, "(h d) ... -> h d ...", h=heads) for piece in (*three, hidden)]
+        return torch.cat(pieces, dim=1).flatten(0, 1)
 
     def columns(*tensors: Tensor) -> Tensor:
         both = torch.cat(tensors, dim=1).split([d, h], dim=1)

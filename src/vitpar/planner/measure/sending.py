@@ -74,15 +74,15 @@ def scratch(
     return taken
 
 
-def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch: int) -> Timing:
+def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch_bytes: int) -> Timing:
     """Return the timing of one operation on about `size` bytes; of p2p half of a round trip. Collective.
 
-    scratch: transient bytes to record in the timing.
+    scratch_bytes: transient bytes to record in the timing.
     """
     work, length, _ = _work(clock.device, operation, group, size)
     timing = clock.timing(4 * length, work)
     times = 2 if operation == "p2p" else 1
-    return timing.model_copy(update={"seconds": timing.seconds / times, "scratch": scratch})
+    return timing.model_copy(update={"seconds": timing.seconds / times, "scratch": scratch_bytes})
 
 
 def overlap(clock: Clock, side: int, size: int) -> Overlap:

@@ -131,7 +131,7 @@ def estimate_model(
     config: ModelConfig,
     precision: str,
     hardware: Hardware,
-    tensors: tuple[str, ...],
+    tensor_parts: tuple[str, ...],
     *,
     compiled: bool = False,
     one_pass: bool | None = None,
@@ -142,7 +142,7 @@ def estimate_model(
     """Return the estimated profile of `config` in `precision`.
 
     hardware: rates of matrix products and copies.
-    tensors: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
+    tensor_parts: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
     compiled: whether blocks are compiled.
     one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``.
@@ -164,7 +164,7 @@ def estimate_model(
             f"{hardware.name} has no rate of float8 matrix products: plan for bf16, or use GPUs that have it"
         )
     layers, weights = [], []
-    for tensor in tensors:
+    for tensor in tensor_parts:
         strategy = parse(tensor).strategy
         for kind, layer in config.kinds.items():
             if unsplittable(layer, strategy):

@@ -16,7 +16,9 @@ from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
 
 # `--hypothesis-profile first` reports the first counterexample: searching for a shorter one can take minutes.
-settings.register_profile("first", phases=(Phase.explicit, Phase.generate))
+settings.register_profile("patient", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("patient")
+settings.register_profile("first", phases=(Phase.explicit, Phase.generate), deadline=None)
 
 
 @pytest.fixture(scope="session")

@@ -251,7 +251,7 @@ def mutated(data, changes):
 CHANGES = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 255)), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=CHANGES, cut=st.integers(0, 3000))
 def test_mutated_shards_are_read_or_refused(tmp_path, changes, cut):
     write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1"))
@@ -264,7 +264,7 @@ def test_mutated_shards_are_read_or_refused(tmp_path, changes, cut):
     assert (rows["offset"] + rows["size"] <= len(data)).all()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=CHANGES,
     name=st.sampled_from(["dataset.json", "train.index.npy", "train-000000.tar"]),

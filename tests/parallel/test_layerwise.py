@@ -42,7 +42,6 @@ def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> Non
         max_examples=EXAMPLES or 6,
         derandomize=not EXAMPLES,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.sampled_from([4, 6] if not EXAMPLES else [2, 4, 6, 8]).flatmap(lambda ranks: layerwise(ranks, DEPTH)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.galvatron_files import FILES, HUGE, LAYERWISE, OLD, SMALL, column
@@ -167,7 +167,6 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
     return plan, depth, parts * plan.microbatches * draw(st.integers(1, 3))
 
 
-@settings(deadline=None)
 @given(plans())
 def test_plans_are_unchanged_by_export_and_import(drawn: tuple[Plan, int, int]) -> None:
     plan, depth, batch = drawn

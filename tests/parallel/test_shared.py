@@ -161,7 +161,7 @@ class Wrong(Tied):
 )
 def test_models_that_share_wrongly_are_refused(pairs: dict[str, str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        _ = Wrong(pairs=tuple(pairs.items())).holders
+        _ = Wrong(pairs=tuple(pairs.items())).parameters  # the first that commands ask for
 
 
 def test_plans_and_freezing_that_separate_layers_which_share_are_refused() -> None:

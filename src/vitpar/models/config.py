@@ -287,7 +287,7 @@ class ModelConfig:
     @cached_property
     def parameters(self) -> int:
         """Return the number of parameter elements. Shared ones count once."""
-        copies = sum(math.prod(self.shape(name)) for name in self.shared)
+        copies = sum((len(names) - 1) * math.prod(self.shape(owner)) for owner, names in self.holders.items())
         return sum(layer.numel for layer in self.layers.values()) - copies
 
 

@@ -27,7 +27,8 @@ from vitpar.models.description import layer_of
 from vitpar.models.layers import Layer
 from vitpar.parallel.mesh import stages_mesh
 from vitpar.sharded import to_local
-from vitpar.strategy import Plan, rank_of_stage, stage_layers
+from vitpar.strategy import Plan
+from vitpar.strategy.stages import sharing_places
 
 
 def tables(layer: Layer) -> set[nn.Parameter]:
@@ -41,13 +42,10 @@ def sharing_meshes(config: ModelConfig, plan: Plan, device_type: str) -> dict[st
 
     None for a parameter within one pipeline rank. Collective over all ranks. Tables are left out.
     """
-    stages = {name: index for index, names in enumerate(stage_layers(config, plan)) for name in names}
-    meshes: dict[str, DeviceMesh | None] = {}
-    for owner, names in config.holders.items():
-        if owner not in config.tables:
-            places = sorted({rank_of_stage(stages[layer_of(name)], plan) for name in names})
-            meshes[owner] = stages_mesh(plan, places, device_type) if len(places) > 1 else None
-    return meshes
+    return {
+        owner: stages_mesh(plan, places, device_type) if len(places) > 1 else None
+        for owner, places in sharing_places(config, plan).items()
+    }
 
 
 class SharedSums:

@@ -22,14 +22,13 @@ from vitpar.strategy import (
     Plan,
     Strategy,
     batch_arithmetic,
-    rank_of_stage,
     stage_layers,
     stages_of_rank,
     token_layout,
 )
 from vitpar.strategy.execution import LayerExecution, Rules
 from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
-from vitpar.strategy.stages import travel_layouts
+from vitpar.strategy.stages import sharing_places, travel_layouts
 from vitpar.strategy.traffic import layer_traffic
 from vitpar.text import count, ranks
 
@@ -204,14 +203,14 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple
 def _shared(config: ModelConfig, plan: Plan) -> tuple[SharedSummary, ...]:
     """Return the summaries of shared parameters."""
     stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
-    summaries = []
+    places, summaries = sharing_places(config, plan), []
     for owner, (_, *copies) in config.holders.items():
         stages = {stage_of[layer_of(name)] for name in (owner, *copies)}
         if not copies:
             continue
         if owner in config.tables:
             words = "every rank has all of it; all ranks all-reduce its gradients, once a step"
-        elif len({rank_of_stage(stage, plan) for stage in stages}) > 1:
+        elif len(places[owner]) > 1:
             words = f"{ranks(stages, 'stage')} all-reduce the gradients of their copies, once a step"
         else:
             words = "each layer has a copy, with the sum of their gradients"

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from vitpar.errors import StrategyError
+from vitpar.models.description import layer_of
 from vitpar.strategy.layer import ROLES, Role, Strategy
 from vitpar.strategy.layout import Layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
@@ -211,3 +212,13 @@ def travel_layout(before: Strategy, behind: Strategy) -> Layout:
     """
     given, taken = token_layout(before), token_layout(behind)
     return taken if taken[0].share < given[0].share else given
+
+
+def sharing_places(config: ModelConfig, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the indices on the pp axis that hold each shared parameter, by its owner's name; tables are left out."""
+    stages = {name: index for index, names in enumerate(stage_layers(config, plan)) for name in names}
+    return {
+        owner: tuple(sorted({rank_of_stage(stages[layer_of(name)], plan) for name in names}))
+        for owner, names in config.holders.items()
+        if owner not in config.tables
+    }

@@ -45,7 +45,7 @@ from vitpar.strategy import (
 )
 from vitpar.strategy.layout import Layout, mesh_axes, sharding_axes
 from vitpar.strategy.pipeline_orders import ActionOrder, action_order
-from vitpar.strategy.stages import travel_layout
+from vitpar.strategy.stages import sharing_places, travel_layout
 
 Travel = tuple[Layout | None, ...]
 """Layouts of tokens between stages: entry n is the input of stage n. None for the input of the first stage and the
@@ -337,15 +337,14 @@ def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     if not config.holders:
         return 0.0
     owners = [o for o in config.holders if config.layers[layer_of(o)].backward in ("all", "weights")]
-    places = {name: rank_of_stage(n, plan) for n, names in enumerate(stage_layers(config, plan)) for name in names}
-    strategies, per_node = plan.strategies(config.layer_names), costs.hardware.ranks_per_node
+    places, strategies = sharing_places(config, plan), plan.strategies(config.layer_names)
+    per_node = costs.hardware.ranks_per_node
     tables = sum(math.prod(config.shape(owner)) for owner in owners if owner in config.tables) * itemsize
     seconds = costs.links.seconds("all_reduce", all_ranks(plan.world_size, per_node), tables)
     for owner in owners:
-        used = {places[layer_of(name)] for name in config.holders[owner]}
-        if owner not in config.tables and len(used) > 1:
+        if len(used := places.get(owner, ())) > 1:
             shard = shard_elements(config.layers[layer_of(owner)], owner, strategies[layer_of(owner)]) * itemsize
-            seconds += costs.links.seconds("all_reduce", sharing_group(plan, sorted(used), per_node), shard)
+            seconds += costs.links.seconds("all_reduce", sharing_group(plan, used, per_node), shard)
     return seconds
 
 

@@ -159,7 +159,7 @@ class Search:
         progress: Progress,
         until: float,
     ) -> float:
-        """Offer to `best_plans` every uniform plan that fits and could be the best, until the time `until`.
+        """Price the uniform plans that fit and could be the best, and offer them to `best_plans`. Stop at `until`.
 
         Plans are priced in the order of their bounds, so none is priced that a bound rules out.
 
@@ -212,7 +212,7 @@ class Search:
         effort: SearchEffort,
         until: float,
     ) -> tuple[float, bool]:
-        """Offer to `best_plans` plans with several strategies or uneven stages.
+        """Price plans with several strategies or uneven stages, and offer them to `best_plans`.
 
         Returns (lower bound on the seconds per image of all `outlines`, whether no plan that could win was skipped).
         """

@@ -245,6 +245,7 @@ def train(
         from vitpar.planner.out_of_memory import explain_memory, memory_warning
         from vitpar.training.events import Reporter
         from vitpar.training.faults.watchdog import Watchdog
+        from vitpar.training.prepare import prepared
         from vitpar.training.trainer import Trainer
         from vitpar_cli.progress import ConsoleReporter
 
@@ -258,20 +259,18 @@ def train(
             notes += [warning] if warning else []
         memory = explain_memory(merged, config, plan, device)
         with memory, Watchdog(merged.faults.hang_minutes) as watchdog:
-            trainer = Trainer(
+            run = prepared(
                 merged,
                 plan,
-                device,
-                reporter=reporter,
+                device_type,
                 run_dir=run_dir,
-                command=sys.argv,
                 resume=resumed_run.source,
                 allow_change=allow_change or (),
                 messages=messages,
                 notes=notes,
                 origin=SettingsOrigin(images, automatic),
-                watchdog=watchdog,
             )
+            trainer = Trainer(run, device, reporter=reporter, command=sys.argv, watchdog=watchdog)
             summary = trainer.run()
         if isinstance(reporter, ConsoleReporter):
             reporter.close()

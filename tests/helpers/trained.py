@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
 from vitpar.training.events import Reporter
+from vitpar.training.prepare import prepared
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.trainer import Trainer
 
@@ -55,8 +56,9 @@ def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
 
 
 def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
-    plan = recipe.plan(recipe.config(7))
-    return Trainer(recipe, plan, CPU, reporter=Reporter(), run_dir=run_dir, **more)
+    for_run = {name: more.pop(name) for name in ("resume", "allow_change") if name in more}
+    run = prepared(recipe, recipe.plan(recipe.config(7)), "cpu", run_dir=run_dir, **for_run)
+    return Trainer(run, CPU, reporter=Reporter(), **more)
 
 
 def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:

@@ -13,6 +13,7 @@ from vitpar.launch import ALONE, find_world, join, leave
 from vitpar.launch.world import Device
 from vitpar.training.events import Reporter
 from vitpar.training.input import open_data, transforms
+from vitpar.training.prepare import prepared
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.saving.resume import counting_images, resumed
@@ -64,9 +65,8 @@ def train(
     own_device = _device(device_type) if given else join(world, device_type)
     folder = Path(run_dir) if run_dir is not None else resumed_run.run
     try:
-        trainer = Trainer(
-            recipe, plan, own_device, reporter=reporter or Reporter(), run_dir=folder, resume=resumed_run.source
-        )
+        run = prepared(recipe, plan, device_type, run_dir=folder, resume=resumed_run.source)
+        trainer = Trainer(run, own_device, reporter=reporter or Reporter())
         summary = trainer.run()
     except BaseException:
         if not given and ranks == 1:  # with other ranks, which may be gone, leaving could hang

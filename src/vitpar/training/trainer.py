@@ -15,20 +15,19 @@ from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
-from vitpar.strategy import Plan
 from vitpar.text import count
 from vitpar.training.begin import begin
 from vitpar.training.build import build
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.events import Logged, Reporter, RunHeader, SettingsOrigin
+from vitpar.training.events import Logged, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.input import ImageSet, Input, open_data
+from vitpar.training.input import ImageSet, Input
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import large_batch_warning, replace_auto_precision
+from vitpar.training.prepare import Prepared
+from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.training.saving.saver import Saver, TrainingState, texts
@@ -41,46 +40,31 @@ LOOK_S = 5.0
 
 
 class Trainer:
-    """One run of a recipe under a plan. All ranks make it and call `run` together.
+    """One run that is prepared. All ranks make it and call `run` together.
 
-    plan: validated, with known degrees, for the world that torch.distributed was started with.
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
-    run_dir: folder of the run; None for a new one under runs/.
-    resume: a checkpoint to resume from, or the folder of a run, whose newest complete checkpoint is used; a run without
-    one starts from the beginning.
-    allow_change: see ``vitpar.training.saving.resume``.
-    messages: messages to print at the start.
-    notes: warnings to print at the start.
-    origin: origin of settings, for the header.
+    command: command line of the run, for env.json.
     watchdog: records all progress and ends the process if there is none; None for no watchdog.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        plan: Plan,
+        prepared: Prepared,
         device: torch.device,
         *,
         reporter: Reporter,
-        run_dir: Path | None,
         command: Sequence[str] = (),
-        resume: Path | None = None,
-        allow_change: Sequence[str] = (),
-        messages: Sequence[str] = (),
-        notes: Sequence[str] = (),
-        origin: SettingsOrigin = SettingsOrigin(),
         watchdog: Watchdog | None = None,
     ) -> None:
         self.watchdog = watchdog or Watchdog()
-        recipe = replace_auto_precision(recipe, device.type)
-        self.recipe, self.plan, self.device, self.origin = recipe, plan, device, origin
-        self.train_set, self.val_set = open_data(recipe)
+        recipe, plan, run_dir, resume = prepared.recipe, prepared.plan, prepared.run_dir, prepared.resume
+        self.recipe, self.plan, self.device, self.origin = recipe, plan, device, prepared.origin
+        self.train_set, self.val_set, self.config = prepared.train_set, prepared.val_set, prepared.config
         if self.val_set is None and recipe.checkpoint.keep_best:
             raise RecipeError(
                 f"checkpoint.keep_best needs evaluations, but '{self.train_set.place}' has no val split: set it to "
                 "false, or pack the data with one"
             )
-        self.config = recipe.config(self.train_set.num_classes)
         data = {"the training data": self.train_set, "the validation data": self.val_set}
         trained = build(recipe, self.config, plan, device, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
@@ -123,7 +107,7 @@ class Trainer:
             checkpoint = find(resume, self.reporter.note) if resume else None
             self.attention = trained.choose_attention(checkpoint.facts.attention if checkpoint else None)
             if checkpoint:
-                self._resume(checkpoint, allow_change, resuming)
+                self._resume(checkpoint, prepared.allow_change, resuming)
             elif recipe.model.weights is not None:
                 self.reporter.info(begin(self.model, recipe, self.train_set, self.ema))
             cached = self.input.cache(self.train_set, self.val_set)
@@ -141,9 +125,9 @@ class Trainer:
             self.folder.begin(recipe, plan, command, self.done, kernels)
             self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
         self.watch = InputWatch(recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
-        for message in (*messages, *filter(None, [cached])):
+        for message in (*prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)
-        self._note(*notes, *trained.warnings, self.attention.warning)
+        self._note(*prepared.notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from helpers.trained import CPU, STEPS, recipe_of, train
 from vitpar.errors import RecipeError
 from vitpar.training import tracked
 from vitpar.training.events import Reporter
+from vitpar.training.prepare import prepared
 from vitpar.training.recipe import Recipe
 from vitpar.training.tracking import tracked_run
 from vitpar.training.trainer import Trainer
@@ -41,7 +42,7 @@ class Notes(Reporter):
 def trained(recipe: Recipe, run: Path, **more: Any) -> list[str]:
     """Train in this process and return the warnings."""
     reporter = Notes()
-    Trainer(recipe, recipe.plan(recipe.config(7)), CPU, reporter=reporter, run_dir=run, **more).run()
+    Trainer(prepared(recipe, recipe.plan(recipe.config(7)), "cpu", run_dir=run, **more), CPU, reporter=reporter).run()
     return reporter.notes
 
 

@@ -22,6 +22,7 @@ from vitpar.errors import RecipeError
 from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
 from vitpar.tasks import LabelSet, Task, load, task_of
+from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.recipe import Recipe, read_recipe
 
 TASK = f"{ROOT / 'examples' / 'own_task.py'}:Value"
@@ -143,3 +144,33 @@ def test_another_task_leaves_out_what_a_recipe_has_for_classes(tmp_path: Path) -
     written = tmp_path / "written.toml"
     written.write_text(recipe.to_toml())
     assert read_recipe(written) == recipe
+
+
+WRONG = [
+    (
+        "losses",
+        lambda self, outputs, targets: (outputs[:, 0] - targets).square().mean(),
+        r"`losses` .* is \[\] for 3 s",
+    ),
+    (
+        "losses",
+        lambda self, outputs, targets: outputs / 0 + torch.ones(7),
+        r"`losses` of task .* fails: RuntimeError: ",
+    ),
+    ("figures", lambda self, outputs, targets: {"mae": outputs[:, 0]}, r"has no 'within', which METRICS names: add it"),
+    ("reference", Task.reference, r"has no `reference`: define it"),
+    ("targets", lambda self, labels: 3, r"`targets` of task .* has no row for each sample"),
+    ("predict", lambda self, outputs: {"value": outputs.sum()}, r"gives a 'value' that is not \[batch\] or"),
+    ("outputs", property(lambda self: "one"), r"`outputs` of task .* is one: return a number from 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "words"), WRONG, ids=[row[0] for row in WRONG])
+def test_mistakes_in_a_task_are_one_sentence(
+    name: str, function: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = value()
+    refuse_wrong_task(task, checked=True)
+    monkeypatch.setattr(type(task), name, function)
+    with pytest.raises(RecipeError, match=words):
+        refuse_wrong_task(task, checked=True)

@@ -21,6 +21,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -105,6 +106,7 @@ def check_plan(
     recipe = _for_check(replace_auto_precision(recipe, device.type))
     config = config.perturbed
     task = task or task_of(recipe, LabelSet(config.num_classes))
+    refuse_wrong_task(task, checked=True)
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)

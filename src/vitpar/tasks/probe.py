@@ -24,7 +24,8 @@ def refuse_wrong_task(task: Task, checked: bool = False) -> None:
 
     def tried(name: str, *arguments: Any) -> Any:
         try:
-            return getattr(task, name)(*arguments)
+            member = getattr(task, name)
+            return member(*arguments) if arguments else member
         except NotImplementedError:
             raise RecipeError(f"task '{shown(task.NAME)}' has no `{name}`: define it (docs/own-task.md)") from None
         except Exception as error:  # of the user's code
@@ -40,7 +41,7 @@ def refuse_wrong_task(task: Task, checked: bool = False) -> None:
                 "sample, [batch]"
             )
 
-    size = tried("__getattribute__", "outputs")
+    size = tried("outputs")
     if not isinstance(size, int) or size < 1:
         raise RecipeError(f"`outputs` of task '{shown(task.NAME)}' is {shown(size)}: return a number from 1")
     labels = torch.arange(SAMPLES) % max(1, task.labels.count)

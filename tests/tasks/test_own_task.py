@@ -154,7 +154,7 @@ WRONG = [
     ),
     (
         "losses",
-        lambda self, outputs, targets: outputs / 0 + torch.ones(7),
+        lambda self, outputs, targets: outputs + torch.ones(7, 2),
         r"`losses` of task .* fails: RuntimeError: ",
     ),
     ("figures", lambda self, outputs, targets: {"mae": outputs[:, 0]}, r"has no 'within', which METRICS names: add it"),

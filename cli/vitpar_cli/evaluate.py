@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.training.evaluate import Evaluation, Predictions
-    from vitpar.training.input import ImageSet
+    from vitpar.training.image_data import ImageSet
     from vitpar.training.prediction_file import PredictionFile
 
 
@@ -73,7 +73,7 @@ def evaluate(
     given["data.path"] = str(named[0]) if named else None
     saved = saved_model(checkpoint, given, assignments, doing="an evaluation", mesh=mesh)
     from vitpar.data import ShardSet
-    from vitpar.training.input import open_split
+    from vitpar.training.image_data import open_split
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}

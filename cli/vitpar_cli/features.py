@@ -57,8 +57,8 @@ def features(
     saved = saved_model(checkpoint, given, assignments, doing="an extraction of features")
     from vitpar.data import ShardSet
     from vitpar.training.feature_file import FeatureFile
+    from vitpar.training.image_data import open_split
     from vitpar.training.inference import classifiers, feature_width, outputs, skipping
-    from vitpar.training.input import open_split
 
     given_images = files or open_split(saved.recipe, split)
     assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"

@@ -92,7 +92,8 @@ def class_names(saved: SavedModel) -> tuple[str, ...] | None:
     """
     from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
     from vitpar.training.recipe.file import read_data_section
-    from vitpar.weights.folder import RECIPE, read_class_names
+    from vitpar.weights.classes import read_class_names
+    from vitpar.weights.folder import RECIPE
 
     classes, data = saved.config.num_classes, read_data_section(saved.folder / RECIPE).path
     if (names := read_class_names(saved.folder, classes)) is not None:

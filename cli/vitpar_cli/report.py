@@ -130,7 +130,7 @@ def _with_images(
     saved = saved_model(run, given, None, doing="an evaluation")
     from vitpar.data import ShardSet
     from vitpar.data.image_files import NotedImages
-    from vitpar.training.input import open_split
+    from vitpar.training.image_data import open_split
 
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):

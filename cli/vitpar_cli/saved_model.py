@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.training.input import ImageSet
+    from vitpar.training.image_data import ImageSet
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.recipe import Chosen
 
@@ -53,7 +53,7 @@ class SavedModel:
         """
         from vitpar.data.classes import match_classes
         from vitpar.data.shards.shard_set import ShardSet
-        from vitpar.weights.folder import read_class_names
+        from vitpar.weights.classes import read_class_names
 
         classes = self.config.num_classes
         names = read_class_names(self.folder, classes)

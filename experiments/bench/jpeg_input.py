@@ -17,7 +17,8 @@ from bench.one_gpu import settle
 from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from vitpar.data import pack
-from vitpar.training.input import Input, open_split
+from vitpar.training.image_data import open_split
+from vitpar.training.input import Input
 from vitpar.training.recipe import Recipe
 
 

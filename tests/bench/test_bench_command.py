@@ -25,7 +25,7 @@ from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.sharded import local
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.input import open_split
+from vitpar.training.image_data import open_split
 from vitpar.training.recipe import Recipe
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
-from vitpar.training.input import Given, ImageSet, Input, synthetic_batch
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Given, Input, synthetic_batch
 from vitpar.training.recipe import Recipe
 
 Take = Callable[[Phase], Given]

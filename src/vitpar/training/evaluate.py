@@ -15,7 +15,8 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.text import count
-from vitpar.training.input import ImageSet, Input
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Input
 
 TOP = 5
 """Most probable classes that are counted, and that predictions list."""

@@ -22,7 +22,8 @@ from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.input import ImageSet, Input
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Input
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size

@@ -1,7 +1,7 @@
 """`vitpar predict`: classify image files with saved weights."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
-from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, SavedModel, saved_model
-from vitpar_cli.world import run_in_world
+from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, SavedModel, saved_model
 
 if TYPE_CHECKING:
     import torch
@@ -44,45 +45,48 @@ def predict(
 
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
-    given = o.checked_settings(predict, locals())
-    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
-
+    asked = o.request(predict, locals(), NO_DATA)
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
-    saved = saved_model(checkpoint, given | o.NO_DATA, assignments, doing="a prediction")
+    saved = saved_model(checkpoint, asked, doing="a prediction")
     names = class_names(saved)
     planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
+    planned.run(_predict, paths, source, names, top, as_json)
 
-    def work(device: "torch.device") -> int:
-        from vitpar.training.inference import outputs, skipping
-        from vitpar.training.input import Input
 
-        model, warning = planned.built(device)
-        by_image: dict[int, list[dict[str, Any]]] = {}
-        with progress_bar("predicting") as progress:
-            for batch in outputs(model, Input(skipping(planned.recipe), model), source, progress=progress):
-                best = batch.logits.double().softmax(dim=1).topk(min(top, batch.logits.shape[1]), dim=1)
-                for sample, numbers, shares in zip(
-                    batch.samples, best.indices.tolist(), best.values.tolist(), strict=True
-                ):
-                    by_image[sample] = [
-                        {"class": number, "name": names[number] if names else None, "probability": share}
-                        for number, share in zip(numbers, shares, strict=True)
-                    ]
-        warn(warning)
-        if as_json:
-            rows = [
-                {"image": path, "classes": by_image[i]}
-                if i in by_image
-                else {"image": path, "error": source.problems[i]}
-                for i, path in enumerate(paths)
-            ]
-            typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
-        elif by_image:
-            _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
-        return report_bad(source.problems)
+def _predict(
+    device: "torch.device",
+    planned: PlannedModel,
+    paths: Sequence[str],
+    source: NotedImages,
+    names: Sequence[str] | None,
+    top: int,
+    as_json: bool,
+) -> int:
+    """Predict images on `device`, and return the exit code."""
+    from vitpar.training.inference import outputs, skipping
+    from vitpar.training.input import Input
 
-    run_in_world(planned.chosen, planned.device_type, work)
+    model, warning = planned.built(device)
+    by_image: dict[int, list[dict[str, Any]]] = {}
+    with progress_bar("predicting") as progress:
+        for batch in outputs(model, Input(skipping(planned.recipe), model), source, progress=progress):
+            best = batch.logits.double().softmax(dim=1).topk(min(top, batch.logits.shape[1]), dim=1)
+            for sample, numbers, shares in zip(batch.samples, best.indices.tolist(), best.values.tolist(), strict=True):
+                by_image[sample] = [
+                    {"class": number, "name": names[number] if names else None, "probability": share}
+                    for number, share in zip(numbers, shares, strict=True)
+                ]
+    warn(warning)
+    if as_json:
+        rows = [
+            {"image": path, "classes": by_image[i]} if i in by_image else {"image": path, "error": source.problems[i]}
+            for i, path in enumerate(paths)
+        ]
+        typer.echo(json.dumps({"checkpoint": str(planned.folder), "images": rows}))
+    elif by_image:
+        _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
+    return report_bad(source.problems)
 
 
 def class_names(saved: SavedModel) -> tuple[str, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import DataError
-from vitpar_cli import recipe_options as o
+from vitpar.launch.resources import choose_device
+from vitpar.launch.world import Device
+from vitpar.training.image_data import ImageSet, transform_settings
+from vitpar.training.prepare import choose_plan
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.machine import on_device
+from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
 from vitpar_cli.hub import local_weights
-from vitpar_cli.world import Device, choose_device
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.training.image_data import ImageSet
-    from vitpar.training.recipe import Recipe
-    from vitpar.training.recipe.recipe import Chosen
 
 CheckpointDir = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
@@ -76,11 +81,10 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.training.input import transforms
-
         device_type = choose_device(device)
-        recipe, chosen = o.decide(self.recipe, self.config, device_type)
-        transforms(recipe, self.config.image_size)  # refuses invalid settings before ranks start
+        recipe = on_device(self.recipe, device_type)
+        transform_settings(recipe, self.config.image_size)
+        chosen = choose_plan(recipe, self.config, device_type)
         return PlannedModel(self.folder, self.config, recipe, device_type, chosen)
 
 
@@ -98,6 +102,10 @@ class PlannedModel:
     """Type of the device."""
     chosen: Chosen
     """Plan."""
+
+    def run(self, work: Callable[..., int], *arguments: object) -> None:
+        """Call ``work(device, self, *arguments)`` on every rank of the plan, as `run_in_world` does."""
+        run_in_world(self.chosen.plan.world_size, self.device_type, work, self, *arguments)
 
     def built(
         self, device: torch.device, data: Mapping[str, ImageSet] | None = None
@@ -130,19 +138,12 @@ class PlannedModel:
         return model, attention.warning
 
 
-def saved_model(
-    checkpoint: Path,
-    given: Mapping[str, object],
-    assignments: list[str] | None,
-    *,
-    doing: str,
-    mesh: str = "dp1",
-) -> SavedModel:
+def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1") -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 
     checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
         not ended, its newest checkpoint.
-    given: settings by dotted key.
+    request: settings that replace those of the weights' recipe.
     doing: kind of command, a key of ``COMMANDS``.
 
     Raises DataError, CheckpointError and RecipeError.
@@ -150,17 +151,15 @@ def saved_model(
     checkpoint = local_weights(checkpoint)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
-    o.refuse_idle(assignments, doing)
+    request.refuse_idle(doing)
     folder = _weights_of(checkpoint)
-    from vitpar.training.recipe import read_recipe
-    from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
     from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(folder)
-    recipe = o.without_commands(read_recipe(folder / RECIPE, given, assignments or ()), assignments)
+    recipe = request.without_commands(read_recipe(folder / RECIPE, request.given, request.assignments))
     # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
     plain = {"attention": "auto", "compile": False}
-    ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
+    ours = {key: value for key, value in plain.items() if f"train.{key}" not in request.assigned}
     update = {
         "parallel": ParallelSection(mesh=mesh),
         "communication": CommunicationSection(),

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from vitpar.models.layers import Layer
 
 
+LOADED: list[str] = []
+"""What this process has loaded, as ``FILE.py:NAME``: other processes that get its objects must load it first."""
+
+
 @dataclass(frozen=True)
 class OwnModel(ModelConfig):
     """Base of the configurations of models that users write.
@@ -116,6 +120,7 @@ def load(text: str) -> str:
             f"that derives from vitpar.OwnModel{', such as ' + known[0] if known else ''}"
         )
     register(family, f"{path.name}:{attribute}")
+    LOADED.append(text)
     return text
 
 

@@ -61,11 +61,6 @@ class Trainer:
         recipe, plan, run_dir, resume = prepared.recipe, prepared.plan, prepared.run_dir, prepared.resume
         self.recipe, self.plan, self.device, self.origin = recipe, plan, device, prepared.origin
         self.train_set, self.val_set, self.config = prepared.train_set, prepared.val_set, prepared.config
-        if self.val_set is None and recipe.checkpoint.keep_best:
-            raise RecipeError(
-                f"checkpoint.keep_best needs evaluations, but '{self.train_set.place}' has no val split: set it to "
-                "false, or pack the data with one"
-            )
         data = {"the training data": self.train_set, "the validation data": self.val_set}
         trained = build(recipe, self.config, plan, device, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
@@ -128,7 +123,7 @@ class Trainer:
         self.watch = InputWatch(recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
         for message in (*prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)
-        self._note(*prepared.notes, *trained.warnings, self.attention.warning)
+        self._note(*prepared.warnings, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
 
     def run(self) -> dict[str, Any]:

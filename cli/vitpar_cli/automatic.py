@@ -27,14 +27,12 @@ from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
 from vitpar.launch import find_world
 from vitpar.launch.world import Device
-from vitpar.planner.out_of_memory import refuse_impossible
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
-from vitpar.training.prepare import choose_plan
-from vitpar.training.ranks import default_ranks, resolve
+from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.sections import AUTO
@@ -83,6 +81,8 @@ class PlanChooser:
         else:
             chosen = self._searched(recipe, config, device, run)
         if device == "cpu":
+            from vitpar.planner.out_of_memory import refuse_impossible
+
             world, plan = find_world(), chosen.plan
             refuse_impossible(recipe, config, plan, world.local_size if world else plan.world_size)
         return chosen

@@ -9,8 +9,7 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
-from vitpar.training.image_data import ImageSet, open_split, transform_settings
-from vitpar.training.prepare import choose_plan
+from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.models import ModelConfig
+    from vitpar.training.image_data import ImageSet
 
 CLASSES = 10
 """Default number of classes if no data is read."""
@@ -79,6 +79,8 @@ def bench(
     # A recipe must have a length, although a benchmark does not use it.
     asked = o.request(bench, locals(), {"train.steps": 1})
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
+    from vitpar.training.image_data import open_split, transform_settings
+
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
@@ -100,7 +102,7 @@ def _bench(
     recipe: Recipe,
     config: "ModelConfig",
     chosen: Chosen,
-    images: ImageSet | None,
+    images: "ImageSet | None",
     length: tuple[int, int, int | None],
     traces: Path | None,
     as_json: bool,

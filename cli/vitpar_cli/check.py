@@ -9,8 +9,7 @@ import typer
 from vitpar.launch.resources import choose_device
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.training.prepare import choose_plan
-from vitpar.training.ranks import resolve
+from vitpar.training.ranks import choose_plan, resolve
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen, first_that_fits

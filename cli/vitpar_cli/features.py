@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
-from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
-from vitpar.training.image_data import open_split
 from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import progress_bar, refuse_unwritable, report_bad, warn
@@ -18,6 +15,8 @@ from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, saved_m
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.data.image_files import NotedImages
 
 
 def features(
@@ -50,6 +49,10 @@ def features(
     Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
     """
     asked = o.request(features, locals(), NO_DATA if images else {})
+    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.training.image_data import open_split
+
     if bool(images) == (data is not None):
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)
@@ -68,7 +71,7 @@ def features(
 def _write(
     device: "torch.device",
     planned: PlannedModel,
-    source: NotedImages,
+    source: "NotedImages",
     labelled: bool,
     out: Path,
     width: int,

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
@@ -17,6 +16,8 @@ from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, SavedMo
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.data.image_files import NotedImages
 
 Images = Annotated[
     list[Path],
@@ -46,6 +47,8 @@ def predict(
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
     asked = o.request(predict, locals(), NO_DATA)
+    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
     saved = saved_model(checkpoint, asked, doing="a prediction")
@@ -58,7 +61,7 @@ def _predict(
     device: "torch.device",
     planned: PlannedModel,
     paths: Sequence[str],
-    source: NotedImages,
+    source: "NotedImages",
     names: Sequence[str] | None,
     top: int,
     as_json: bool,

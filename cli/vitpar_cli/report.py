@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
-from vitpar.training.image_data import open_split
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import command_line, progress_bar, refuse_unwritable, report_bad, warn, write
@@ -16,6 +14,7 @@ from vitpar_cli.outputs import command_line, progress_bar, refuse_unwritable, re
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.data.shards.shard_set import ShardSet
     from vitpar_cli.saved_model import PlannedModel
 
 PORT = 8123
@@ -130,6 +129,8 @@ def _refuse_idle(
 
 def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
     """Predict the validation images of a run on one device, and write the page with them."""
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.training.image_data import open_split
     from vitpar_cli.predict import class_names
     from vitpar_cli.saved_model import AT_ONCE, saved_model
 
@@ -147,7 +148,7 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
 def _predict(
     device: "torch.device",
     planned: "PlannedModel",
-    validation: ShardSet,
+    validation: "ShardSet",
     note: str | None,
     names: Sequence[str],
     number: int,

@@ -12,8 +12,7 @@ import typer
 from vitpar.errors import DataError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
-from vitpar.training.image_data import ImageSet, transform_settings
-from vitpar.training.prepare import choose_plan
+from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
+    from vitpar.training.image_data import ImageSet
 
 CheckpointDir = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
@@ -81,6 +81,8 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
+        from vitpar.training.image_data import transform_settings
+
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)
         transform_settings(recipe, self.config.image_size)

@@ -10,7 +10,6 @@ import typer
 
 from vitpar.launch import find_world
 from vitpar.text import either
-from vitpar.training.prepare import Prepared, prepare
 from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
@@ -20,6 +19,8 @@ from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.training.prepare import Prepared
 
 SEARCHED = "Search of the plan, with --mesh auto"
 """Heading in `--help` of the options for --mesh auto."""
@@ -162,6 +163,8 @@ def train(
     asked = o.request(train, locals())
     if not dry_run:
         outlive_reader()  # log.txt of the run has what it prints
+    from vitpar.training.prepare import prepare
+
     plans = PlanChooser(memory, ranks, cluster, hardware, model_profile, quiet=as_json)
     run = prepare(
         asked,
@@ -181,7 +184,7 @@ def train(
         run_in_world(ranks, where, _train, run, as_json, sys.argv, saves=True, store=plans.store)
 
 
-def _train(device: "torch.device", run: Prepared, as_json: bool, command: list[str]) -> int:
+def _train(device: "torch.device", run: "Prepared", as_json: bool, command: list[str]) -> int:
     """Train the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 

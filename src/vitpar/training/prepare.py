@@ -19,7 +19,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.image_data import ImageSet, open_data, order_of, transform_settings
-from vitpar.training.ranks import resolve
+from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.recipe.recipe import Chosen
@@ -85,14 +85,6 @@ class Prepared:
 Choose = Callable[[Recipe, ModelConfig, Device, Path | None], Chosen]
 """Function that chooses the plan of a recipe for a model and a kind of device; the path is the recipe.toml of the run
 to resume, None for a new run. Raises UserError."""
-
-
-def choose_plan(recipe: Recipe, config: ModelConfig, device: Device, saved: Path | None = None) -> Chosen:
-    """Return the recipe's plan for the available ranks.
-
-    Raises StrategyError and RecipeError for a plan that does not fit ranks, model, batch or settings.
-    """
-    return recipe.chosen(config, lambda plan: resolve(plan, device))
 
 
 def prepare(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from vitpar.errors import StrategyError
 from vitpar.launch.resources import cpu_cores
 from vitpar.launch.world import Device, find_world
+from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.text import shown
+from vitpar.training.recipe.recipe import Chosen, Recipe
 
 
 def ranks_available(device: Device) -> int | None:
@@ -48,3 +52,11 @@ def resolve(plan: Plan, device: Device) -> Plan:
 def default_ranks(device: Device) -> int:
     """Return the number of ranks to measure or plan with: those available, or one per CPU core."""
     return ranks_available(device) or cpu_cores()
+
+
+def choose_plan(recipe: Recipe, config: ModelConfig, device: Device, saved: Path | None = None) -> Chosen:
+    """Return the recipe's plan for the available ranks.
+
+    Raises StrategyError and RecipeError for a plan that does not fit ranks, model, batch or settings.
+    """
+    return recipe.chosen(config, lambda plan: resolve(plan, device))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse
 from vitpar.text import shown
@@ -65,8 +64,11 @@ class RecipeRequest:
             parse(mesh)
         if isinstance(trackers, tuple):
             refuse_missing(trackers)
-        if isinstance(data, str) and not (Path(data) / MANIFEST).exists():
-            read_manifest(data)  # raises
+        if isinstance(data, str):
+            from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
+            if not (Path(data) / MANIFEST).exists():
+                read_manifest(data)  # raises
 
     def refuse_idle(self, doing: str) -> None:
         """Raise RecipeError if an assignment gives a setting that has no effect on a command.
@@ -134,6 +136,8 @@ class RecipeRequest:
 
 def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
     """Return `given`, else the number of classes of the recipe's data if they can be found, else `default`."""
+    from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
     path = recipe.data.path
     if given is None and path is not None and (Path(path) / MANIFEST).is_file():
         return len(read_manifest(path).classes)

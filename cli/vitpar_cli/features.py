@@ -48,7 +48,7 @@ def features(
 
     Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
     """
-    asked = o.request(features, locals(), NO_DATA if images else {})
+    asked = o.request(features, locals()) | (NO_DATA if images else {})
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
     from vitpar.data.shards.shard_set import ShardSet
     from vitpar.training.image_data import open_split

@@ -46,7 +46,7 @@ def predict(
 
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
-    asked = o.request(predict, locals(), NO_DATA)
+    asked = o.request(predict, locals()) | NO_DATA
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 
     paths = expand_images(images)

@@ -118,7 +118,7 @@ def model(
 
     Example: vitpar profile model --recipe digits --ranks 4 --out model.json
     """
-    asked = o.request(model, locals(), {} if recipe else NO_DATA)
+    asked = o.request(model, locals()) | ({} if recipe else NO_DATA)
     asked.refuse_idle("a profile")
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)

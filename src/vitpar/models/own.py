@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 LOADED: list[str] = []
-"""What this process has loaded, as ``FILE.py:NAME``: other processes that get its objects must load it first."""
+"""Models that this process has loaded, as ``FILE.py:NAME``. Processes that unpickle their objects load them first."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from annotated_types import Ge
 
-from vitpar.strategy import SCHEDULES
+from vitpar.training.recipe.file import SECTIONS
 from vitpar.training.recipe.request import RecipeRequest
 
 PANELS = {"model": "Model and data", "data": "Model and data", "train": "Training", "parallel": "Plan"}
@@ -22,10 +23,16 @@ def parse_split(text: str) -> str | list[int]:
 def setting(key: str, *flags: str, to: Callable[[Any], object] = lambda given: given, **option: Any) -> Any:
     """Return an option that gives the recipe's setting `key`, for use in ``Annotated``.
 
-    flags, option: as for `typer.Option`.
+    flags, option: as for `typer.Option`; by default the flag, the help and the minimum are those of the setting.
     to: function from the option's value to the setting's value, or to None to leave the setting unchanged.
     """
-    declared = typer.Option(*flags, rich_help_panel=PANELS.get(key.partition(".")[0]), **option)
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields[name]
+    known: dict[str, Any] = {"help": " ".join((field.description or "").split()).replace("[", "\\[")}
+    if field.annotation in (int, int | None):
+        known["min"] = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+    flags = flags or (f"--{name.replace('_', '-')}",)
+    declared = typer.Option(*flags, rich_help_panel=PANELS.get(section), **known | option)
     declared.setting = key, to
     return declared
 
@@ -115,35 +122,11 @@ OwnModel = Annotated[
     ),
 ]
 Epochs = Annotated[float | None, setting("train.epochs", "--epochs", help="Passes over the training set.")]
-BatchSize = Annotated[
-    int | None,
-    setting("train.batch_size", "--batch-size", min=1, help="Global batch size: images per step over all ranks."),
-]
-Microbatches = Annotated[
-    int | None, setting("parallel.microbatches", "--microbatches", min=1, help="Micro-batches per step.")
-]
-MicrobatchSize = Annotated[
-    int | None,
-    setting(
-        "parallel.microbatch_size",
-        "--microbatch-size",
-        min=1,
-        help="Images per micro-batch, instead of --microbatches.",
-    ),
-]
-Schedule = Annotated[
-    str | None,
-    setting("parallel.schedule", "--schedule", metavar="NAME", help=f"Pipeline schedule: {', '.join(SCHEDULES)}."),
-]
-VirtualStages = Annotated[
-    int | None,
-    setting(
-        "parallel.virtual_stages",
-        "--virtual-stages",
-        min=1,
-        help="Stages per rank: 2 or more with interleaved schedules, 2 with zbvzerobubble and dualpipev, else 1.",
-    ),
-]
+BatchSize = Annotated[int | None, setting("train.batch_size")]
+Microbatches = Annotated[int | None, setting("parallel.microbatches")]
+MicrobatchSize = Annotated[int | None, setting("parallel.microbatch_size")]
+Schedule = Annotated[str | None, setting("parallel.schedule", metavar="NAME")]
+VirtualStages = Annotated[int | None, setting("parallel.virtual_stages")]
 Split = Annotated[
     str | None,
     setting(

@@ -69,7 +69,7 @@ WRONG_RUNS = [
 def test_wrong_settings_of_a_training_are_refused_without_importing_torch(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What settings, the index of the data, the plan and a checkpoint decide is checked before torch is imported."""
+    """Settings, the index of the data, the plan and a checkpoint are checked before torch is imported."""
     place = shutil.copytree(shared_run("small", tmp_path_factory), tmp_path / "place")
     pack_small(tmp_path / "other", val=False).rename(place / "no_val")
     commands = [["train", "--recipe", "recipe.toml", *words.split()] for words, _ in WRONG_RUNS]

@@ -126,6 +126,7 @@ def prepare(
             f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to false, or "
             "pack the data with one"
         )
+    # A task (labels, loss, metrics) belongs here: it decides the outputs of the model.
     config = recipe.config(train_set.num_classes)
     transform_settings(recipe, config.image_size)
     order_of(recipe, len(train_set))

@@ -73,7 +73,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         10,
         (
             (
-                "training/input.py",
+                "tasks/image_input.py",
                 "train_batches",
                 "makes a loader of this rank's rows; `train_step` copies batches",
             ),

@@ -103,22 +103,21 @@ def _evaluate(
     as_json: bool,
 ) -> int:
     """Evaluate data sets on the rank of `device`, and return the exit code."""
-    import torch
     import torch.distributed as dist
 
-    from vitpar.tasks.image_input import Input
+    from vitpar.tasks.inputs import build_input
     from vitpar.training.evaluate import evaluate
     from vitpar.training.prediction_file import PredictionFile
 
     model, warning = planned.built(device, sets)
     task, reports = planned.task(), dist.get_rank() == 0
-    source = Input(planned.recipe, model, task)
+    source = build_input(planned.recipe, model, task)
     results: dict[str, Evaluation] = {}
     with ExitStack() as stack:
         file = None
         if predictions is not None and reports:
             about = {"model": planned.config.name, "weights": str(planned.folder), "split": split}
-            like = task.predict(torch.zeros(1, task.outputs, dtype=torch.float64))
+            like = task.predict(task.trial()[0])
             file = stack.enter_context(PredictionFile(predictions, like, about))
         show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
         for name, images in sets.items():

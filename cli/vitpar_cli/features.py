@@ -80,7 +80,7 @@ def _write(
     as_json: bool,
 ) -> int:
     """Compute features on `device` and write them, and return the exit code."""
-    from vitpar.tasks.image_input import Input
+    from vitpar.tasks.image_input import ImageInput
     from vitpar.training.feature_file import FeatureFile
     from vitpar.training.inference import outputs, skipping
 
@@ -88,7 +88,7 @@ def _write(
     written = 0
     with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
         model, warning = planned.built(device)
-        reader = Input(skipping(planned.recipe), model, planned.task())
+        reader = ImageInput(skipping(planned.recipe), model, planned.task())
         for batch in outputs(model, reader, source, features=True, progress=progress):
             labels = [int(source.labels[sample]) if labelled else None for sample in batch.samples]
             file.add([source.name(sample) for sample in batch.samples], labels, batch.features)

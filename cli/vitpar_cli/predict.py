@@ -71,7 +71,7 @@ def _predict(
     as_json: bool,
 ) -> int:
     """Predict images on `device`, and return the exit code."""
-    from vitpar.tasks.image_input import Input
+    from vitpar.tasks.image_input import ImageInput
     from vitpar.training.inference import outputs, skipping
 
     task = planned.task()
@@ -79,7 +79,7 @@ def _predict(
     model, warning = planned.built(device)
     by_image: dict[int, list[dict[str, Any]]] = {}
     with progress_bar("predicting") as progress:
-        for batch in outputs(model, Input(skipping(planned.recipe), model, task), source, progress=progress):
+        for batch in outputs(model, ImageInput(skipping(planned.recipe), model, task), source, progress=progress):
             by_image |= dict(zip(batch.samples, task.answers(batch.logits.double(), top, names), strict=True))
     warn(warning)
     if as_json:

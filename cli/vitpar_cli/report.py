@@ -166,13 +166,13 @@ def _predict(
     from vitpar.data.image_files import NotedImages
     from vitpar.runs.predictions import predict
     from vitpar.runs.sheet import sheet
-    from vitpar.tasks.image_input import Input
+    from vitpar.tasks.image_input import ImageInput
     from vitpar.training.inference import skipping
 
     source = NotedImages(validation)
     model, warning = planned.built(device)
     with progress_bar("predicting") as progress:
-        predicted = predict(model, Input(skipping(planned.recipe), model, planned.task()), source, names, progress)
+        predicted = predict(model, ImageInput(skipping(planned.recipe), model, planned.task()), source, names, progress)
     warn(warning, note)
     about = f"By the weights in {planned.folder}, for the validation images of {validation.place}."
     _write_page([run], out, made_by, sheet(predicted, validation.read, number, about))

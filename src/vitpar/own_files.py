@@ -15,7 +15,7 @@ T = TypeVar("T")
 LOADED: dict[Path, ModuleType] = {}
 """Modules of the files that were run, by their paths."""
 NAMED: list[tuple[str, str]] = []
-"""What this process has loaded: model or task, and FILE.py:NAME. Processes that unpickle its objects load it first."""
+"""Loaded here: model or task, and FILE.py:NAME. Processes that unpickle its objects load it first."""
 
 
 def load_class(text: str, base: type[T], what: str, error: type[UserError]) -> tuple[type[T], str]:

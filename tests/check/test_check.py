@@ -93,15 +93,15 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
             move = ShardedOptimizer.step
             patch.setattr(ShardedOptimizer, "step", lambda self, lr: move(self, lr * 1.01))
         case "a repeat left out":
-            from vitpar.tasks.image_input import Input
+            from vitpar.tasks.image_input import ImageInput
 
-            take = Input.train_step
+            take = ImageInput.train_step
 
-            def without(self: Input, batch: Any) -> Any:
+            def without(self: ImageInput, batch: Any) -> Any:
                 images = None if batch.images is None else batch.images.roll(1, 0)
                 return take(self, replace(batch, images=images))
 
-            patch.setattr(Input, "train_step", without)
+            patch.setattr(ImageInput, "train_step", without)
         case _:
             assert not mistake
 

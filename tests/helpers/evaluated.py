@@ -10,7 +10,7 @@ from helpers.small_data import CLASSES
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.tasks import LabelSet, task_of
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.image_input import ImageInput
 from vitpar.training.recipe import read_recipe
 
 # 17 images make two full batches and one image, so the second of two ranks sees only padding.
@@ -38,11 +38,11 @@ def config_of() -> ViTConfig:
 
 def built(
     device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str
-) -> tuple[ParallelModel, Input]:
+) -> tuple[ParallelModel, ImageInput]:
     """Return the model under a plan and its input; runs on every rank."""
     config = config_of()
     plan = validate(replace(parse(mesh), **fields), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, seed=SEED), device)
     options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
     recipe = read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH})
-    return model, Input(recipe, model, task_of(recipe, LabelSet(CLASSES)))
+    return model, ImageInput(recipe, model, task_of(recipe, LabelSet(CLASSES)))

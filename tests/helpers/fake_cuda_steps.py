@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.fake_cuda import DEVICE, FakeCuda
 from vitpar import parse, validate
 from vitpar.data import Batch
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
 
@@ -126,7 +126,7 @@ def _two_steps(case: Case, device: FakeCuda) -> None:
     recipe = _recipe(case.settings)
     config = recipe.config(CLASSES)
     trained = build(recipe, config, validate(parse(case.mesh), config, BATCH), DEVICE)
-    step, model, given = trained.step(), trained.model, Input(recipe, trained.model, trained.task)
+    step, model, given = trained.step(), trained.model, ImageInput(recipe, trained.model, trained.task)
     if case.fault is not None:
         (stage,) = model.stages.values()
         stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)

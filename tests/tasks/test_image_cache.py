@@ -16,7 +16,7 @@ from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.launch.world_group import barrier
 from vitpar.tasks.image_cache import make_cache
-from vitpar.training import input_cache
+from vitpar.tasks import image_cache
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 BOTH = (0, 1)
@@ -35,17 +35,17 @@ def made(
     """
     rank = dist.get_rank()
     local = LocalRanks(BOTH if near else (rank,), 2, 1.0)
-    input_cache.available_memory = lambda: 10**9
+    image_cache.available_memory = lambda: 10**9
     sets = [ShardSet.open(data, split) for split in ("train", "val")]
     if fails:
-        input_cache.ImageCache = lambda *args: refuse(args)  # type: ignore[assignment, misc]
+        image_cache.ImageCache = lambda *args: refuse(args)  # type: ignore[assignment, misc]
     recipe = recipe_of(data, "dp2", **{"data.cache": "memory", "data.cache_gb": gb})
     try:
         cache, message = make_cache(recipe, local, sets, rank in decoding)
     except DataError as error:
         return ("refused", str(error))
     finally:
-        input_cache.ImageCache, input_cache.available_memory = ImageCache, available_memory  # type: ignore[misc]
+        image_cache.ImageCache, image_cache.available_memory = ImageCache, available_memory  # type: ignore[misc]
     if cache is not None and rank == max(decoding):
         cache.part(1).put(2, IMAGE)
     barrier()
@@ -55,7 +55,7 @@ def made(
     return (message, room, found is not None and np.array_equal(found, IMAGE))
 
 
-ImageCache, available_memory = input_cache.ImageCache, input_cache.available_memory
+ImageCache, available_memory = image_cache.ImageCache, image_cache.available_memory
 
 
 def refuse(args: tuple[Any, ...]) -> Any:

@@ -110,9 +110,9 @@ def test_run_is_evaluated_and_its_best_checkpoint_kept(tmp_path: Path, ranks: Ca
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"task.name": "clasify"}, r"unknown task 'clasify' \(did you mean 'classify'\?\): use classify, "),
+        ({"task.name": "klassify"}, r"unknown task 'klassify' \(did you mean 'classify'\?\): use classify, "),
         ({"task.name": "gone.py:Mine"}, r"is run only if you name it: give --task gone.py:Mine"),
-        ({"task.options": {"tolerence": 1}}, r"has 'tolerence', .* does not \(did you mean 'tolerance'\?\): leave"),
+        ({"task.options": {"tolerances": 1}}, r"has 'tolerances', .* does not \(did you mean 'tolerance'\?\): leave"),
         ({"train.label_smoothing": 0.1}, r"train.label_smoothing is 0.1, which task .* does not have: set it to 0"),
         ({"augment.cutmix": 1.0}, r"augment.cutmix is 1.0, but task .* does not mix images: set it to 0"),
     ],

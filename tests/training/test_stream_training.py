@@ -20,7 +20,7 @@ from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
 from vitpar.tasks import LabelSet, task_of
 from vitpar.tasks.image_data import open_data
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.recipe import Recipe, read_recipe
 
@@ -99,11 +99,11 @@ def test_data_path_replaces_a_stream_but_not_within_one_file(tmp_path: Path) -> 
 # input on every rank
 
 
-def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
+def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, ImageInput]:
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2}
     config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
     model = parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH), device)
-    return model, Input(recipe, model, task_of(recipe, LabelSet(model.config.num_classes)))
+    return model, ImageInput(recipe, model, task_of(recipe, LabelSet(model.config.num_classes)))
 
 
 def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list[int], list[int]]]:

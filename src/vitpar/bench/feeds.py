@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Protocol
 
-from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.image_input import Input, synthetic_batch
-from vitpar.tasks.task import StepInput, Task
-from vitpar.training.recipe import Recipe
+from vitpar.tasks.input import Input
+from vitpar.tasks.task import StepInput
 
 Take = Callable[[Phase], StepInput]
 """Function that returns the next batch; it runs its work in phases."""
@@ -29,12 +27,12 @@ class Feed(Protocol):
 
 
 class Synthetic:
-    """Synthetic input: one batch of random images that stays on the device."""
+    """Synthetic input: one random batch that stays on the device."""
 
     settling = 1
 
-    def __init__(self, model: ParallelModel, task: Task) -> None:
-        self._given = synthetic_batch(model, task)
+    def __init__(self, source: Input) -> None:
+        self._given = source.synthetic()
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
@@ -50,8 +48,8 @@ class Loaded:
     # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
     settling = 4
 
-    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task, images: ImageSet) -> None:
-        self._images, self._input, self._samples = images, Input(recipe, model, task), 0
+    def __init__(self, source: Input, images: ImageSet) -> None:
+        self._images, self._input, self._samples = images, source, 0
         self._input.cache(images)
 
     @contextmanager

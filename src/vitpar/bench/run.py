@@ -31,6 +31,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.inputs import build_input
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
@@ -74,15 +75,16 @@ def bench(
     """
     report("building the model")
     trained = build(recipe, config, plan, device, task, {"the training data": images})
-    recipe, task = trained.recipe, trained.task
+    recipe = trained.recipe
     attention = trained.choose_attention()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
-    feed: Feed = Synthetic(trained.model, task) if images is None else Loaded(recipe, trained.model, task, images)
+    source = build_input(recipe, trained.model, trained.task)
+    feed: Feed = Synthetic(source) if images is None else Loaded(source, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
     memory = int(runner.most(memory_bytes(device)))
-    synthetic = feed if images is None else Synthetic(trained.model, task)
+    synthetic = feed if images is None else Synthetic(source)
     seconds: list[float] = []
     without: list[float] = []
     phased: list[Phased] = []

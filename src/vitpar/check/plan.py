@@ -21,7 +21,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -184,7 +184,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     begin = _copies(parameters)
     if trained.ema:
         trained.ema.restart()
-    source, take = Input(trained.recipe, model, task), trained.step()
+    source, take = ImageInput(trained.recipe, model, task), trained.step()
     decoded, clipped = source.train_rows, _clipped_norms(trained)
     for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
         batch = Batch(pixels[decoded] if decoded else None, labels, keys, epoch=0.0, samples=step * model.batch_size)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from vitpar.data.image_files import NotedImages
     from vitpar.parallel import ParallelModel
-    from vitpar.tasks.image_input import Input
+    from vitpar.tasks.image_input import ImageInput
 
 Numbers = NDArray[np.int64]
 """Numbers of images or classes."""
@@ -122,7 +122,7 @@ class PredictedImages:
 
 def predict(
     model: ParallelModel,
-    source: Input,
+    source: ImageInput,
     images: NotedImages,
     class_names: Sequence[str],
     progress: Callable[[int, int], None] = lambda done, total: None,

@@ -33,6 +33,7 @@ from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
+from vitpar.tasks.input import Batches, EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
@@ -70,7 +71,7 @@ def mixing(recipe: Recipe) -> Mix:
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
 
-class Input:
+class ImageInput:
     """Input of one rank of `model`. All ranks make it together.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
@@ -143,21 +144,31 @@ class Input:
     def eval_batches(self, images: ImageSet | NotedImages) -> Loader:
         """Return a loader of the complete set in batches of the training shape, with this rank's share of the images.
 
-        The last batch is padded with IGNORED labels. Batches of a stream continue until `evaluated` says that all ranks
-        have reached the end.
+        The last batch is padded with IGNORED labels. Batches of a stream continue until `eval_step` says that all
+        ranks have reached the end.
         """
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
         return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._rows))
 
-    def skipped(self, loader: Loader) -> Skipped:
+    def synthetic(self) -> StepInput:
+        """Return random images, with targets and keys, of a batch to time steps with."""
+        c, size, device = self._model.config, self._model.batch_size, self._model.device
+        images = None
+        if self._model.takes_images:
+            shape = (len(self._rows), c.channels, c.image_size, c.image_size)
+            images = torch.randn(shape, device=device).to(self._model.precision.compute)
+        numbers = torch.arange(size, device=device)
+        return StepInput(images, self.task.counted_targets(numbers % self.task.labels.count), numbers)
+
+    def skipped(self, loader: Batches) -> Skipped:
         """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
         everyone = all_gather_json(asdict(loader.skipped))
         return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
 
-    def warning(self, loader: Loader) -> str | None:
+    def warning(self, loader: Batches) -> str | None:
         """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
         skipped = self.skipped(loader)
         counts = {"images": skipped.times, "shards": skipped.shards}
@@ -177,6 +188,11 @@ class Input:
             return StepInput(self._normalize(images, compute), targets, keys)
         images = mixed.images(self._normalize(images), needed, len(self._rows)).to(compute)
         return StepInput(images, targets, keys)
+
+    def eval_step(self, batch: Batch) -> EvalInput | None:
+        """Return the input of an evaluation batch; None when no rank has images left."""
+        labels = self._evaluated(batch)
+        return None if labels is None else EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
 
     def images(self, batch: Batch) -> Tensor | None:
         """Return this rank's images, [rows, 3, size, size], normalised, on the device in the compute precision.
@@ -200,7 +216,7 @@ class Input:
             all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
 
-    def evaluated(self, batch: Batch) -> Tensor | None:
+    def _evaluated(self, batch: Batch) -> Tensor | None:
         """Return `labels` of an evaluation batch; None when no rank has images left."""
         if batch.whole:
             return self.labels(batch)
@@ -286,14 +302,3 @@ class Input:
         whole = mine.new_empty(peers * share, *mine.shape[1:])
         dist.all_gather(list(whole.chunk(peers)), mine, group=self._peers)
         return whole[:number]
-
-
-def synthetic_batch(model: ParallelModel, task: Task) -> StepInput:
-    """Return random images, with targets and keys, of a batch to time steps with."""
-    c, size, device = model.config, model.batch_size, model.device
-    images = None
-    if model.takes_images:
-        shape = (len(model.image_rows(size)), c.channels, c.image_size, c.image_size)
-        images = torch.randn(shape, device=device).to(model.precision.compute)
-    numbers = torch.arange(size, device=device)
-    return StepInput(images, task.counted_targets(numbers % task.labels.count), numbers)

@@ -173,6 +173,12 @@ class Task:
         columns = {name: values.tolist() for name, values in self.predict(outputs).items()}
         return [[dict(zip(columns, row, strict=True))] for row in zip(*columns.values(), strict=True)]
 
+    def trial(self) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets of one sample, all zero, for the shapes of what the task computes."""
+        import torch
+
+        return torch.zeros(1, self.outputs).double(), self.counted_targets(torch.zeros(1, dtype=torch.int64))
+
     # What follows is derived. The trainer, evaluation, checks and measurements call it.
 
     def counted_targets(self, labels: Tensor) -> Tensor:

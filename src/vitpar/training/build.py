@@ -39,7 +39,7 @@ class TrainingComponents:
     recipe: Recipe
     """Recipe with its precision resolved."""
     task: Task
-    """What is trained."""
+    """Task that is trained."""
     model: ParallelModel
     """Model under its plan."""
     optimizer: ShardedOptimizer

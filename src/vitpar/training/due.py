@@ -1,4 +1,4 @@
-"""What is due after a step of a run: evaluation, checkpoint, rows of metrics, and whether the ranks agree to stop."""
+"""Agenda of a run, step by step: evaluation, checkpoint, rows of metrics, and whether the ranks agree to stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOK_S = 5.0
 
 @dataclass
 class Due:
-    """What is due after a step. Equal on all ranks."""
+    """Things that are due after a step. Equal on all ranks."""
 
     step: int
     """Number of the step."""

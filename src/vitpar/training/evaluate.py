@@ -15,7 +15,7 @@ from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.input import Input
 from vitpar.text import count
 
 
@@ -28,7 +28,7 @@ class Predictions:
     labels: Tensor
     """Label of each image, int64 [images]."""
     values: Mapping[str, Tensor]
-    """What the model says about them by name, [images] or [images, k] (``Task.predict``)."""
+    """Answers of the model by name, [images] or [images, k] (``Task.predict``)."""
 
 
 @dataclass(frozen=True)
@@ -81,36 +81,34 @@ def evaluate(
     Raises DataError if bad samples are skipped and all of them are bad.
     """
     assert predicted is None or not isinstance(images, StreamSet), "images of a stream have no numbers"
-    few = torch.zeros(1, task.outputs, dtype=torch.float64, device=model.device)
-    sums = torch.zeros_like(
-        task.sums(few, task.counted_targets(torch.zeros(1, dtype=torch.int64, device=model.device)))
-    )
+    sums = torch.zeros_like(task.sums(*task.trial())).to(model.device)
+    samples = torch.zeros((), dtype=torch.int64, device=model.device)
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(images)
     with closing(iter(loader)) as batches:
         progress(0)
         for number, batch in enumerate(batches, start=1):
-            if (labels := source.evaluated(batch)) is None:
+            if (given := source.eval_step(batch)) is None:
                 break
-            outputs = model.predict(source.images(batch), len(labels))
+            samples += (given.labels != IGNORED).sum()
+            outputs = model.predict(given.images, len(given.labels), **given.sides)
             mine = None
             if model.first_of_logits:
                 assert outputs is not None
                 mine = outputs.double()
-                sums += task.sums(mine, task.counted_targets(labels)[rows])
+                sums += task.sums(mine, given.targets[rows])
             if predicted is not None:
                 first = (number - 1) * model.batch_size
-                predictions = _predictions(task, mine, rows, labels, first)
+                predictions = _predictions(task, mine, rows, given.labels, first)
                 if dist.get_rank() == 0:
                     predicted(predictions)
             progress(min(number * model.batch_size, len(images)))
     model.parameters_changed()
     all_reduce_(sums)
-    samples = int(sums[0].item())
     if not samples:
         raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")
     promised = len(images) if isinstance(images, StreamSet) else None
-    return Evaluation(samples, task.result(sums), source.skipped(loader), promised)
+    return Evaluation(int(samples), task.result(sums), source.skipped(loader), promised)
 
 
 def _predictions(task: Task, outputs: Tensor | None, rows: Tensor, labels: Tensor, first: int) -> Predictions:
@@ -121,7 +119,7 @@ def _predictions(task: Task, outputs: Tensor | None, rows: Tensor, labels: Tenso
     labels: of the batch.
     first: number of the batch's first image in the set.
     """
-    shapes = task.predict(torch.zeros(1, task.outputs, dtype=torch.float64))
+    shapes = task.predict(task.trial()[0])
     widths = [value[0].numel() for value in shapes.values()]
     # Exactly one rank fills each row, so the sum over the ranks is exact.
     table = torch.zeros(len(labels), sum(widths), dtype=torch.float64, device=labels.device)

@@ -33,7 +33,7 @@ class RunHeader:
     recipe: Recipe
     """Recipe with its precision resolved."""
     task: Task
-    """What is trained."""
+    """Task that is trained."""
     config: ModelConfig
     """Configuration of the model."""
     plan: Plan

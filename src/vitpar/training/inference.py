@@ -1,6 +1,6 @@
 """Outputs of a model for single images: logits, and the features that the classifier reads.
 
-They are computed on one device. Images are prepared as evaluation prepares them (``Input.eval_batches``).
+They are computed on one device. Images are prepared as evaluation prepares them (``ImageInput.eval_batches``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vitpar.errors import ModelError
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.image_input import ImageInput
 from vitpar.training.recipe import Recipe
 
 
@@ -98,7 +98,7 @@ def _no_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
 
 def outputs(
     model: ParallelModel,
-    source: Input,
+    source: ImageInput,
     images: NotedImages,
     *,
     features: bool = False,

@@ -49,7 +49,7 @@ class Prepared:
     config: ModelConfig
     """Configuration of the model."""
     task: Task
-    """What is trained."""
+    """Task that is trained."""
     plan: Plan
     """Plan, validated against model and batch, with known degrees."""
     train_set: ImageSet

@@ -16,7 +16,7 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.image_input import Input
+from vitpar.tasks.inputs import build_input
 from vitpar.text import count
 from vitpar.training.begin import begin
 from vitpar.training.build import TrainingComponents, build
@@ -81,7 +81,7 @@ class Trainer:
         trained = build(self.recipe, self.config, self.plan, self.device, self.task, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
-        self.input = Input(self.recipe, self.model, self.task)
+        self.input = build_input(self.recipe, self.model, self.task)
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None
         if self.checks:

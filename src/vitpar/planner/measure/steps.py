@@ -28,7 +28,7 @@ from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, o
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
-from vitpar.tasks.image_input import synthetic_batch
+from vitpar.tasks.inputs import build_input
 from vitpar.text import divisors
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
@@ -53,7 +53,8 @@ class Training:
         """Return a function that runs one step of the trainer, without loading data or writing records. Collective."""
         trained = build(self.recipe, self.config, plan, device)
         trained.choose_attention()
-        update, batch = trained.step(), synthetic_batch(trained.model, trained.task)
+        update = trained.step()
+        batch = build_input(self.recipe, trained.model, trained.task).synthetic()
 
         def step() -> None:
             update(1, self.recipe.optimizer.lr, *batch)

@@ -22,7 +22,7 @@ CLASSIFY = "classify"
 
 
 class TaskSection(Section):
-    """What is trained: what labels mean, the loss, the metrics and the predictions."""
+    """The task: meaning of the labels, loss, metrics and predictions."""
 
     name: str = CLASSIFY
     """classify, or a task of your own as FILE.py:NAME (docs/own-task.md)."""

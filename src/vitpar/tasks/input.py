@@ -1,0 +1,73 @@
+"""Interface of inputs: batches of a data set as tensors of a step, on the rank that needs them.
+
+``vitpar.tasks.image_input`` is the input of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from vitpar.data import Batch, Skipped
+from vitpar.launch.local_ranks import LocalRanks
+from vitpar.tasks.task import StepInput, Task
+
+
+class EvalInput(NamedTuple):
+    """Input of an evaluation batch on one rank."""
+
+    images: Tensor | None
+    """This rank's input of the model; None where the model takes none."""
+    targets: Tensor
+    """Targets of the complete batch."""
+    labels: Tensor
+    """Label of each sample of the complete batch, int64 [batch]; IGNORED for padding and what cannot be read."""
+    sides: Mapping[str, Tensor] = {}
+    """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
+
+
+class Batches(Protocol):
+    """Loader of batches."""
+
+    skipped: Skipped
+    """Bad samples that were skipped so far."""
+
+    def __iter__(self) -> Generator[Batch]:
+        """Begin anew."""
+
+
+class Input(Protocol):
+    """Input of one rank of a model. All ranks make it together, and call its methods together."""
+
+    task: Task
+    """Says what labels are to the loss."""
+    workers: int
+    """Threads that prepare samples."""
+    local: LocalRanks
+    """The ranks of this machine, and the cores of this one."""
+
+    def cache(self, *sets: Any) -> str | None:
+        """Keep prepared samples of `sets` in memory from now on, if the recipe says so, and return a message."""
+
+    def train_batches(self, data: Any, start: int = 0) -> Batches:
+        """Return a loader of all global batches after `start` samples, without end."""
+
+    def train_step(self, batch: Batch) -> StepInput:
+        """Return the input of a step."""
+
+    def eval_batches(self, data: Any) -> Batches:
+        """Return a loader of the complete set in batches of the training shape. The last one is padded."""
+
+    def eval_step(self, batch: Batch) -> EvalInput | None:
+        """Return the input of an evaluation batch; None when no rank has samples left."""
+
+    def synthetic(self) -> StepInput:
+        """Return random input of a batch, to time steps with."""
+
+    def skipped(self, loader: Batches) -> Skipped:
+        """Return what all ranks skipped together."""
+
+    def warning(self, loader: Batches) -> str | None:
+        """Return a warning about what all ranks skipped together; None if nothing."""

@@ -1,0 +1,12 @@
+"""The input that a task reads."""
+
+from vitpar.parallel import ParallelModel
+from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.input import Input
+from vitpar.tasks.task import Task
+from vitpar.training.recipe import Recipe
+
+
+def build_input(recipe: Recipe, model: ParallelModel, task: Task) -> Input:
+    """Return the input of this rank of `model`. Collective. Raises ModelError for a model that takes another input."""
+    return ImageInput(recipe, model, task)

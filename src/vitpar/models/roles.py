@@ -51,6 +51,7 @@ ROLES = {
     "pooled": "place between pooling and classifier",
     "representation": "linear layer from pooled features to features",
     "classifier": "linear layer to classes, split over the features that it takes, so that classes need not divide",
+    "output": "linear layer behind pooled to logits of every token, which every rank computes for all samples",
     "table": "small parameter [heads, …] that every rank keeps complete, and of which it uses the rows of its heads",
     "other": "anything else, which only 1d and +sp support",
 }

@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("training", ("training",)),
     ("", ("training.faults",)),
     ("", ("training.saving",)),
+    ("", ("tasks",)),
     ("", ("training.recipe",)),
     ("", ("training.optim", "training.tracking")),
     ("model and state", ("weights",)),

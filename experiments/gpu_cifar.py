@@ -76,7 +76,7 @@ class Training:
         precision = "bf16" if device.type == "cuda" else "fp32"
         plan = validate(parse("dp1"), config, options.batch_size)
         kernel = choose_attention("auto", config, plan, options.batch_size, resolve_precision(precision), device)
-        execution = Execution(options.batch_size, precision, seed=settings.SEED, label_smoothing=0.1)
+        execution = Execution(options.batch_size, precision, seed=settings.SEED)
         execution = replace(execution, compile=device.type == "cuda")
         return parallelize(config, plan, execution, device), kernel.backend
 

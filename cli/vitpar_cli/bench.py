@@ -28,6 +28,7 @@ def bench(
         typer.Option("--synthetic", help="Use random images.  \\[default: without --recipe and --data]"),
     ] = False,
     model: o.ModelName = None,
+    task: o.TaskName = None,
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=2, help="Number of classes without data.  \\[default: 10]")
     ] = None,
@@ -74,7 +75,11 @@ def bench(
 
     device_type = choose_device(device)
     images = open_split(merged, "train") if reads else None
-    config = merged.config(images.num_classes if images is not None else o.classes_of(merged, num_classes, CLASSES))
+    from vitpar.tasks import Labels, task_of
+
+    labels = Labels.of(images) if images is not None else Labels(o.classes_of(merged, num_classes, CLASSES))
+    trained_task = task_of(merged, labels)
+    config = merged.config(trained_task.outputs)
     merged, chosen = o.decide(merged, config, device_type)
     if images is not None:
         transforms(merged, config.image_size)  # refuses invalid settings before ranks start
@@ -93,7 +98,7 @@ def bench(
         memory = explain_memory(merged, config, chosen.plan, device)
         with memory, Status(shown=dist.get_rank() == 0) as status:
             benchmark = measure(
-                merged, config, chosen.plan, device, images, settings, traces=profile, report=status.tell
+                merged, config, chosen.plan, device, images, trained_task, settings, traces=profile, report=status.tell
             )
         if dist.get_rank() == 0:
             warn(chosen.because, *benchmark.warnings)

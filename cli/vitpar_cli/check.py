@@ -33,6 +33,7 @@ def check(
         ),
     ] = None,
     model: o.ModelName = None,
+    task: o.TaskName = None,
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
     ] = None,
@@ -84,7 +85,11 @@ def check(
     named = batch_size or o.assigned(assignments, "train.batch_size")
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
-    config = merged.config(o.classes_of(merged, num_classes, 10))
+    from vitpar.tasks import Labels, task_of
+
+    labels = Labels(o.classes_of(merged, num_classes, 10))
+    checked_task = task_of(merged, labels)
+    config = merged.config(checked_task.outputs)
     merged, chosen = o.decide(merged, config, device_type)
     plan = chosen.plan
 
@@ -99,7 +104,7 @@ def check(
         t = merged.train
         choose_attention(t.attention, config, plan, size, resolve_precision(t.precision), device)
         compiling = choose_compiling(t.compile, plan, t.precision, device)
-        result = check_plan(merged, config, plan, device, tolerance=tolerance)
+        result = check_plan(merged, config, plan, device, checked_task, tolerance=tolerance)
         if dist.get_rank() == 0:
             warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
             typer.echo(json.dumps(result.to_json())) if as_json else _print(result)

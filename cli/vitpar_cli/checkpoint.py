@@ -152,7 +152,7 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     if facts.loss_scale:
         console.print(f"loss scale {facts.loss_scale.scale:,.10g}")
     if facts.best:
-        console.print(f"best       step {facts.best.step:,}, top-1 {facts.best.top1:.2%}")
+        console.print(f"best       step {facts.best.step:,}, {facts.best.metric} {facts.best.value:.4g}")
     table = data_table("", "tensors", "elements", "size")
     for group, sums in groups.items():
         table.add_row(group, f"{sums['tensors']:,}", f"{sums['elements']:,}", decimal(sums["bytes"]))

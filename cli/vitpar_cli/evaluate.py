@@ -1,7 +1,7 @@
 """`vitpar eval`: evaluate saved weights."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from vitpar_cli.world import run_in_world
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.tasks import Metric
     from vitpar.training.evaluate import Evaluation, Predictions
     from vitpar.training.input import ImageSet
     from vitpar.training.prediction_file import PredictionFile
@@ -43,7 +44,7 @@ def evaluate(
         typer.Option(
             "--predictions",
             metavar="FILE.parquet",
-            help="Write a row for each image: label, predicted class, probability, and the 5 most probable classes.",
+            help="Write a row for each image: its label, and what the model predicts.",
         ),
     ] = None,
     mesh: Annotated[str, typer.Option("--mesh", metavar="STRATEGY", help="Mesh to evaluate under.")] = "dp1",
@@ -51,14 +52,16 @@ def evaluate(
     precision: o.Precision = None,
     device: o.DeviceName = None,
     model: o.OwnModel = None,
+    task: o.OwnTask = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
     """Evaluate saved weights on a complete split of data sets, under any mesh, independent of the training mesh.
 
     If the path is a run, evaluates its final weights or, if the run has not ended, its newest checkpoint. Results are
-    the images, the loss, top-1 and top-5 accuracy and the expected calibration error (15 bins). Classes are matched by
-    name, so data may number them in another order or have only some of them.
+    the images, the loss and the metrics of the task: for classification top-1 and top-5 accuracy and the expected
+    calibration error (15 bins). Classes are matched by name, so data may number them in another order or have only some
+    of them.
 
     Example: vitpar eval --checkpoint runs/20260102-… --data data_shards/digits
 
@@ -90,28 +93,32 @@ def evaluate(
     planned = saved.planned(device)
 
     def work(device: "torch.device") -> int:
+        import torch
         import torch.distributed as dist
 
-        from vitpar.training.evaluate import TOP, evaluate
+        from vitpar.training.evaluate import evaluate
         from vitpar.training.input import Input
         from vitpar.training.prediction_file import PredictionFile
 
         model, warning = planned.built(device, sets)
-        source, reports = Input(planned.recipe, model), dist.get_rank() == 0
+        source, reports = Input(planned.recipe, model, saved.task(None)), dist.get_rank() == 0
         results: dict[str, Evaluation] = {}
         with ExitStack() as stack:
             file = None
             if predictions is not None and reports:
                 about = {"model": saved.config.name, "weights": str(saved.folder), "split": split}
-                file = stack.enter_context(PredictionFile(predictions, min(TOP, saved.config.num_classes), about))
+                like = saved.task(None).predict(torch.zeros(1, saved.config.num_classes, dtype=torch.float64))
+                file = stack.enter_context(PredictionFile(predictions, like, about))
             show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
             for name, images in sets.items():
                 add = None if predictions is None else _adding(file, name, images)
-                results[name] = evaluate(model, source, images, partial(_progress, show, len(images)), add)
+                results[name] = evaluate(
+                    model, source, images, saved.task(images), partial(_progress, show, len(images)), add
+                )
         if reports:
             warnings = {name: one.warning for name, one in results.items() if one.warning}
             warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
-            _print(results, split, as_json)
+            _print(results, saved.task(None).METRICS, split, as_json)
         return 0
 
     run_in_world(planned.chosen, planned.device_type, work)
@@ -135,23 +142,22 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
     return add
 
 
-def _print(results: "Mapping[str, Evaluation]", split: str, as_json: bool) -> None:
+def _print(results: "Mapping[str, Evaluation]", metrics: "Sequence[Metric]", split: str, as_json: bool) -> None:
     """Print the result for each data set: one line or JSON object for one of them, a table or a list for several."""
     if as_json:
         figures = [{"data": printable(name), **one.figures} for name, one in results.items()]
         typer.echo(json.dumps({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures))
     elif len(results) == 1:
         (one,) = results.values()
-        typer.echo(
-            f"{one.samples} images of '{split}': top-1 {one.top1:.2%}, top-5 {one.top5:.2%}, loss {one.loss:.4f}, "
-            f"ECE {one.ece:.2%}"
-        )
+        words = [f"loss {one.metrics['loss']:.4f}"]
+        words += [f"{metric.words} {metric.shown(one.metrics[metric.name])}" for metric in metrics]
+        typer.echo(f"{one.samples} images of '{split}': {', '.join(words)}")
     else:
-        table = data_table("data", "images", "top-1", "top-5", "loss", "ECE", title=f"Split '{split}'")
+        table = data_table("data", "images", "loss", *(metric.words for metric in metrics), title=f"Split '{split}'")
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         table.columns[0].overflow = "fold"
         for name, one in results.items():
-            shares = [f"{share:.2%}" for share in (one.top1, one.top5, one.ece)]
-            table.add_row(Text(printable(name)), f"{one.samples:,}", *shares[:2], f"{one.loss:.4f}", shares[2])
+            shown = [metric.shown(one.metrics[metric.name]) for metric in metrics]
+            table.add_row(Text(printable(name)), f"{one.samples:,}", f"{one.metrics['loss']:.4f}", *shown)
         Console().print(table)

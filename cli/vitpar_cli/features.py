@@ -34,6 +34,7 @@ def features(
     precision: o.Precision = None,
     device: o.DeviceName = None,
     model: o.OwnModel = None,
+    task: o.OwnTask = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
@@ -73,7 +74,7 @@ def features(
         written = 0
         with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
             model, warning = planned.built(device)
-            reader = Input(skipping(planned.recipe), model)
+            reader = Input(skipping(planned.recipe), model, saved.task(None))
             for batch in outputs(model, reader, source, features=True, progress=progress):
                 labels = [None if files else int(source.labels[sample]) for sample in batch.samples]
                 file.add([source.name(sample) for sample in batch.samples], labels, batch.features)

@@ -1,4 +1,4 @@
-"""`vitpar predict`: classify image files with saved weights."""
+"""`vitpar predict`: predict image files with saved weights."""
 
 import json
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.text import printable, shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
 from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, SavedModel, saved_model
@@ -29,15 +30,18 @@ AtOnce = Annotated[
 def predict(
     images: Images,
     checkpoint: CheckpointDir,
-    top: Annotated[int, typer.Option("--top", min=1, help="Number of classes to print, the most probable first.")] = 5,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Number of classes to print, the most probable first (classification).")
+    ] = 5,
     batch_size: AtOnce = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,
     model: o.OwnModel = None,
+    task: o.OwnTask = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Print the most probable classes of images, on one device.
+    """Print what a model predicts for images, on one device: for classification the most probable classes.
 
     Images are cropped, resized and normalised as `vitpar eval` does. Classes have the names that the training data
     had, or numbers. An image that cannot be read is reported, the others are predicted, and the exit code is 1.
@@ -50,7 +54,8 @@ def predict(
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
     saved = saved_model(checkpoint, given | o.NO_DATA, assignments, doing="a prediction")
-    names = class_names(saved)
+    task_of_model = saved.task(None)
+    names = class_names(saved) if task_of_model.OUTPUTS_ARE_LABELS else None
     planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
 
     def work(device: "torch.device") -> int:
@@ -60,21 +65,16 @@ def predict(
         model, warning = planned.built(device)
         by_image: dict[int, list[dict[str, Any]]] = {}
         with progress_bar("predicting") as progress:
-            for batch in outputs(model, Input(skipping(planned.recipe), model), source, progress=progress):
-                best = batch.logits.double().softmax(dim=1).topk(min(top, batch.logits.shape[1]), dim=1)
-                for sample, numbers, shares in zip(
-                    batch.samples, best.indices.tolist(), best.values.tolist(), strict=True
-                ):
-                    by_image[sample] = [
-                        {"class": number, "name": names[number] if names else None, "probability": share}
-                        for number, share in zip(numbers, shares, strict=True)
-                    ]
+            for batch in outputs(
+                model, Input(skipping(planned.recipe), model, task_of_model), source, progress=progress
+            ):
+                answers = task_of_model.answers(batch.logits.double(), top, names)
+                by_image |= dict(zip(batch.samples, answers, strict=True))
         warn(warning)
+        key = "classes" if task_of_model.OUTPUTS_ARE_LABELS else "predictions"
         if as_json:
             rows = [
-                {"image": path, "classes": by_image[i]}
-                if i in by_image
-                else {"image": path, "error": source.problems[i]}
+                {"image": path, key: by_image[i]} if i in by_image else {"image": path, "error": source.problems[i]}
                 for i, path in enumerate(paths)
             ]
             typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
@@ -105,16 +105,31 @@ def class_names(saved: SavedModel) -> tuple[str, ...] | None:
 
 
 def _print_table(predicted: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
-    """Print a table with a row for each image and class. Names come from strangers, so nothing in them is markup."""
-    from vitpar.text import printable, shown
-
-    table = data_table("image", "class", "probability")
-    for column in table.columns[:2]:
+    """Print a table with a row for each image and answer. Names come from strangers, so nothing in them is markup."""
+    rows = [
+        (path if place == 0 else "", _cells(one)) for path, answers in predicted for place, one in enumerate(answers)
+    ]
+    table = data_table("image", *rows[0][1])
+    table.columns[0].overflow = "fold"
+    for column, (_, right) in zip(table.columns[1:], rows[0][1].values(), strict=True):
         column.overflow = "fold"
-    table.columns[2].justify, table.columns[2].no_wrap = "right", True
-    for path, classes in predicted:
-        for place, one in enumerate(classes):
-            name = str(one["class"]) if one["name"] is None else shown(one["name"])
-            share = f"{one['probability']:.1%}".replace("%", " %")
-            table.add_row(Text(printable(path)) if place == 0 else "", Text(printable(name)), share)
+        if right:
+            column.justify, column.no_wrap = "right", True
+    for path, cells in rows:
+        table.add_row(Text(printable(path)), *(Text(printable(text)) for text, _ in cells.values()))
     Console().print(table)
+
+
+def _cells(answer: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Return the cells of an answer by column: the text, and whether it is a number.
+
+    A class has its name, or its number if it has none.
+    """
+    if "class" in answer:
+        name = str(answer["class"]) if answer["name"] is None else shown(answer["name"])
+        share = f"{answer['probability']:.1%}".replace("%", " %")
+        return {"class": (name, False), "probability": (share, True)}
+    return {
+        name: (f"{value:.6g}" if isinstance(value, float) else shown(value), isinstance(value, int | float))
+        for name, value in answer.items()
+    }

@@ -23,7 +23,7 @@ from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
 from vitpar_cli.outputs import print_words
-from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
+from vitpar_cli.plan_words import batch_words, millions, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
 from vitpar_cli.sparkline import Sparkline
@@ -81,11 +81,14 @@ class ConsoleReporter(Reporter):
         loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
         scale = f"scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
         scale += " skipped" if row.get("skipped") else ""
+        metrics = self._header.task.TRAINING_METRICS
+        measured = [f"{metric.words} {metric.shown(row[metric.name])}" for metric in metrics if metric.name in row]
         parts = [
             (0, f"{row['step']:,}/{self._header.steps:,}"),
             (3, f"epoch {row['epoch']:,.2f}"),
             (0, f"loss {loss}"),
             (1, scale),
+            *((3, words) for words in measured),
             (4, f"lr {row['lr']:.3g}"),
             (2, _rate(row["images_per_second"])),
             (7, f"step {_ms(row['step_ms'])}"),
@@ -111,7 +114,7 @@ class ConsoleReporter(Reporter):
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Print the result of an evaluation."""
-        self._print(f"step {row['step']:,}  {_result(row)}", style="bold")
+        self._print(f"step {row['step']:,}  val {self._header.task.words(row)}", style="bold")
 
     def note(self, text: str) -> None:
         """Print a warning."""
@@ -128,13 +131,18 @@ class ConsoleReporter(Reporter):
         average = f", {_rate(rate)} on average" if rate else ""
         recipe = self._header.recipe
         arguments = ["--checkpoint", summary["weights"]]
-        arguments += ["--model", recipe.model.name] if ".py:" in recipe.model.name else []
+        for option, name in (("--model", recipe.model.name), ("--task", recipe.task.name)):
+            arguments += [option, name] if ".py:" in name else []
         arguments += [] if recipe.data.path is None else ["--data", recipe.data.path]
         arguments += ["--set", "stream.allow_pipe=true"] if recipe.stream.allow_pipe else []
         self._print(f"done       {_duration(self._clock() - self._begun)}{average}", style="bold green")
         if loss := self._loss.words(self._console.encoding):
             self._print(f"loss       {loss}")
-        result = _result(summary) if "loss" in summary else "not evaluated: the data set has no val split"
+        result = (
+            f"val {self._header.task.words(summary)}"
+            if "loss" in summary
+            else "not evaluated: the data set has no val split"
+        )
         self._print(f"result     {result}", style="bold green")
         self._print(f"weights    {summary['weights']}")
         if "loss" in summary:
@@ -204,7 +212,8 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     epochs = header.steps * recipe.train.batch_size / header.train_samples
     yield (
         "model",
-        f"{header.config.name}, {millions(header.parameters)} parameters, {header.config.num_classes:,} classes",
+        f"{header.config.name}, {millions(header.parameters)} parameters, "
+        f"{count(header.task.outputs, header.task.OUTPUT)}",
     )
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {header.device.partition(':')[0]}"
     if plan.world_size > 1:
@@ -226,10 +235,6 @@ def _table(rows: Iterator[tuple[str, str | Text]]) -> Table:
     for name, value in rows:
         table.add_row(name, value if isinstance(value, Text) else Text(value))
     return table
-
-
-def _result(row: dict[str, Any]) -> str:
-    return f"val loss {row['loss']:.4f}  top-1 {percent(row['top1'])}  top-5 {percent(row['top5'])}"
 
 
 def _fitting(parts: list[tuple[int, str]], width: int | None = None) -> str:

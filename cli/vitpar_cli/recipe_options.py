@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 NO_DATA = {"data.path": "unused", "train.steps": 1}
 """Values of the settings that every recipe must have, for commands that neither read data nor train."""
 
-PANELS = {"model": "Model and data", "data": "Model and data", "train": "Training", "parallel": "Plan"}
+PANELS = {
+    "task": "Model and data",
+    "model": "Model and data",
+    "data": "Model and data",
+    "train": "Training",
+    "parallel": "Plan",
+}
 """Heading in `--help` for options that give settings of a recipe's section; the others are under Options."""
 
 
@@ -144,6 +150,39 @@ OwnModel = Annotated[
         metavar="FILE.py:NAME",
         help="The model, if it is one of your own; the file is run.",
         callback=own_model,
+    ),
+]
+
+
+def own_task(name: str | None) -> str | None:
+    """Return the name of the task, after loading it if it is the user's own.
+
+    Raises RecipeError for a file that fails.
+    """
+    if name is None or ".py:" not in name:
+        return name
+    from vitpar.tasks import load
+
+    return load(name)
+
+
+TaskName = Annotated[
+    str | None,
+    setting(
+        "task.name",
+        "--task",
+        metavar="NAME",
+        help="classify, or a task of your own as FILE.py:NAME, whose file is run.  \\[default: classify]",
+        callback=own_task,
+    ),
+]
+OwnTask = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        metavar="FILE.py:NAME",
+        help="The task, if it is one of your own; the file is run.",
+        callback=own_task,
     ),
 ]
 Epochs = Annotated[float | None, setting("train.epochs", "--epochs", help="Passes over the training set.")]

@@ -49,6 +49,7 @@ def report(
     ] = None,
     device: o.DeviceName = None,
     model: o.OwnModel = None,
+    task: o.OwnTask = None,
 ) -> None:
     """Write a self-contained HTML page about one or several runs: results, charts, plans, settings, versions.
 
@@ -73,7 +74,7 @@ def report(
         refuse_other_folders(path)
     if len(runs) > MOST_RUNS:
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
-    _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model}, port)
+    _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model, "--task": task}, port)
     made_by = f"vitpar {__version__}: {command_line()}"
     if live:
         from vitpar.runs.live import serve
@@ -132,6 +133,11 @@ def _with_images(
     from vitpar.data.image_files import NotedImages
     from vitpar.training.input import open_split
 
+    if not saved.task(None).OUTPUTS_ARE_LABELS:
+        raise DataError(
+            f"--images shows classes, which task '{saved.recipe.task.name}' does not predict: leave it out, or write "
+            "the predictions with `vitpar eval --predictions`"
+        )
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):
         raise DataError("--images reads single validation images, which a stream cannot: name packed data with --data")
@@ -149,7 +155,9 @@ def _with_images(
 
         model, warning = planned.built(device)
         with progress_bar("predicting") as progress:
-            predicted = predict(model, Input(skipping(planned.recipe), model), source, names, progress)
+            predicted = predict(
+                model, Input(skipping(planned.recipe), model, saved.task(None)), source, names, progress
+            )
         warn(warning, note)
         about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
         write_page(sheet(predicted, validation.read, number, about))

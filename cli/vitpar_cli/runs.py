@@ -25,7 +25,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs, or one run.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a folder, the newest first: state, plan, steps, validation loss and accuracy, speed, age.
+    """List the runs in a folder, the newest first: state, plan, steps, validation loss and metric, speed, age.
 
     A run is running, complete, stopped (it was asked to stop and has saved a checkpoint) or failed. Speed is the mean
     over its newest steps, age the time since it last wrote to its log.
@@ -42,7 +42,7 @@ def runs(
         typer.echo(f"no runs in {folder}")
         return
     console = Console(highlight=False)
-    table = data_table("run", "state", "plan", "steps", "loss", "top-1", "images/s", "age")
+    table = data_table("run", "state", "plan", "steps", "loss", "metric", "images/s", "age")
     table.padding = (0, 1, 0, 0)
     for column in table.columns:
         column.no_wrap = True
@@ -80,7 +80,7 @@ def _cells(run: "RunSummary") -> list[str]:
         printable(shown(run.plan)),
         steps,
         "–" if run.loss is None else f"{run.loss:.4f}" if abs(run.loss) < 1e4 else f"{run.loss:.1e}",
-        "–" if run.top1 is None else f"{run.top1 * 100:.1f} %",
+        printable(run.value_words) or "–",
         "–" if run.images_per_second is None else f"{run.images_per_second:,.0f}",
         _age(run.age_seconds),
     ]

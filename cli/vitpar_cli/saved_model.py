@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
+    from vitpar.tasks import Task
     from vitpar.training.input import ImageSet
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.recipe import Chosen
@@ -46,6 +47,16 @@ class SavedModel:
         train = self.recipe.train.model_copy(update={"batch_size": images})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
+    def task(self, images: ImageSet | None) -> Task:
+        """Return the task that the model was trained for, for the labels of `images` (None: of its training).
+
+        Raises RecipeError for a task of the user whose file was not named.
+        """
+        from vitpar.tasks import Labels, task_of
+
+        labels = Labels(self.config.num_classes) if images is None else Labels.of(images)
+        return task_of(self.recipe, labels)
+
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
         """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
 
@@ -55,6 +66,8 @@ class SavedModel:
         from vitpar.data.shards.shard_set import ShardSet
         from vitpar.weights.folder import read_class_names
 
+        if not self.task(None).OUTPUTS_ARE_LABELS:
+            return images, None
         classes = self.config.num_classes
         names = read_class_names(self.folder, classes)
         match = match_classes(names, images)

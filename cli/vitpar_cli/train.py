@@ -40,6 +40,7 @@ def train(
     recipe: o.RecipeFile = None,
     data: o.DataDir = None,
     model: o.ModelName = None,
+    task: o.TaskName = None,
     weights: Annotated[
         Path | None,
         o.setting(
@@ -208,7 +209,10 @@ def train(
     if resumed_run.recipe is not None:  # a resumed run keeps its precision
         merged = merged.with_precision(read_recipe(resumed_run.recipe).train.precision)
     train_set, _ = open_data(merged)
-    config = merged.config(train_set.num_classes)
+    from vitpar.tasks import Labels, task_of
+
+    trained_task = task_of(merged, Labels.of(train_set))
+    config = merged.config(trained_task.outputs)
     options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
     searched = merged.parallel.mesh == AUTO
     if searched:
@@ -228,7 +232,7 @@ def train(
         world = find_world()
         refuse_impossible(merged, config, plan, world.local_size if world else plan.world_size)
     if merged.model.weights is not None and resumed_run.begins:
-        beginning(merged, config, train_set)
+        beginning(merged, config, trained_task, train_set)
     resuming = run_dir is not None and resumed_run.source is not None and same_run(run_dir, resumed_run.source)
     check_run_folder(run_dir, resuming)
     if dry_run:

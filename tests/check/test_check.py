@@ -13,8 +13,10 @@ from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.check.compare import compare_numbers, kind, noise_of
 from vitpar.models import IGNORED
+from vitpar.models.loss import CrossEntropy
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local
+from vitpar.tasks.classify import Classify
 
 SIZES = {"num_classes": 10, "depth": 2, "drop_path": 0.2, "dropout": 0.1}
 
@@ -66,10 +68,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "keys of neighbours":
             given(lambda x, y, k: (x, y, k.roll(1)))
         case "no smoothing":
-            from vitpar.training import build
-
-            settings = build.execution
-            patch.setattr(build, "execution", lambda *a: replace(settings(*a), label_smoothing=0.0))
+            patch.setattr(Classify, "loss", CrossEntropy())
         case "labels of mixed images swapped":
             given(lambda x, y, k: (x, y if y.ndim == 1 else y[:, [1, 0, 2]], k))
         case "labels of mixed images not mixed":

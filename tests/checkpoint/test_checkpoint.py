@@ -173,7 +173,8 @@ def test_best_checkpoint_is_kept(data: Path, tmp_path: Path, alone: None, monkey
     rates = iter([0.1, 0.5, 0.5, 0.3, 0.4, 0.2])
 
     def rated(*args: Any) -> Evaluation:
-        return replace(evaluate(*args), top1=next(rates))
+        result = evaluate(*args)
+        return replace(result, metrics={**result.metrics, "top1": next(rates)})
 
     monkeypatch.setattr("vitpar.training.trainer.evaluate", rated)
     best = {"checkpoint.every_steps": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}

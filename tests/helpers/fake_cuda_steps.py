@@ -126,7 +126,7 @@ def _two_steps(case: Case, device: FakeCuda) -> None:
     recipe = _recipe(case.settings)
     config = recipe.config(CLASSES)
     trained = build(recipe, config, validate(parse(case.mesh), config, BATCH), DEVICE)
-    step, model, given = trained.step(), trained.model, Input(recipe, trained.model)
+    step, model, given = trained.step(), trained.model, Input(recipe, trained.model, trained.task)
     if case.fault is not None:
         (stage,) = model.stages.values()
         stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)

@@ -58,7 +58,9 @@ def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
 def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
     for_run = {name: more.pop(name) for name in ("resume", "allow_change") if name in more}
     run = prepared(recipe, recipe.plan(recipe.config(7)), "cpu", run_dir=run_dir, **for_run)
-    return Trainer(run, CPU, reporter=Reporter(), **more)
+    trainer = Trainer(run, CPU, reporter=Reporter(), **more)
+    trainer.open()
+    return trainer
 
 
 def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
+from vitpar.models.loss import CrossEntropy
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
@@ -97,7 +98,7 @@ def built(
         "vit_nano_patch4_16", num_classes=10, depth=depth, drop_path=0.1, dropout=0.1, layer_scale=0.1, **options
     )
     plan = validate(parse(mesh), config, BATCH)
-    return parallelize(config, plan, Execution(BATCH, compile=compiled, label_smoothing=0.1), device)
+    return parallelize(config, plan, Execution(BATCH, compile=compiled), device, CrossEntropy(0.1))
 
 
 def update(model: ParallelModel, optimizer: str = "adamw") -> Callable[[], object]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from helpers.oracles import timm
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models import IGNORED
+from vitpar.models.loss import CrossEntropy
 
 BATCH, CLASSES = 8, 5
 MIXED = (  # label, label of the partner, weight of the first label; None for an ignored image
@@ -26,7 +27,7 @@ def model_of(smoothing: float) -> ParallelModel:
     config = model_config("vit_custom", **sizes)
     plan = validate(parse("dp1"), config, BATCH)
     cpu = torch.device("cpu")
-    return parallelize(config, plan, Execution(BATCH, precision="fp64", label_smoothing=smoothing), cpu)
+    return parallelize(config, plan, Execution(BATCH, precision="fp64"), cpu, CrossEntropy(smoothing))
 
 
 def logits(*, seed: int = 0) -> Tensor:

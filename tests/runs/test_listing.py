@@ -20,7 +20,8 @@ def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
     write_run(tmp_path / "mine", rows, log=log)
     (found,) = runs_in(tmp_path)
     assert (found.name, found.state, found.plan) == ("mine", "failed", "tp2")
-    assert (found.steps, found.total_steps, found.loss, found.top1) == (501, 900, 0.5, 0.25)
+    assert (found.steps, found.total_steps, found.loss, found.value) == (501, 900, 0.5, 0.25)
+    assert (found.metric, found.value_words) == ("top1", "top-1 25.00%")
     assert found.images_per_second == pytest.approx(400 / 3, rel=0.01), "of the newest rows, harmonic"
     assert found.note == "it ended without a message: was it killed?"
 
@@ -40,7 +41,7 @@ def test_only_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
     assert [run.name for run in (empty, new, *others)] == ["empty", "new", "middle", "old", "bad"]
     assert (empty.plan, empty.steps, empty.loss) == ("?", 0, None)
     assert 3500 < new.age_seconds < 3700 and new.state == "complete"
-    assert (new.loss, new.top1) == (2.0, None), "without an evaluation the loss is that of training"
+    assert (new.loss, new.value) == (2.0, None), "without an evaluation the loss is that of training"
     assert others[-1].state == "failed"
     assert others[-1].note.startswith("cannot read") and "more than" in others[-1].note
     assert [run.name for run in runs_in(tmp_path / "old")] == ["old"]

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,10 @@ def evaluated(
     rows: Rows = []
 
     def add(found: Predictions) -> None:
-        columns = (found.samples, found.labels, found.classes, found.probabilities)
+        columns = (found.samples, found.labels, found.values["top5_classes"], found.values["top5_probabilities"])
         rows.extend(zip(*(column.tolist() for column in columns), strict=True))
 
-    return rows, evaluate(model, source, ShardSet.open(data, split), predicted=add)
+    return rows, evaluate(model, source, ShardSet.open(data, split), source.task, predicted=add)
 
 
 def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> tuple[Rows, Evaluation]:
@@ -65,14 +64,22 @@ def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> tuple[Rows
         losses.append(-np.log(shares[shards.label(i)]))
     hits = np.array([[best == label for best in order] for _, label, order, _ in rows])
     ece = expected_calibration_error(np.array([row[3][0] for row in rows]), hits[:, 0])
-    rates = hits[:, 0].mean(), hits.any(axis=1).mean()
-    return rows, Evaluation(len(rows), float(np.mean(losses)), *rates, ece, Skipped(len(without)))
+    metrics = {
+        "loss": float(np.mean(losses)),
+        "top1": float(hits[:, 0].mean()),
+        "top5": float(hits.any(axis=1).mean()),
+        "ece": ece,
+    }
+    return rows, Evaluation(len(rows), metrics, Skipped(len(without)))
 
 
 def same(found: tuple[Rows, Evaluation], expected: tuple[Rows, Evaluation]) -> bool:
     """Return whether counts and classes are equal, and all other numbers agree up to summation order."""
-    counts = [replace(r, loss=0, ece=0, skipped=Skipped(r.skipped.times)) for _, r in (found, expected)]
-    numbers = [[r.loss, r.ece, *(share for row in rows for share in row[3])] for rows, r in (found, expected)]
+    counts = [(r.samples, r.skipped.times, r.metrics["top1"], r.metrics["top5"]) for _, r in (found, expected)]
+    shares = [[share for row in rows for share in row[3]] for rows, _ in (found, expected)]
+    numbers = [
+        [r.metrics["loss"], r.metrics["ece"], *more] for (_, r), more in zip((found, expected), shares, strict=True)
+    ]
     exact = [[row[:3] for row in rows] for rows, _ in (found, expected)]
     return counts[0] == counts[1] and exact[0] == exact[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-4)
 
@@ -89,7 +96,7 @@ def test_evaluation_matches_a_plain_loop(
     assert VAL % BATCH == 1, "some ranks see only padding in the last batch"
     expected = by_hand(data, split)
     assert expected[1].samples == (VAL if split == "val" else TRAIN * CLASSES)
-    assert 0 < expected[1].top1 < expected[1].top5 < 1 and 0 < expected[1].ece < 1
+    assert 0 < expected[1].metrics["top1"] < expected[1].metrics["top5"] < 1
     first, *others = ranks(parse(mesh).world_size).run(evaluated, data, split, mesh, fields)
     assert same(first, expected), (first, expected)
     assert all(more == [] and other == first[1] for more, other in others), "only rank 0 has rows"
@@ -140,7 +147,7 @@ def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any],
         seen += [hashlib.blake2b(tensor.numpy().tobytes(), digest_size=6).hexdigest() for tensor in tensors]
         optimizer.step(0.01)
         if between and step < 2:
-            assert evaluate(model, source, val).samples == VAL
+            assert evaluate(model, source, val, source.task).samples == VAL
     return seen
 
 

@@ -13,7 +13,9 @@ from helpers.calibration import expected_calibration_error
 from helpers.small_data import CLASSES
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
-from vitpar.training.evaluate import Predictions, _calibration_error, _count
+from vitpar.tasks import Labels
+from vitpar.tasks.classify import Classify
+from vitpar.training.evaluate import Predictions
 from vitpar.training.prediction_file import PredictionFile
 
 
@@ -24,10 +26,11 @@ def test_calibration_error_is_that_of_the_formula() -> None:
     shares = logits.softmax(dim=1).numpy()
     labels = torch.tensor([draw.choice(CLASSES, p=row) for row in shares])
     kept = torch.arange(400) % 10 > 0
-    sums = _count(logits[:150], labels[:150].where(kept[:150], IGNORED))
-    sums += _count(logits[150:], labels[150:].where(kept[150:], IGNORED))
+    task = Classify(Labels(CLASSES))
+    sums = task.sums(logits[:150], labels[:150].where(kept[:150], IGNORED))
+    sums += task.sums(logits[150:], labels[150:].where(kept[150:], IGNORED))
     confidence, correct = shares.max(axis=1), shares.argmax(axis=1) == labels.numpy()
-    found = _calibration_error(sums)
+    found = task.result(sums)["ece"]
     used = kept.numpy()
     assert found == pytest.approx(expected_calibration_error(confidence[used], correct[used]), rel=1e-9)
     for other in (1, 10, 14, 16, 20):
@@ -38,13 +41,16 @@ def found_for(samples: list[int], top: int = 5) -> Predictions:
     """Return predictions for some images, each with other numbers."""
     numbers = torch.tensor(samples)
     shares = torch.linspace(0.9, 0.01, top, dtype=torch.float64) / (numbers[:, None] + 1)
-    return Predictions(numbers, numbers % CLASSES, (numbers[:, None] + torch.arange(top)) % CLASSES, shares)
+    classes = (numbers[:, None] + torch.arange(top)) % CLASSES
+    values = {"predicted": classes[:, 0], "probability": shares[:, 0]}
+    values |= {"top5_classes": classes, "top5_probabilities": shares}
+    return Predictions(numbers, numbers % CLASSES, values)
 
 
 def test_file_is_read_back_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitpar.training.prediction_file.GROUP_ROWS", 4)
     path = tmp_path / "p.parquet"
-    with PredictionFile(path, 5, {"model": "mine"}) as file:
+    with PredictionFile(path, found_for([0]).values, {"model": "mine"}) as file:
         for name, samples in (("one", [0, 1, 2]), ("one", [3, 4]), ("two\udcff", [0])):
             file.add(name, [f"{name}/{i}" for i in samples], found_for(samples))
             assert not path.exists()
@@ -55,17 +61,17 @@ def test_file_is_read_back_in_row_groups(tmp_path: Path, monkeypatch: pytest.Mon
     assert table["index"].to_pylist() == [0, 1, 2, 3, 4, 0] and table["key"].to_pylist()[3] == "one/3"
     expected = found_for([0, 1, 2, 3, 4, 0])
     assert table["label"].to_pylist() == expected.labels.tolist()
-    assert table["top5_classes"].to_pylist() == expected.classes.tolist()
-    assert table["top5_probabilities"].to_pylist() == expected.probabilities.tolist()
-    assert table["predicted"].to_pylist() == expected.classes[:, 0].tolist()
-    assert table["probability"].to_pylist() == expected.probabilities[:, 0].tolist()
+    assert table["top5_classes"].to_pylist() == expected.values["top5_classes"].tolist()
+    assert table["top5_probabilities"].to_pylist() == expected.values["top5_probabilities"].tolist()
+    assert table["predicted"].to_pylist() == expected.values["predicted"].tolist()
+    assert table["probability"].to_pylist() == expected.values["probability"].tolist()
     assert json.loads(table.schema.metadata[b"vitpar"]) == {"model": "mine"}
 
 
 def test_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p.parquet"
     path.write_text("old")
-    with pytest.raises(RuntimeError), PredictionFile(path, 2, {}) as file:
+    with pytest.raises(RuntimeError), PredictionFile(path, found_for([0], top=2).values, {}) as file:
         file.add("one", ["a"], found_for([0], top=2))
         raise RuntimeError
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["p.parquet"]

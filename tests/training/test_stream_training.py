@@ -18,6 +18,7 @@ from vitpar.data import Labels, index
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
+from vitpar.tasks import Labels, task_of
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.input import Input, open_data
 from vitpar.training.recipe import Recipe, read_recipe
@@ -101,7 +102,7 @@ def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, Input]:
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2}
     config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
     model = parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH), device)
-    return model, Input(recipe, model)
+    return model, Input(recipe, model, task_of(recipe, Labels(model.config.num_classes)))
 
 
 def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list[int], list[int]]]:
@@ -151,7 +152,7 @@ def test_fewer_shards_than_decoding_ranks_are_refused_on_every_rank(
 
 def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
     model, source = built(device, recipe, mesh)
-    return evaluate(model, source, open_data(recipe)[1])
+    return evaluate(model, source, open_data(recipe)[1], source.task)
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "pp2", "tp2xdp2", "dp4"])
@@ -166,7 +167,8 @@ def test_streamed_evaluation_equals_that_of_indexed_shards(
     (expected,) = ranks(1).run(evaluated, indexed, "dp1")
     results = ranks(parse(mesh).world_size).run(evaluated, streaming, mesh)
     assert len(set(results)) == 1 and expected.samples == results[0].samples == 17 and results[0].warning is None
-    assert results[0].loss == pytest.approx(expected.loss, rel=1e-5) and results[0].top1 == expected.top1
+    assert results[0].metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
+    assert results[0].metrics["top1"] == expected.metrics["top1"]
 
 
 def test_wrong_sample_count_and_missing_shards_are_reported(place: Path, alone: None) -> None:

@@ -2,14 +2,13 @@
 
 from mutating.mutation import Mutation
 
-FILE = "src/vitpar/parallel/model.py"
 MUTATIONS = (
     Mutation(
         name="label-smoothing-dropped",
         breaks="The loss of a plan has no label smoothing.",
-        file=FILE,
-        old="here, self.execution.label_smoothing) / self._count",
-        new="here, 0.0) / self._count",
+        file="src/vitpar/models/loss.py",
+        old="label_smoothing=self.label_smoothing",
+        new="label_smoothing=0.0",
         caught_by="vitpar check --mesh dp2",
     ),
     Mutation(

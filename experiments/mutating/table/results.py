@@ -12,9 +12,9 @@ MUTATIONS = (
     Mutation(
         name="padding-evaluated",
         breaks="Evaluation counts the padding of the last batch as samples.",
-        file="src/vitpar/training/evaluate.py",
-        old="usable = (labels != IGNORED).double()",
-        new="usable = torch.ones_like(labels).double()",
+        file="src/vitpar/tasks/classify.py",
+        old="usable = (targets != IGNORED).double()",
+        new="usable = torch.ones_like(targets).double()",
         caught_by=f"pytest {EVALUATION}[val-dp1-{{}}]",
     ),
     Mutation(
@@ -36,7 +36,7 @@ MUTATIONS = (
     Mutation(
         name="calibration-unweighted",
         breaks="The calibration error is the mean over the bins, whatever their number of images.",
-        file="src/vitpar/training/evaluate.py",
+        file="src/vitpar/tasks/classify.py",
         old="(confidence - correct).abs().sum().item() / samples",
         new="(confidence - correct).abs().mean().item() / samples",
         caught_by=f"pytest {CALIBRATION}",

@@ -8,10 +8,12 @@ from typing import Protocol
 
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
-from vitpar.training.input import Given, ImageSet, Input, synthetic_batch
+from vitpar.tasks import Task
+from vitpar.training.input import ImageSet, Input, synthetic_batch
 from vitpar.training.recipe import Recipe
+from vitpar.training.step import StepInput
 
-Take = Callable[[Phase], Given]
+Take = Callable[[Phase], StepInput]
 """Function that returns the next batch; it runs its work in phases."""
 
 
@@ -31,8 +33,8 @@ class Synthetic:
 
     settling = 1
 
-    def __init__(self, model: ParallelModel) -> None:
-        self._given = synthetic_batch(model)
+    def __init__(self, model: ParallelModel, task: Task) -> None:
+        self._given = synthetic_batch(model, task)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
@@ -48,15 +50,15 @@ class Loaded:
     # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
     settling = 4
 
-    def __init__(self, recipe: Recipe, model: ParallelModel, images: ImageSet) -> None:
-        self._images, self._input, self._samples = images, Input(recipe, model), 0
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task, images: ImageSet) -> None:
+        self._images, self._input, self._samples = images, Input(recipe, model, task), 0
         self._input.cache(images)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
         with closing(iter(self._input.train_batches(self._images, start=self._samples))) as batches:
 
-            def take(phase: Phase) -> Given:
+            def take(phase: Phase) -> StepInput:
                 with phase("waiting for data"):
                     batch = next(batches)
                 with phase("input"):

@@ -29,6 +29,7 @@ from vitpar.parallel.phases import Phase, PhaseClock, untimed
 from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
+from vitpar.tasks import Task
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import ImageSet
 from vitpar.training.metrics import memory_bytes, peak_flops
@@ -54,6 +55,7 @@ def bench(
     plan: Plan,
     device: torch.device,
     images: ImageSet | None,
+    task: Task | None = None,
     settings: Settings = Settings(),
     *,
     traces: Path | None = None,
@@ -63,6 +65,7 @@ def bench(
 
     config, plan: as for ``vitpar.training.build``.
     images: training set to read; None for synthetic input.
+    task: as for `build`.
     traces: folder for the profiler's traces, one per rank; None for no profile.
     report: called with a description of each part of the measurement when it starts.
 
@@ -70,16 +73,16 @@ def bench(
     cannot be used.
     """
     report("building the model")
-    trained = build(recipe, config, plan, device, {"the training data": images})
-    recipe = trained.recipe
+    trained = build(recipe, config, plan, device, task, {"the training data": images})
+    recipe, task = trained.recipe, trained.task
     attention = trained.choose_attention()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
-    feed: Feed = Synthetic(trained.model) if images is None else Loaded(recipe, trained.model, images)
+    feed: Feed = Synthetic(trained.model, task) if images is None else Loaded(recipe, trained.model, task, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
     memory = int(runner.most(memory_bytes(device)))
-    synthetic = feed if images is None else Synthetic(trained.model)
+    synthetic = feed if images is None else Synthetic(trained.model, task)
     seconds: list[float] = []
     without: list[float] = []
     phased: list[Phased] = []

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +27,7 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
+from vitpar.tasks import Task
 from vitpar.training.input import mixing, order_of
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import OptimizerSection
@@ -45,6 +45,10 @@ FROZEN = "changed elements of frozen parameters"
 """Name of a number in a trace."""
 
 
+Weighted = list[tuple[Tensor, Tensor | None]]
+"""Pairs of labels and weights whose losses add up."""
+
+
 @dataclass
 class Trace:
     """Results of a training, for comparison."""
@@ -60,14 +64,23 @@ class Trace:
 class OneProcess:
     """A training in one process.
 
-    recipe: source of optimizer, clipping, average, smoothing, mixing and precision.
+    recipe: source of optimizer, clipping, average, mixing and precision.
+    task: has another formula of the loss.
     scale: factor on the loss before backward.
     noisy: seed of random changes, of the size of rounding, to initial parameters and images; None for no changes.
     """
 
     def __init__(
-        self, recipe: Recipe, config: ModelConfig, device: torch.device, *, scale: float = 1.0, noisy: int | None = None
+        self,
+        recipe: Recipe,
+        config: ModelConfig,
+        task: Task,
+        device: torch.device,
+        *,
+        scale: float = 1.0,
+        noisy: int | None = None,
     ) -> None:
+        self._task = task
         self._recipe, self._config, self._device, self._scale = recipe, config, device, scale
         self._numbers = resolve_precision(recipe.train.precision)
         self._noise = 0.0 if noisy is None else NOISE[recipe.train.precision]
@@ -91,9 +104,8 @@ class OneProcess:
         trace, gradients = Trace(), dict[str, Tensor]()
         begin = self._copies()
         for step, (images, labels, keys) in enumerate(samples.plain, start=1):
-            target = F.one_hot(labels, self._config.num_classes).double()
             images = self._noisy(images.to(self._numbers.parameters), self._noise)
-            trace.numbers[f"loss of SGD step {step}"], gradients = self._backward(images, target, keys)
+            trace.numbers[f"loss of SGD step {step}"], gradients = self._backward(images, [(labels, None)], keys)
             if step == 1:
                 trace.tensors["gradient"] = dict(gradients)
             for name, p in self._parameters.items():
@@ -108,8 +120,8 @@ class OneProcess:
         begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config)
         average, decay = self._copies(), self._recipe.train.ema_decay
         for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
-            images, target = self._mixed(pixels, labels, samples.mixed[step - 1])
-            loss, gradients = self._backward(self._noisy(images, max(self._noise, _NORMALISED)), target, keys)
+            images, targets = self._mixed(pixels, labels, samples.mixed[step - 1])
+            loss, gradients = self._backward(self._noisy(images, max(self._noise, _NORMALISED)), targets, keys)
             norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
             limit = self._recipe.train.clip_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
@@ -125,11 +137,11 @@ class OneProcess:
             trace.tensors["average"] = {name: value - begin[name] for name, value in average.items()}
         return trace
 
-    def _backward(self, images: Tensor, target: Tensor, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
+    def _backward(self, images: Tensor, targets: Weighted, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and the gradients of trained parameters by name.
 
         images: [batch, channels, size, size].
-        target: float64 [batch, classes], the share of each class in a sample's label.
+        targets: labels, int64 [batch], with their weights in each sample's loss, float64 [batch]; None for 1.
         keys: int64 [batch], random keys of the samples.
         """
         compute = self._numbers.compute
@@ -137,10 +149,12 @@ class OneProcess:
         computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
         # Not the kernel under test: on GPUs the reference computes attention by matrix products.
         with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
-            logits = functional_call(self._model, computed, inputs).to(self._numbers.parameters)
-        smoothing, classes = self._recipe.train.label_smoothing, self._config.num_classes
-        smooth = (1 - smoothing) * target.to(self._device) + smoothing / classes
-        loss = -(smooth.to(logits.dtype) * logits.log_softmax(1)).sum(1).mean()
+            outputs = functional_call(self._model, computed, inputs).to(self._numbers.parameters)
+        loss = outputs.new_zeros(())
+        for labels, weights in targets:
+            losses = self._task.reference(outputs, self._task.targets(labels.to(self._device)))
+            loss = loss + (losses if weights is None else weights.to(losses) * losses).sum()
+        loss = loss / len(images)
         self._model.zero_grad()
         (loss * self._scale).backward()
         gradients = {}
@@ -150,8 +164,8 @@ class OneProcess:
                 gradients[name] = p.grad / self._scale
         return loss.item(), gradients
 
-    def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Tensor]:
-        """Return normalised and mixed images, and the share of each class in their labels.
+    def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Weighted]:
+        """Return normalised and mixed images, and their labels with weights.
 
         pixels: uint8 [batch, channels, size, size].
         mixed: partners, weights and boxes; None for no mixing.
@@ -159,12 +173,10 @@ class OneProcess:
         data = self._recipe.data
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (data.mean, data.std))
         images = ((pixels.double() / 255 - mean) / std).float()
-        target = F.one_hot(labels, self._config.num_classes).double()
         if mixed is None:
-            return images, target
-        both, shares = [], []
+            return images, [(labels, None)]
+        both = []
         for i, (partner, weight, box) in enumerate(zip(mixed.partners, mixed.weights, mixed.boxes, strict=True)):
-            shares.append(weight * target[i] + (1 - weight) * target[partner])
             if box.any():
                 top, left, bottom, right = box
                 image = images[i].clone()
@@ -172,7 +184,8 @@ class OneProcess:
             else:
                 image = (weight * images[i].double() + (1 - weight) * images[partner].double()).float()
             both.append(image)
-        return torch.stack(both), torch.stack(shares)
+        weights = torch.from_numpy(mixed.weights)
+        return torch.stack(both), [(labels, weights), (labels[torch.from_numpy(mixed.partners)], 1 - weights)]
 
     def _noisy(self, x: Tensor, noise: float) -> Tensor:
         if not self._noise:
@@ -283,14 +296,14 @@ class Samples:
     """Mixing of the images in `pixels`, by step; None for no mixing."""
 
 
-def draw_samples(recipe: Recipe, config: ModelConfig, plain: int, further: int) -> Samples:
+def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, further: int) -> Samples:
     """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
     batch, draws = recipe.train.batch_size, torch.Generator().manual_seed(recipe.train.seed)
     shape = (config.channels, config.image_size, config.image_size)
     first = [
         (
             torch.randn(batch, *shape, generator=draws),
-            torch.randint(0, config.num_classes, (batch,), generator=draws),
+            torch.randint(0, task.labels.count, (batch,), generator=draws),
             torch.randint(0, 2**62, (batch,), generator=draws),
         )
         for _ in range(plain)
@@ -298,7 +311,7 @@ def draw_samples(recipe: Recipe, config: ModelConfig, plain: int, further: int) 
     count = batch * max(1, further)
     order, mix = order_of(recipe, count), mixing(recipe)
     pixels = torch.randint(0, 256, (count, *shape), generator=draws, dtype=torch.uint8)
-    labels = torch.randint(0, config.num_classes, (count,), generator=draws)
+    labels = torch.randint(0, task.labels.count, (count,), generator=draws)
     then, mixed = [], []
     for step in range(further):
         epochs, samples, repeats = order.batch(step * batch, batch)

@@ -20,6 +20,7 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
+from vitpar.tasks import Labels, Task, task_of
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -78,6 +79,7 @@ def check_plan(
     config: ModelConfig,
     plan: Plan,
     device: torch.device,
+    task: Task | None = None,
     *,
     tolerance: float | None = None,
     sgd_steps: int = 2,
@@ -92,20 +94,25 @@ def check_plan(
     recipe: source of all of the above, of precision, batch size and seed.
     config: the model.
     plan: validated against model and batch.
+    task: what is trained, with an independent formula of its loss; None for the recipe's, with as many labels as the
+        model has outputs.
     tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.
 
     Raises RecipeError as `build` does.
     """
     recipe = _for_check(replace_auto_precision(recipe, device.type))
     config = config.perturbed
-    samples = draw_samples(recipe, config, sgd_steps, recipe_steps)
+    task = task or task_of(recipe, Labels(config.num_classes))
+    samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
-    trained = build(recipe, config, plan, device)
-    mine = _under_plan(trained, samples, scale)
+    trained = build(recipe, config, plan, device, task)
+    mine = _under_plan(trained, task, samples, scale)
 
     reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds
     if dist.get_rank() == 0:
-        runs = (OneProcess(recipe, config, device, scale=scale, noisy=noisy) for noisy in (None, *range(NOISY_RUNS)))
+        runs = (
+            OneProcess(recipe, config, task, device, scale=scale, noisy=noisy) for noisy in (None, *range(NOISY_RUNS))
+        )
         reference = [run.run(samples, LEARNING_RATE) for run in runs]
     compared = _compared(trained.model, mine, reference, recipe.train.precision, tolerance)
     shown = str(plan), config.name, recipe.train.precision, recipe.train.batch_size
@@ -121,7 +128,7 @@ def _for_check(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changed)
 
 
-def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> Trace:
+def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale: float) -> Trace:
     """Run all steps under the plan, and return this rank's results."""
     model, trace = trained.model, Trace()
     every = dict(model.named_parameters())
@@ -134,7 +141,8 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
     rows = model.image_rows(model.batch_size)
     for step, (images, labels, keys) in enumerate(samples.plain, start=1):
         x = images[rows].to(model.device) if model.takes_images else None
-        part = model.forward_backward(x, labels.to(model.device), keys.to(model.device))
+        targets = task.counted_targets(labels.to(model.device))
+        part = model.forward_backward(x, targets, keys.to(model.device))
         trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
         if scale != 1.0:
             multiply_(plain.gradients(), 1 / scale)
@@ -151,7 +159,7 @@ def _under_plan(trained: TrainingComponents, samples: Samples, scale: float) -> 
     begin = _copies(parameters)
     if trained.ema:
         trained.ema.restart()
-    source, take = Input(trained.recipe, model), trained.step()
+    source, take = Input(trained.recipe, model, task), trained.step()
     decoded, clipped = source.train_rows, _clipped_norms(trained)
     for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
         batch = Batch(pixels[decoded] if decoded else None, labels, keys, epoch=0.0, samples=step * model.batch_size)

@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
@@ -55,19 +55,6 @@ LARGEST = {
     "max_distance": MAX_TOKENS,
 }
 """Largest value of a field, in any family that has it."""
-
-
-class Loss(Protocol):
-    """Loss of a family, a sum over samples divided by a number that all ranks agree on.
-
-    Micro-batches and ranks just add up, whatever each of them holds.
-    """
-
-    def count(self, targets: Tensor) -> int | Tensor:
-        """Return the number that the sum over a step is divided by. targets: those of the complete batch."""
-
-    def total(self, outputs: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-        """Return the sum over the samples of `outputs`, 0-dim. targets: those of the same samples."""
 
 
 class ModelConfig:
@@ -121,11 +108,6 @@ class ModelConfig:
         """Return the rules of the parameters' initial values."""
         rules: Rules = from_torch_module("vitpar.models.initial", "PLAIN")
         return rules
-
-    def build_loss(self) -> Loss:
-        """Return the loss."""
-        loss: Loss = from_torch_module("vitpar.models.loss", "Classification")()
-        return loss
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses | None:
         """Return the extra passes of a compiled block, for estimates; None if the family's were not counted.

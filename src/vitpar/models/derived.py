@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from vitpar.models.config import Loss, ModelConfig, Rule, Rules
+from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.description import InputSpec, LayerDescription, SideInput, backwards, block_index, block_name
 
 if TYPE_CHECKING:
@@ -68,9 +68,6 @@ class _Derived(ModelConfig):
             return functools.wraps(rule)(lambda v, shape, _, *place: rule(v, shape, self.whole, *place))
 
         return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
-
-    def build_loss(self) -> Loss:
-        return self.whole.build_loss()
 
 
 @dataclass(frozen=True)

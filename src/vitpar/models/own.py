@@ -16,12 +16,10 @@ docs/own-model.md explains it.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
@@ -30,7 +28,8 @@ from vitpar.models.config import ModelConfig, check_ranges
 from vitpar.models.description import LayerDescription, Part, TensorSpec, block_name
 from vitpar.models.families import FAMILIES
 from vitpar.models.role_names import role_of
-from vitpar.text import nearest, shown
+from vitpar.own_files import load_class
+from vitpar.text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,25 +96,8 @@ def load(text: str) -> str:
 
     Raises ModelError if the file cannot be run or has no such class.
     """
-    file, _, attribute = text.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise ModelError(
-            f"there is no file '{shown(file)}': name the file of your model, as in --model my_model.py:Mixer"
-        )
-    module = _run(path)
-    family = getattr(module, attribute, None)
-    if not (isinstance(family, type) and issubclass(family, ModelConfig) and dataclasses.is_dataclass(family)):
-        known = [
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, ModelConfig) and value.__module__ == module.__name__
-        ]
-        raise ModelError(
-            f"'{shown(file)}' has no model called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
-            f"that derives from vitpar.OwnModel{', such as ' + known[0] if known else ''}"
-        )
-    register(family, f"{path.name}:{attribute}")
+    family, name = load_class(text, ModelConfig, "model", ModelError)
+    register(family, name)
     return text
 
 
@@ -132,32 +114,6 @@ def register(model: type[ModelConfig], name: str | None = None) -> str:
     model.FAMILY = name
     FAMILIES[name] = model
     return name
-
-
-def _run(path: Path) -> Any:
-    """Return the module that `path` defines. Raises ModelError if it fails."""
-    name = f"vitpar_own_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"'{shown(path)}' is not a Python file: name one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
-        line = _line_in(path, error)
-        raise ModelError(f"'{shown(path)}' fails{line}: {type(error).__name__}: {shown(error)}") from error
-    return module
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """Return " in line N" for the last line of `path` that `error` passed; empty if it passed none."""
-    line, trace = "", error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename) == path:
-            line = f" in line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
 
 
 def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool) -> LayerDescription:

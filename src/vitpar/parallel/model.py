@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
+from vitpar.models.loss import Loss
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import (
@@ -42,14 +43,15 @@ from vitpar.strategy.stages import travel_layouts
 class ParallelModel:
     """This rank's pipeline stages and how to run them; made by ``vitpar.parallel.parallelize``.
 
-    Ranks where `takes_images` pass their own rows of the batch (`image_rows`). Labels and keys are those of the
-    complete batch, on every rank. Ranks where `gives_logits` return logits and losses. `forward_backward`,
+    Ranks where `takes_images` pass their own rows of the batch (`image_rows`). Targets and keys are those of
+    the complete batch, on every rank. Ranks where `gives_logits` return logits and losses. `forward_backward`,
     `global_loss` and `predict` are collective over all ranks of the plan.
 
     pipe: mesh (pp, stage) over the world.
     meshes: mesh of each layer, by name.
     partial: parameters whose gradients are partial over tensor-parallel axes, by layer.
     sharing: mesh of the stages that hold each shared parameter (``vitpar.parallel.shared.sharing_meshes``).
+    loss: loss of a step.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ParallelModel:
         partial: Mapping[str, Sequence[PartialGradient]],
         sharing: Mapping[str, DeviceMesh | None],
         device: torch.device,
+        loss: Loss,
     ) -> None:
         self.config, self.plan, self.execution, self.device = config, plan, execution, device
         self.pipe, self.stages, self.batch_size = pipe, stages, execution.batch_size
@@ -72,8 +75,9 @@ class ParallelModel:
         self.keep_low_precision_gradients = False
         """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
         (``vitpar.strategy.execution.adds_no_gradients``)."""
-        self._loss = config.build_loss()
+        self._loss = loss
         self._count: int | Tensor = self.batch_size
+        self._measured: Tensor | None = None
         self.phase: Phase = untimed
         """Context manager that each part of a step runs in, by the part's name."""
         self.batch = batch_arithmetic(plan, self.batch_size)
@@ -163,17 +167,21 @@ class ParallelModel:
         # Not in 16 bits: the sum over classes and samples would lose precision.
         wide = outputs if outputs.dtype is torch.float64 else outputs.float()
         here = targets[rows.start : rows.stop]
-        mean = self._loss.total(wide, here, self.execution.label_smoothing) / self._count
+        with torch.no_grad():
+            sums = self._loss.measure(wide, here)
+            if sums is not None:
+                self._measured = sums if self._measured is None else self._measured + sums
+        mean = self._loss.total(wide, here) / self._count
         return mean * self.loss_scale if self._scales else mean
 
     def forward_backward(
-        self, images: Tensor | None, labels: Tensor, keys: Tensor | None = None, **sides: Tensor
+        self, images: Tensor | None, targets: Tensor, keys: Tensor | None = None, **sides: Tensor
     ) -> Tensor:
         """Compute the gradients of one step: accumulated over micro-batches, reduced over data-parallel ranks.
 
         images: this rank's `image_rows` of the batch, [rows, …] as ``ModelConfig.input`` says: normalised images, or
             token ids; None where not `takes_images`.
-        labels: those of all ranks, as in `loss`.
+        targets: those of all ranks, as in `loss`.
         keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
         sides: the model's other side inputs by name, [batch, …], on every rank (``ModelConfig.side_inputs``).
 
@@ -190,14 +198,14 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
-        self._count = self._loss.count(labels)
+        self._count, self._measured = self._loss.count(targets), None
         images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
                 exit_stack.enter_context(self.low_precision_params.in_place(keep))
-            losses = self.run_microbatches(images, labels, keys if self.config.stochastic else None, **sides)
+            losses = self.run_microbatches(images, targets, keys if self.config.stochastic else None, **sides)
         with self.phase("waiting for gradients"):
             # All messages are on their way before the first is waited for.
             for total in self._gradient_sums:
@@ -223,6 +231,14 @@ class ParallelModel:
         all_reduce_(total)
         return total
 
+    @property
+    def measured(self) -> Tensor | None:
+        """This rank's part of what the loss measured in the last step (``Loss.measure``); None for nothing.
+
+        The sum over all ranks is that of the global batch.
+        """
+        return self._measured if self._measured is None else self._measured / self._sample_replicas
+
     def drop_gradient_sums(self) -> None:
         """Leave gradients of layers without ``fully_shard`` unreduced from here on, to run single layers."""
         while self._gradient_sums:
@@ -230,7 +246,7 @@ class ParallelModel:
         self._shared_sums.drop()
 
     def run_microbatches(
-        self, images: Tensor | None, labels: Tensor, keys: Tensor | None, **sides: Tensor
+        self, images: Tensor | None, targets: Tensor, keys: Tensor | None, **sides: Tensor
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
 
@@ -242,14 +258,14 @@ class ParallelModel:
             args = (images,) if self.takes_images else ()
             kwargs: dict[str, Any] = sides if keys is None else {"keys": keys, **sides}
             if self.gives_logits:
-                kwargs |= {"target": labels, "losses": losses}
+                kwargs |= {"target": targets, "losses": losses}
             with self.phase("pipeline"):
                 self._schedule.step(*args, return_outputs=False, **kwargs)
         else:
             (stage,) = self.stages.values()
             assert images is not None, "without a pipeline every rank needs images"
             count = self.batch.microbatches
-            parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, labels, keys)]
+            parts = [x.chunk(count) if x is not None else (None,) * count for x in (images, targets, keys)]
             beside = [{name: side.chunk(count)[n] for name, side in sides.items()} for n in range(count)]
             for number, (part, target, key, others) in enumerate(zip(*parts, beside, strict=True), start=1):
                 set_last_micro_batch(stage, number == count, self._kept)

@@ -24,6 +24,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
+from vitpar.models.loss import CrossEntropy, Loss
 from vitpar.parallel.checkpointing import recompute_in_backward
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import FAST, compute_in_float8, float8_fault, refuse_small
@@ -40,10 +41,13 @@ from vitpar.strategy.stages import travel_layouts
 from vitpar.strategy.support import refuse_clashes, refuse_unused
 
 
-def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: torch.device | str) -> ParallelModel:
+def parallelize(
+    config: ModelConfig, plan: Plan, execution: Execution, device: torch.device | str, loss: Loss = CrossEntropy()
+) -> ParallelModel:
     """Return this rank's part of the model `config` under `plan`, initialised and ready to train.
 
     plan: validated against the model and the batch of `execution` (``vitpar.strategy.validate``).
+    loss: loss of a step.
 
     Needs an initialised process group whose world size is the plan's. Collective. Raises StrategyError and RecipeError
     for settings that clash, have no effect under the plan, or cannot run on `device`.
@@ -87,7 +91,7 @@ def parallelize(config: ModelConfig, plan: Plan, execution: Execution, device: t
         _materialise(stage, executions, device)
         initialise(stage, execution.seed, config)
         stages[index] = stage
-    return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, sharing, device)
+    return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, sharing, device, loss)
 
 
 GRAPHS = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from vitpar.runs.axes import compact
 from vitpar.runs.chart import AXES, COLUMNS, Line, LineChart, RunMark, draw
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.metrics import Column
+from vitpar.tasks import Metric
 from vitpar.text import count, size
 
 MANY_RUNS = 3
@@ -45,8 +46,12 @@ def _all(runs: Sequence[RunRecord], marks: Sequence[RunMark]) -> list[LineChart]
     about = "Share of a step's time that the rank which waits longest waits for its images."
     return [
         LineChart("Loss", losses, _loss, compact, log=True, marks=marks),
-        share("Top-1 accuracy", _eval_lines(runs, "top1")),
-        share("Top-5 accuracy", _eval_lines(runs, "top5")),
+        *(
+            share(_titled(metric), lines)
+            if metric.share
+            else LineChart(_titled(metric), lines, _short, compact, marks=marks)
+            for metric, lines in _metric_lines(runs)
+        ),
         LineChart("Learning rate", train("lr"), _short, _short, smooth=False, zero=True, marks=marks),
         LineChart("Gradient norm, before clipping", train("grad_norm"), _short, compact, log=True, marks=marks),
         LineChart("Loss scale", train("loss_scale"), compact, compact, smooth=False, log=True, marks=marks),
@@ -74,11 +79,27 @@ def _train_line(runs: Sequence[RunRecord], number: int, values: Column) -> Line:
 def _eval_lines(runs: Sequence[RunRecord], name: str, what: str = "") -> list[Line]:
     lines = []
     for number, run in enumerate(runs):
+        if name not in run.metrics.eval:
+            continue
         words = ", ".join(filter(None, (_name(runs, number), what))) or "validation"
         lines.append(
             Line(number, words, {axis: run.metrics.eval[axis] for axis in AXES}, run.metrics.eval[name], dashed=True)
         )
     return lines
+
+
+def _metric_lines(runs: Sequence[RunRecord]) -> Iterator[tuple[Metric, list[Line]]]:
+    """Yield the metrics of the runs' tasks, each with its lines."""
+    metrics = {metric.name: metric for run in runs for metric in run.task_metrics}
+    for name, metric in metrics.items():
+        having = [number for number, run in enumerate(runs) if name in run.metrics.eval]
+        trained = [_train_line(runs, number, runs[number].metrics.train[name]) for number in having]
+        evaluated = [line for line in _eval_lines(runs, name, "validation") if line.run in having]
+        yield metric, [line for line in trained if np.isfinite(line.y).any()] + evaluated
+
+
+def _titled(metric: Metric) -> str:
+    return f"{metric.words[:1].upper()}{metric.words[1:]}"
 
 
 def waiting_share(run: RunRecord) -> Column:

@@ -23,12 +23,16 @@ from vitpar.runs.log import RunLog, read_log
 from vitpar.runs.metrics import Metrics, collect, read_metrics
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import read_plan
+from vitpar.tasks import Metric
+from vitpar.tasks.classify import Classify
 from vitpar.text import shown
 
 LOG, METRICS = "log.txt", "metrics.jsonl"
 """Files that every run has from its start."""
 RunState = Literal["running", "complete", "stopped", "failed"]
 """State of a run: a process trains it; it reached its last step; it was asked to stop; it ended otherwise."""
+MOST_METRICS = 20
+"""Maximum number of a task's metrics that are read."""
 WARM_UP_ROWS = 1
 """Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
 
@@ -68,9 +72,9 @@ class RunRecord:
     def metrics(self) -> Metrics:
         """Metrics of the run."""
         try:
-            return read_metrics(self.path / METRICS)
+            return read_metrics(self.path / METRICS, self._names)
         except FileNotFoundError:
-            return collect(())
+            return collect((), self._names)
         except OSError as error:
             raise DataError(f"cannot read '{self.path / METRICS}': {error.strerror}: name another run") from None
 
@@ -79,6 +83,19 @@ class RunRecord:
         """Versions, hardware and command of env.json; empty if it cannot be read."""
         content = _readable(self.path / "env.json", read_json)
         return content if isinstance(content, dict) else {}
+
+    @cached_property
+    def task_metrics(self) -> tuple[Metric, ...]:
+        """Metrics of the task, as env.json describes them; those of classification if it does not."""
+        described = self.environment.get("metrics")
+        if not isinstance(described, list):
+            return Classify.METRICS
+        known = [metric for one in described[:MOST_METRICS] if (metric := Metric.read(one))]
+        return tuple({metric.name: metric for metric in known}.values())
+
+    @property
+    def _names(self) -> list[str]:
+        return [metric.name for metric in self.task_metrics]
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
@@ -164,8 +181,9 @@ class RunRecord:
     def repeating_command(self) -> str:
         """Command that repeats the run from its saved recipe and plan."""
         words = ["vitpar", "train", "--recipe", str(self.path / "recipe.toml"), "--mesh", str(self.path / "plan.json")]
-        model = self.recipe.get("model.name")
-        words += ["--model", model] if isinstance(model, str) and ".py:" in model else []
+        for option in ("model", "task"):
+            name = self.recipe.get(f"{option}.name")
+            words += [f"--{option}", name] if isinstance(name, str) and ".py:" in name else []
         return shlex.join(words)
 
     def stamp(self) -> str:

@@ -34,8 +34,12 @@ class RunSummary:
     """Steps of the complete run; None if they are unknown."""
     loss: float | None
     """Loss of the last evaluation, or else of the last step; None if there is neither."""
-    top1: float | None
-    """Top-1 accuracy of the last evaluation; None without one."""
+    metric: str | None
+    """Name of the task's first metric; None if it has none."""
+    value: float | None
+    """Its value in the last evaluation; None without one."""
+    value_words: str
+    """The value with its name as text; empty without one."""
     images_per_second: float | None
     """Mean rate over the newest rows; None if they have none."""
     age_seconds: float
@@ -61,7 +65,7 @@ def _summary_or_error(run: RunRecord) -> RunSummary:
     try:
         return summary(run)
     except DataError as error:
-        return RunSummary(run.name, "failed", "?", 0, None, None, None, None, run.age_seconds, str(error))
+        return RunSummary(run.name, "failed", "?", 0, None, None, None, None, "", None, run.age_seconds, str(error))
 
 
 def summary(run: RunRecord) -> RunSummary:
@@ -82,6 +86,8 @@ def summary(run: RunRecord) -> RunSummary:
     losses = [loss for row in rows if (loss := _finite(row.get("loss"))) is not None]
     rates = [rate for row in rows if (rate := _finite(row.get("images_per_second"))) is not None and rate > 0]
     loss = _finite(evaluation.get("loss"))
+    metric = next(iter(run.task_metrics), None)
+    value = None if metric is None else _finite(evaluation.get(metric.name))
     return RunSummary(
         run.name,
         run.state,
@@ -89,7 +95,9 @@ def summary(run: RunRecord) -> RunSummary:
         max(steps, default=0),
         run.total_steps,
         loss if loss is not None else losses[-1] if losses else None,
-        _finite(evaluation.get("top1")),
+        None if metric is None else metric.name,
+        value,
+        "" if metric is None or value is None else f"{metric.words} {metric.shown(value)}",
         len(rates) / sum(1 / rate for rate in rates) if rates else None,
         run.age_seconds,
         run.note,

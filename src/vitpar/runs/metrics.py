@@ -7,7 +7,7 @@ may leave its last line incomplete.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ TRAIN = (
     *("mfu", "memory_bytes", "skipped"),
 )
 """Columns of rows about training steps."""
-EVAL = ("step", "loss", "top1", "top5")
-"""Columns of rows about evaluations."""
+EVAL = ("step", "loss")
+"""Columns of rows about evaluations. Those of the task's metrics follow, here and in `TRAIN`."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,20 @@ class Metrics:
         return np.interp(steps, x, np.concatenate([np.zeros(int(first)), known[fine]]))
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path, names: Sequence[str] = ()) -> Metrics:
     """Return the metrics in the file `path`.
+
+    names: metrics of the task, which rows may have too.
 
     Raises OSError, also for a file that is too large.
     """
-    return collect(rows(path))
+    return collect(rows(path), names)
 
 
-def collect(found_rows: Iterable[dict[str, Any] | None]) -> Metrics:
-    """Return the metrics of rows. None stands for a line that is no row."""
-    columns = {"train": {name: array("d") for name in TRAIN}, "eval": {name: array("d") for name in EVAL}}
+def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = ()) -> Metrics:
+    """Return the metrics of rows. None stands for a line that is no row. names: metrics of the task."""
+    kinds = {"train": dict.fromkeys((*TRAIN, *names)), "eval": dict.fromkeys((*EVAL, *names))}
+    columns = {kind: {name: array("d") for name in known} for kind, known in kinds.items()}
     damaged = 0
     for row in found_rows:
         kind = row.get("kind") if row is not None else None

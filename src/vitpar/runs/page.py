@@ -15,6 +15,7 @@ from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
+from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
 
 HYPHEN = "\u2011"
@@ -71,15 +72,9 @@ def _results(run: RunRecord) -> dict[str, str]:
     """Return the facts about a run as HTML by name; empty ones are unknown."""
     metrics, start = run.metrics, run.log.starts[-1] if run.log.starts else None
     total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
-    top1 = metrics.eval["top1"]
-    best = ""
-    if np.isfinite(top1).any():
-        index = int(np.nanargmax(np.where(np.isfinite(top1), top1, np.nan)))
-        best = f"{percent(float(top1[index]))} after step {metrics.eval['step'][index]:,.0f}"
-    loss, accuracy, five = (run.last(name) for name in ("loss", "top1", "top5"))
-    result = "" if loss is None else f"loss {loss:.4f}"
-    result += "" if accuracy is None else f", top{HYPHEN}1 {percent(accuracy)}"
-    result += "" if five is None else f", top{HYPHEN}5 {percent(five)}"
+    loss = run.last("loss")
+    parts = [] if loss is None else [f"loss {loss:.4f}"]
+    parts += [f"{_name(metric)} {metric.shown(run.last(metric.name))}" for metric in run.task_metrics[:2] if parts]
     train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
     memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
     wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())
@@ -89,8 +84,8 @@ def _results(run: RunRecord) -> dict[str, str]:
     return {
         "state": f'<span class="state {run.state}">{run.state}</span>',
         "note": escape(shown(run.note)),
-        "validation": escape(result),
-        "best top-1": escape(best),
+        "validation": escape(", ".join(parts)),
+        **_best(run),
         "training loss": "" if train_loss is None else f"{train_loss:.4f}",
         "steps": f"{metrics.steps:,}{total}",
         "training time": "" if hours is None else _duration(hours),
@@ -105,6 +100,23 @@ def _results(run: RunRecord) -> dict[str, str]:
         "restarts": _restarts(run),
         "metrics": escape(", ".join(oddities)),
     }
+
+
+def _best(run: RunRecord) -> dict[str, str]:
+    """Return the best value of the task's first metric, by what it is; empty if there is none."""
+    metric = next(iter(run.task_metrics), LOSS)
+    values = run.metrics.eval[metric.name] * (1 if metric.higher else -1)
+    if not np.isfinite(values).any():
+        return {}
+    index = int(np.nanargmax(np.where(np.isfinite(values), values, np.nan)))
+    step = run.metrics.eval["step"][index]
+    value = float(run.metrics.eval[metric.name][index])
+    return {f"best {_name(metric)}": escape(f"{metric.shown(value)} after step {step:,.0f}")}
+
+
+def _name(metric: Metric) -> str:
+    """Return the name of a metric, which is not broken at hyphens."""
+    return shown(metric.words).replace("-", HYPHEN)
 
 
 def _data_words(run: RunRecord) -> str:

@@ -78,8 +78,6 @@ class Execution:
     """Name of the precision that gradients are reduced in; None for that of `precision`."""
     seed: int = 0
     """Seed of initial values."""
-    label_smoothing: float = 0.0
-    """Label smoothing, 0 to 1."""
     compile: bool = False
     """Whether blocks are compiled."""
     activation_memory_budget: float | None = None

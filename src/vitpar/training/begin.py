@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from vitpar.data.classes import NamedClasses, match_classes
+from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
+from vitpar.tasks import Task
 from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
@@ -39,10 +40,11 @@ class Beginning:
     """Row of the weights' classifier for each class of the data; None to keep their order."""
 
 
-def beginning(recipe: Recipe, config: ModelConfig, data: NamedClasses) -> Beginning:
+def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
     """Return how the run starts from the recipe's initial weights.
 
     config: configuration of the run.
+    task: matches the outputs of the weights with the data.
     data: training set.
 
     Raises DataError for weights that cannot be read, and RecipeError for those of another model.
@@ -70,7 +72,7 @@ def beginning(recipe: Recipe, config: ModelConfig, data: NamedClasses) -> Beginn
             f"{folder / RECIPE}"
         )
     notes = []
-    match = match_classes(read_class_names(folder, there.num_classes), data)
+    match = task.match(read_class_names(folder, there.num_classes), data)
     new = match.kind in ("other", "mixed") or (match.kind == "unnamed" and config.num_classes != there.num_classes)
     if new:
         why = match.words or f"the weights have {there.num_classes:,}"
@@ -87,7 +89,7 @@ def beginning(recipe: Recipe, config: ModelConfig, data: NamedClasses) -> Beginn
 
 
 @torch.no_grad()
-def begin(model: ParallelModel, recipe: Recipe, data: NamedClasses, ema: EMA | None = None) -> str:
+def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, ema: EMA | None = None) -> str:
     """Fill `model` and its averages from the recipe's weights, and return a message for the user. Collective.
 
     model: has its initial values, which parameters without weights keep.
@@ -95,7 +97,7 @@ def begin(model: ParallelModel, recipe: Recipe, data: NamedClasses, ema: EMA | N
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    start, config = beginning(recipe, model.config, data), model.config
+    start, config = beginning(recipe, model.config, task, data), model.config
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = open_weights(folder)

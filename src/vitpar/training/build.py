@@ -19,6 +19,7 @@ from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
+from vitpar.tasks import Labels, Task, task_of
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.loss_scale import LossScaler
@@ -36,6 +37,8 @@ class TrainingComponents:
 
     recipe: Recipe
     """Recipe with its precision resolved."""
+    task: Task
+    """What is trained."""
     model: ParallelModel
     """Model under its plan."""
     optimizer: ShardedOptimizer
@@ -89,7 +92,6 @@ def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: b
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
         seed=train.seed,
-        label_smoothing=train.label_smoothing,
         compile=compile_blocks,
         activation_memory_budget=train.activation_memory_budget,
         communication=Communication(**recipe.communication_under(plan).model_dump()),
@@ -104,18 +106,21 @@ def build(
     config: ModelConfig,
     plan: Plan,
     device: torch.device,
+    task: Task | None = None,
     data: Mapping[str, NamedClasses | None] | None = None,
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 
     config: ``recipe.config`` for the classes of the data.
     plan: validated against `config` and the recipe's batch.
+    task: what is trained; None for the recipe's, with as many labels as the model has outputs.
     data: data sets that the training reads, by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
     layers that do not exist.
     """
     recipe = replace_auto_precision(recipe, device.type)
+    task = task or task_of(recipe, Labels(config.num_classes))
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
     digest = fingerprint(weights) if weights and weights.is_dir() else None
@@ -123,7 +128,7 @@ def build(
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
-    model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device)
+    model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device, task)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),
@@ -137,4 +142,4 @@ def build(
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     passes = implementation.because and f"AdamW does not run in one pass: {implementation.because}"
     warnings = tuple(filter(None, (because, passes, slow_here(train.precision, device))))
-    return TrainingComponents(recipe, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)
+    return TrainingComponents(recipe, task, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)

@@ -1,12 +1,11 @@
 """Evaluation on a complete data set: exact under any plan, also if the last batch is not full."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitpar.data import Skipped, StreamSet
@@ -14,13 +13,9 @@ from vitpar.errors import DataError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
+from vitpar.tasks import Task
 from vitpar.text import count
 from vitpar.training.input import ImageSet, Input
-
-TOP = 5
-"""Most probable classes that are counted, and that predictions list."""
-BINS = 15
-"""Bins of equal width for the expected calibration error."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +25,9 @@ class Predictions:
     samples: Tensor
     """Number of each image in the set, int64 [images]."""
     labels: Tensor
-    """Class of each image, int64 [images]."""
-    classes: Tensor
-    """The most probable classes, the most probable first: `TOP`, or all of a model that has less. int64."""
-    probabilities: Tensor
-    """Probability of each of `classes`, float64."""
+    """Label of each image, int64 [images]."""
+    values: Mapping[str, Tensor]
+    """What the model says about them by name, [images] or [images, k] (``Task.predict``)."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +36,8 @@ class Evaluation:
 
     samples: int
     """Images evaluated."""
-    loss: float
-    """Mean cross-entropy, without label smoothing."""
-    top1: float
-    """Fraction with the correct class first."""
-    top5: float
-    """Fraction with the correct class among the first 5."""
-    ece: float
-    """Expected calibration error: mean difference of confidence and accuracy over `BINS` bins of the confidence."""
+    metrics: Mapping[str, float]
+    """The loss, and the metrics of the task, by name."""
     skipped: Skipped
     """Bad images and shards, which are not counted in `samples`."""
     promised: int | None = None
@@ -59,13 +46,7 @@ class Evaluation:
     @property
     def figures(self) -> dict[str, float]:
         """Numbers of the result, by name."""
-        return {
-            "samples": self.samples,
-            "loss": self.loss,
-            "top1": self.top1,
-            "top5": self.top5,
-            "ece": self.ece,
-        }
+        return {"samples": self.samples, **self.metrics}
 
     @property
     def warning(self) -> str | None:
@@ -85,11 +66,13 @@ def evaluate(
     model: ParallelModel,
     source: Input,
     images: ImageSet,
+    task: Task,
     progress: Callable[[int], None] = lambda images: None,
     predicted: Callable[[Predictions], None] | None = None,
 ) -> Evaluation:
     """Evaluate `model` on all of `images`. Collective; equal results on every rank.
 
+    task: for the labels of `images`.
     progress: called before every batch and after the last, with the number of images evaluated so far.
     predicted: called on rank 0 with the predictions of each batch, in order. Give it on all ranks, or on none, and
     not for a stream, whose images have no numbers.
@@ -97,7 +80,10 @@ def evaluate(
     Raises DataError if bad samples are skipped and all of them are bad.
     """
     assert predicted is None or not isinstance(images, StreamSet), "images of a stream have no numbers"
-    sums = torch.zeros(4 + 2 * BINS, dtype=torch.float64, device=model.device)
+    few = torch.zeros(1, task.outputs, dtype=torch.float64, device=model.device)
+    sums = torch.zeros_like(
+        task.sums(few, task.counted_targets(torch.zeros(1, dtype=torch.int64, device=model.device)))
+    )
     rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(images)
     with closing(iter(loader)) as batches:
@@ -105,69 +91,46 @@ def evaluate(
         for number, batch in enumerate(batches, start=1):
             if (labels := source.evaluated(batch)) is None:
                 break
-            logits = model.predict(source.images(batch), len(labels))
+            outputs = model.predict(source.images(batch), len(labels))
             mine = None
             if model.first_of_logits:
-                assert logits is not None
-                mine = logits.double()
-                sums += _count(mine, labels[rows])
+                assert outputs is not None
+                mine = outputs.double()
+                sums += task.sums(mine, task.counted_targets(labels)[rows])
             if predicted is not None:
                 first = (number - 1) * model.batch_size
-                predictions = _predictions(mine, rows, labels, min(TOP, model.config.num_classes), first)
+                predictions = _predictions(task, mine, rows, labels, first)
                 if dist.get_rank() == 0:
                     predicted(predictions)
             progress(min(number * model.batch_size, len(images)))
     model.parameters_changed()
     all_reduce_(sums)
-    samples, loss, top1, top5 = sums[:4].tolist()
+    samples = int(sums[0].item())
     if not samples:
         raise DataError(f"none of the {len(images)} images of '{images.place}' could be read: pack the data set again")
-    ece = _calibration_error(sums)
     promised = len(images) if isinstance(images, StreamSet) else None
-    figures = (int(samples), loss / samples, top1 / samples, top5 / samples, ece)
-    return Evaluation(*figures, source.skipped(loader), promised)
+    return Evaluation(samples, task.result(sums), source.skipped(loader), promised)
 
 
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return sums over one batch, float64: [samples, loss, top-1 hits, top-5 hits, …].
-
-    Then follow the summed confidence in each of `BINS` bins of the confidence, and the top-1 hits in each.
-
-    logits: [batch, classes], float64.
-    labels: [batch].
-    """
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    best = logits.topk(min(TOP, logits.shape[1]), dim=1).indices  # no class is IGNORED (-1), so padding never hits
-    hits = (best == labels[:, None]).double()
-    usable = (labels != IGNORED).double()
-    confidence = logits.softmax(dim=1).amax(dim=1)
-    # Bin m has confidences above (m - 1) / BINS, up to m / BINS (Guo et al. 2017, arXiv:1706.04599).
-    bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-    binned = logits.new_zeros(2, BINS).index_add_(1, bins, torch.stack([usable * confidence, hits[:, 0]]))
-    return torch.cat([torch.stack([usable.sum(), loss, hits[:, 0].sum(), hits.sum()]), binned.flatten()])
-
-
-def _calibration_error(sums: Tensor) -> float:
-    """Return the expected calibration error from the summed sums of `_count`."""
-    samples, (confidence, correct) = sums[0].item(), sums[4:].view(2, BINS)
-    return (confidence - correct).abs().sum().item() / samples
-
-
-def _predictions(logits: Tensor | None, rows: Tensor, labels: Tensor, top: int, first: int) -> Predictions:
+def _predictions(task: Task, outputs: Tensor | None, rows: Tensor, labels: Tensor, first: int) -> Predictions:
     """Return the predictions for one global batch, on the CPU of every rank. Collective.
 
-    logits: [rows, classes], float64, on the first rank of those that have the same rows; None on others.
+    outputs: [rows, outputs], float64, on the first rank of those that have the same rows; None on others.
     rows: indices of this rank's rows in the batch.
     labels: of the batch.
-    top: number of most probable classes.
     first: number of the batch's first image in the set.
     """
+    shapes = task.predict(torch.zeros(1, task.outputs, dtype=torch.float64))
+    widths = [value[0].numel() for value in shapes.values()]
     # Exactly one rank fills each row, so the sum over the ranks is exact.
-    table = torch.zeros(len(labels), 2 * top, dtype=torch.float64, device=labels.device)
-    if logits is not None:
-        best = logits.topk(top, dim=1).indices
-        table[rows] = torch.cat([best.double(), logits.softmax(dim=1).gather(1, best)], dim=1)
+    table = torch.zeros(len(labels), sum(widths), dtype=torch.float64, device=labels.device)
+    if outputs is not None:
+        table[rows] = torch.cat([value.double().view(len(rows), -1) for value in task.predict(outputs).values()], dim=1)
     all_reduce_(table)
     kept = (labels != IGNORED).nonzero().flatten()
-    kept_rows = table[kept].cpu()
-    return Predictions(kept.cpu() + first, labels[kept].cpu(), kept_rows[:, :top].long(), kept_rows[:, top:])
+    columns = table[kept].cpu().split(widths, dim=1)
+    values = {
+        name: column.to(like.dtype).view(len(kept), *like.shape[1:])
+        for column, (name, like) in zip(columns, shapes.items(), strict=True)
+    }
+    return Predictions(kept.cpu() + first, labels[kept].cpu(), values)

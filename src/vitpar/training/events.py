@@ -8,6 +8,7 @@ from typing import Any
 
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
+from vitpar.tasks import Task
 from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
 
@@ -31,6 +32,8 @@ class RunHeader:
 
     recipe: Recipe
     """Recipe with its precision resolved."""
+    task: Task
+    """What is trained."""
     config: ModelConfig
     """Configuration of the model."""
     plan: Plan
@@ -81,8 +84,8 @@ class Reporter:
 class Logged(Reporter):
     """Reporter that writes every event as a plain line to the log.txt of `folder`, and passes it on to `shown`."""
 
-    def __init__(self, folder: RunFolder, shown: Reporter) -> None:
-        self._log, self._shown = folder.log, shown
+    def __init__(self, folder: RunFolder, shown: Reporter, task: Task) -> None:
+        self._log, self._shown, self._task = folder.log, shown, task
 
     def started(self, header: RunHeader) -> None:
         self._log(
@@ -105,7 +108,7 @@ class Logged(Reporter):
         self._shown.evaluating(images, total)
 
     def evaluated(self, row: Row) -> None:
-        self._log(f"eval {row['step']:,}  {_result(row)}")
+        self._log(f"eval {row['step']:,}  val {self._task.words(row)}")
         self._shown.evaluated(row)
 
     def note(self, text: str) -> None:
@@ -117,9 +120,6 @@ class Logged(Reporter):
         self._shown.info(text)
 
     def finished(self, summary: Row) -> None:
-        self._log(f"done  {_result(summary) if 'loss' in summary else 'not evaluated'}  weights {summary['weights']}")
+        result = f"val {self._task.words(summary)}" if "loss" in summary else "not evaluated"
+        self._log(f"done  {result}  weights {summary['weights']}")
         self._shown.finished(summary)
-
-
-def _result(row: Row) -> str:
-    return f"val loss {row['loss']:.4f}  top-1 {row['top1']:.2%}  top-5 {row['top5']:.2%}"

@@ -37,14 +37,14 @@ from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
+from vitpar.tasks import Task
 from vitpar.text import count
 from vitpar.training.input_cache import make_cache
 from vitpar.training.recipe import Recipe
+from vitpar.training.step import StepInput
 
 ImageSet = ShardSet | StreamSet
 """Data set with `len()`, `num_classes`, and `place` for messages."""
-Given = tuple[Tensor | None, Tensor, Tensor]
-"""Images, labels and keys on the device, as ``ParallelModel.forward_backward`` takes them."""
 CHANNELS = 3
 """Channels that images are decoded to."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
@@ -132,19 +132,20 @@ class Input:
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
 
+    task: says what the labels of images are to the loss.
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
 
     Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
-    def __init__(self, recipe: Recipe, model: ParallelModel) -> None:
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task) -> None:
         if model.config.channels != CHANNELS:
             raise ModelError(
                 f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "
                 f"decoded to {CHANNELS}, grey ones too: give the model {CHANNELS} channels"
             )
-        self._recipe, self._model = recipe, model
+        self._recipe, self._model, self.task = recipe, model, task
         self.local = local_ranks()
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
@@ -219,19 +220,19 @@ class Input:
         words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
         return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
 
-    def train_step(self, batch: Batch) -> Given:
-        """Return the input of a step: normalised and mixed images, labels and keys."""
+    def train_step(self, batch: Batch) -> StepInput:
+        """Return the input of a step: normalised and mixed images, targets and keys."""
         labels, keys = self._labels_and_keys(batch)
         mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
-        if mixed is not None:
-            labels = mixed.labels(labels, IGNORED)
+        targets = self.task.counted_targets(labels) if mixed is None else mixed.labels(labels, IGNORED)
         if not self._model.takes_images:
-            return None, labels, keys
+            return StepInput(None, targets, keys)
         needed, compute = self._needed(), self._model.precision.compute
         images = self._gathered(batch.images, len(needed))
         if mixed is None:
-            return self._normalize(images, compute), labels, keys
-        return mixed.images(self._normalize(images), needed, len(self._rows)).to(compute), labels, keys
+            return StepInput(self._normalize(images, compute), targets, keys)
+        images = mixed.images(self._normalize(images), needed, len(self._rows)).to(compute)
+        return StepInput(images, targets, keys)
 
     def images(self, batch: Batch) -> Tensor | None:
         """Return this rank's images, [rows, 3, size, size], normalised, on the device in the compute precision.
@@ -343,12 +344,12 @@ class Input:
         return whole[:number]
 
 
-def synthetic_batch(model: ParallelModel) -> Given:
-    """Return random images, labels and keys of a batch, to time steps with."""
+def synthetic_batch(model: ParallelModel, task: Task) -> StepInput:
+    """Return random images, with targets and keys, of a batch to time steps with."""
     c, size, device = model.config, model.batch_size, model.device
     images = None
     if model.takes_images:
         shape = (len(model.image_rows(size)), c.channels, c.image_size, c.image_size)
         images = torch.randn(shape, device=device).to(model.precision.compute)
     numbers = torch.arange(size, device=device)
-    return images, numbers % c.num_classes, numbers
+    return StepInput(images, task.counted_targets(numbers % task.labels.count), numbers)

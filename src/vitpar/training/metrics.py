@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.tasks import Metric
 
 if TYPE_CHECKING:
     from vitpar.data import Batch
@@ -49,6 +51,8 @@ class _Step(NamedTuple):
     """Seconds that this rank waited for the batch."""
     extra: dict[str, Any]
     """Further metrics of the step."""
+    measured: Tensor | None
+    """This rank's part of the sums for the task's metrics, not read from the device yet."""
 
 
 class Worst(NamedTuple):
@@ -70,18 +74,24 @@ class StepLog:
     The clock runs from `resume_clock`. It stops from `flush` until the next `resume_clock` or `add`, so evaluation and
     saving are not counted. Times of a step are means over its log interval.
 
+    metrics: metrics that the loss measures (``Task.TRAINING_METRICS``).
     done: steps that an earlier process made.
     """
 
-    def __init__(self, recipe: Recipe, config: ModelConfig, model: ParallelModel, done: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, config: ModelConfig, model: ParallelModel, metrics: Sequence[Metric], done: int = 0
+    ) -> None:
         self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
+        self._metrics = metrics
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
         self._data_seconds = 0.0
         self._step_done: torch.cuda.Event | None = None
         self._steps = 0
         self._seconds = 0.0
+        self.pace = 0.0
+        """Seconds of a step in the newest interval; 0 before the first."""
 
     def resume_clock(self) -> None:
         """Start the interval now, without the time since the last flush, which was no training."""
@@ -98,7 +108,17 @@ class StepLog:
     def add(self, number: int, batch: Batch, lr: float, stepped: Stepped) -> None:
         """Record that update `number` is done, or queued on the device."""
         self._pending.append(
-            _Step(number, batch.epoch, batch.samples, *stepped[:2], lr, self._data_seconds, stepped.extra)
+            _Step(
+                number,
+                batch.epoch,
+                batch.samples,
+                loss=stepped.loss,
+                norm=stepped.norm,
+                lr=lr,
+                data_seconds=self._data_seconds,
+                extra=stepped.extra,
+                measured=stepped.measured,
+            )
         )
         if self._model.device.type == "cuda":
             self._step_done = torch.cuda.Event()
@@ -114,18 +134,21 @@ class StepLog:
         mine: state of this rank. It is reduced in the same message as the waiting times.
         """
         losses = torch.stack([step.loss for step in self._pending]).double()
-        all_reduce_(losses)
+        sums = torch.stack([self._sums(step) for step in self._pending])
+        everything = torch.cat([losses[:, None], sums], dim=1)
+        all_reduce_(everything)
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # the rank that waits longest delays all others
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
-        totals = losses.tolist()  # waits for the device, so that the clock below includes its work
+        totals = everything.tolist()  # waits for the device, so that the clock below includes its work
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
         counted = sum(step.number > self._warm_from for step in self._pending)
         self._steps += counted
         self._seconds += seconds * counted
         self._begun = self._waiting = now
+        self.pace = round(seconds * 1e3, 3) / 1e3
         rows = [
             {
                 "kind": "train",
@@ -140,12 +163,24 @@ class StepLog:
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
                 "mfu": self._mfu(seconds),
                 "memory_bytes": memory_bytes(self._model.device),
+                **self._means(counted, sums),
                 **step.extra,
             }
-            for step, loss, norm, wait in zip(self._pending, totals, norms, waited, strict=True)
+            for step, (loss, counted, *sums), norm, wait in zip(self._pending, totals, norms, waited, strict=True)
         ]
         self._pending.clear()
         return rows, worst
+
+    def _sums(self, step: _Step) -> Tensor:
+        """Return this rank's number of counted samples, then the sum of each metric."""
+        if step.measured is not None:
+            return step.measured
+        return torch.zeros(1 + len(self._metrics), dtype=torch.float64, device=self._model.device)
+
+    def _means(self, samples: float, sums: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of a step; none if no sample counts, as where all images are mixed."""
+        named = zip(self._metrics, sums, strict=True)
+        return {metric.name: round(total / samples, 6) for metric, total in named} if samples else {}
 
     @property
     def mean_rate(self) -> float | None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
+from vitpar.tasks import Labels, Task, task_of
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.input import ImageSet, open_data
 from vitpar.training.recipe import Recipe
@@ -21,6 +23,8 @@ class Prepared:
     """Recipe with its precision resolved."""
     config: ModelConfig
     """Configuration of the model."""
+    task: Task
+    """What is trained."""
     plan: Plan
     """Plan, validated against model and batch, with known degrees."""
     train_set: ImageSet
@@ -48,4 +52,11 @@ def prepared(recipe: Recipe, plan: Plan, device_type: str, **more: object) -> Pr
 
     recipe = replace_auto_precision(recipe, device_type)
     train_set, val_set = open_data(recipe)
-    return Prepared(recipe, recipe.config(train_set.num_classes), plan, train_set, val_set, **more)  # type: ignore[arg-type]
+    if val_set is None and recipe.checkpoint.keep_best:
+        raise RecipeError(
+            f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to "
+            "false, or pack the data with one"
+        )
+    task = task_of(recipe, Labels.of(train_set))
+    config = recipe.config(task.outputs)
+    return Prepared(recipe, config, task, plan, train_set, val_set, **more)  # type: ignore[arg-type]

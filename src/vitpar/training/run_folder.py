@@ -2,7 +2,7 @@
 
 runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
-    env.json         versions, hardware, git commit, command, kernels
+    env.json         versions, hardware, git commit, command, kernels, metrics
     log.txt          events with their time     metrics.jsonl   one object a line
     checkpoints/step_<n>/   all that the run needs to resume (``vitpar.checkpoint``)
     track.json       identifier of the run for trackers, and tensorboard/ and wandb/: what they write
@@ -19,8 +19,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vitpar.errors import RecipeError
 from vitpar.io import write_text
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text, write_plan
+from vitpar.tasks import Task
 from vitpar.text import log_line
 from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
@@ -96,14 +98,18 @@ class RunFolder:
         except OSError:  # a mount without locks
             pass
 
-    def begin(self, recipe: Recipe, plan: Plan, command: Sequence[str], after: int, kernels: dict[str, Any]) -> None:
+    def begin(
+        self, recipe: Recipe, plan: Plan, task: Task, command: Sequence[str], after: int, kernels: Mapping[str, Any]
+    ) -> None:
         """Write the recipe, the plan and the environment, and open metrics.jsonl.
 
+        task: whose metrics are described in env.json, for those who read the run.
         after: step after which the run resumes, 0 for a new run. Later rows of metrics.jsonl are dropped, since the run
         repeats those steps.
         kernels: kernels that the run computes with, for env.json.
         """
-        self.environment = _environment(command) | kernels
+        described = {"metrics": [asdict(metric) for metric in task.METRICS]}
+        self.environment = {**_environment(command), **kernels, **described}
         self.texts = {
             "recipe.toml": recipe.to_toml(),
             "plan.json": plan_text(plan),

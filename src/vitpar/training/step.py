@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -23,6 +23,19 @@ COLLECT_EVERY_S = 5.0
 """Approximate seconds between two collections."""
 
 
+class StepInput(NamedTuple):
+    """Input of a step on one rank, as ``ParallelModel.forward_backward`` takes it."""
+
+    images: Tensor | None
+    """This rank's images; None where the model takes none."""
+    targets: Tensor
+    """Targets of the complete batch."""
+    keys: Tensor | None = None
+    """Random keys of the complete batch; None for a model without random numbers."""
+    sides: Mapping[str, Tensor] = {}
+    """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
+
+
 class Stepped(NamedTuple):
     """Result of a step. Tensors are 0-dim, on the device."""
 
@@ -32,6 +45,8 @@ class Stepped(NamedTuple):
     """Norm of the gradients before clipping, equal on all ranks."""
     extra: dict[str, Any]
     """Further metrics of the step, such as whether it was skipped."""
+    measured: Tensor | None = None
+    """This rank's part of the sums that the loss measured (``ParallelModel.measured``)."""
 
 
 def nothing(*_: object) -> None:
@@ -67,18 +82,22 @@ class TrainStep:
         self._after_gradients, self._before_update = after_gradients, before_update
 
     def __call__(
-        self, number: int, lr: float, images: Tensor | None, labels: Tensor, keys: Tensor | None = None
+        self,
+        number: int,
+        lr: float,
+        images: Tensor | None,
+        targets: Tensor,
+        keys: Tensor | None = None,
+        sides: Mapping[str, Tensor] = {},
     ) -> Stepped:
-        """Run step `number`, counted from 1, with learning rate `lr`.
-
-        images, labels, keys: see ``ParallelModel.forward_backward``.
+        """Run step `number`, counted from 1, with learning rate `lr`, on a `StepInput`.
 
         If loss or gradients are not finite on any rank, all skip the update, if `non_finite` says so.
         """
         model, phase = self.model, self.model.phase
         scale = self._scaler.scale if self._scaler else 1.0
         model.loss_scale, model.keep_low_precision_gradients = scale, self.optimizer.one_pass
-        loss = model.forward_backward(images, labels, keys)
+        loss = model.forward_backward(images, targets, keys, **sides)
         self._after_gradients(number)
         with phase("norm and clipping"):
             gradients = self.optimizer.gradients()
@@ -101,7 +120,7 @@ class TrainStep:
                 self.optimizer.step(lr)
                 if self.ema:
                     self.ema.update(number)
-        return Stepped(loss, norm, extra)
+        return Stepped(loss, norm, extra, model.measured)
 
 
 class Garbage:

@@ -1,4 +1,4 @@
-"""The training loop, which is the same for every plan."""
+"""The training loop, which is the same for every plan and every task."""
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext, suppress
@@ -17,7 +17,8 @@ from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.text import count
 from vitpar.training.begin import begin
-from vitpar.training.build import build
+from vitpar.training.build import TrainingComponents, build
+from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
@@ -35,12 +36,11 @@ from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.training.tracked import Tracked
 from vitpar.weights.folder import save_weights
 
-LOOK_S = 5.0
-"""Seconds between the points where ranks agree whether to continue, unless one step takes longer."""
-
 
 class Trainer:
     """One run that is prepared. All ranks make it and call `run` together.
+
+    Making it does nothing. `open` makes the model and the run's folder, and resumes; `run` does so if it was not done.
 
     reporter: shows the run; only rank 0 uses it. The run's log.txt gets the same events.
     command: command line of the run, for env.json.
@@ -56,79 +56,55 @@ class Trainer:
         command: Sequence[str] = (),
         watchdog: Watchdog | None = None,
     ) -> None:
-        self.watchdog = watchdog or Watchdog()
-        recipe, plan, run_dir, resume = prepared.recipe, prepared.plan, prepared.run_dir, prepared.resume
-        self.recipe, self.plan, self.device, self.origin = recipe, plan, device, prepared.origin
-        self.train_set, self.val_set, self.config = prepared.train_set, prepared.val_set, prepared.config
-        if self.val_set is None and recipe.checkpoint.keep_best:
-            raise RecipeError(
-                f"checkpoint.keep_best needs evaluations, but '{self.train_set.place}' has no val split: set it to "
-                "false, or pack the data with one"
-            )
+        self.prepared, self.device, self.command = prepared, device, command
+        self.recipe, self.plan, self.config, self.task = prepared.recipe, prepared.plan, prepared.config, prepared.task
+        self.train_set, self.val_set = prepared.train_set, prepared.val_set
+        self.reporter, self.watchdog = reporter, watchdog or Watchdog()
+        self.rank = dist.get_rank()
+        samples, schedule = len(self.train_set), self.recipe.lr_schedule
+        self.total_steps = self.recipe.total_steps(samples)
+        self.lr = CosineWithWarmup(
+            self.recipe.optimizer.lr, self.total_steps, self.recipe.warmup_steps(samples), schedule.min_lr
+        )
+        self.done, self.samples = 0, 0
+        self.folder: RunFolder | None = None
+        self._tracked: Tracked | None = None
+        self._is_open = False
+
+    def open(self) -> None:
+        """Make the model and the folder of the run, and resume or load initial weights. Collective.
+
+        Raises CheckpointError, DataError and RecipeError for what cannot be used; a new folder is then removed.
+        """
         data = {"the training data": self.train_set, "the validation data": self.val_set}
-        trained = build(recipe, self.config, plan, device, data)
+        trained = build(self.recipe, self.config, self.plan, self.device, self.task, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
-        self.total_steps = recipe.total_steps(len(self.train_set))
-        self.lr = CosineWithWarmup(
-            recipe.optimizer.lr, self.total_steps, recipe.warmup_steps(len(self.train_set)), recipe.lr_schedule.min_lr
-        )
-        self.input = Input(recipe, self.model)
-        self.rank = dist.get_rank()
+        self.input = Input(self.recipe, self.model, self.task)
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
-        self.checks = DebugChecks(self.model, self.state, recipe) if recipe.faults.debug_checks else None
+        self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None
         if self.checks:
             self.watchdog.doing = self.checks.doing
-        self.done, self.samples = 0, 0
-        resuming = resume is not None and run_dir is not None and same_run(run_dir, resume)
-        self.folder = RunFolder(run_dir, recipe, plan, resuming=resuming) if self.rank == 0 else None
-        self.reporter: Reporter = Logged(self.folder, reporter) if self.folder else Reporter()
-        self.tracked: Tracked | None = None
-        path = broadcast_json(str(self.folder.path) if self.folder else None)
-        assert path is not None, "rank 0 has a folder"
-        self.path = Path(path)
-        self.watchdog.folder = self.path / "hang"
-        self.saver = Saver(
-            checkpoints_of(self.path),
-            self.state,
-            recipe.checkpoint,
-            interval=recipe.checkpoint.interval(len(self.train_set), recipe.train.batch_size),
-            last=self.total_steps,
-            texts=self._texts,
-            log=self.folder.log if self.folder else lambda text: None,
-            beat=lambda: self.watchdog.beat(SAVING, self.done),
-        )
+        self._make_folder()
         self._step = trained.step(
             after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.writer.staged
         )
-        if self.folder:
-            self.saver.checkpoints.clear()
         try:
-            checkpoint = find(resume, self.reporter.note) if resume else None
-            self.attention = trained.choose_attention(checkpoint.facts.attention if checkpoint else None)
-            if checkpoint:
-                self._resume(checkpoint, prepared.allow_change, resuming)
-            elif recipe.model.weights is not None:
-                self.reporter.info(begin(self.model, recipe, self.train_set, self.ema))
-            cached = self.input.cache(self.train_set, self.val_set)
+            cached = self._begin(trained)
         except (CheckpointError, DataError, RecipeError):
             if self.folder:
                 self.folder.discard()
             raise
         if self.folder:
-            kernels: dict[str, object] = {
-                "compiled": self.model.execution.compile,
-                "attention": self.attention.to_json(),
-                "optimizer": self.optimizer.implementation,
-            }
-            kernels["threads"] = torch.get_num_threads()
-            self.folder.begin(recipe, plan, command, self.done, kernels)
-            self.tracked = self.reporter = Tracked(self.reporter, recipe, self.folder, self.done)
-        self.watch = InputWatch(recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
-        for message in (*prepared.messages, *filter(None, [cached])):
+            self.folder.begin(self.recipe, self.plan, self.task, self.command, self.done, self._kernels)
+            self._tracked = Tracked(self.reporter, self.recipe, self.folder, self.done)
+            self.reporter = self._tracked
+        self.watch = InputWatch(self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
+        for message in (*self.prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)
-        self._note(*prepared.notes, *trained.warnings, self.attention.warning)
+        self._note(*self.prepared.notes, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
+        self._is_open = True
 
     def run(self) -> dict[str, Any]:
         """Train to the end, with evaluations, and save the final weights.
@@ -136,66 +112,13 @@ class Trainer:
         Returns the summary, on every rank. At SIGTERM, SIGUSR1 or Ctrl-C to any rank, all save a checkpoint and end;
         the summary then says `stopped`.
         """
-        with self.tracked or nullcontext():
+        if not self._is_open:
+            self.open()
+        with self._tracked or nullcontext():
             summary = self._run()
         if self.folder:
             self.folder.close()
         return summary
-
-    def _run(self) -> dict[str, Any]:
-        train = self.recipe.train
-        eval_every = train.eval_every or max(1, round(len(self.train_set) / train.batch_size))
-        self._start()
-        log = StepLog(self.recipe, self.config, self.model, self.done)
-        last: Evaluation | None = None
-        log.resume_clock()
-        loader = self.input.train_batches(self.train_set, start=self.samples)
-        # With several ranks the launching process prints the notice once.
-        notice = STOPPING if dist.get_world_size() == 1 else ""
-        with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
-            first = look_at = self.done + 1
-            pace = 0.0
-            for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
-                self.watchdog.beat(COMPUTING, number)
-                log.data_ready()
-                with self.checks.around(number) if self.checks else nullcontext():
-                    log.add(number, batch, self.lr(number), self.step(number, batch))
-                final = number == self.total_steps
-                due = self.val_set is not None and (final or number % eval_every == 0)
-                stuck = self.non_finite.stuck(number)
-                self.done, self.samples = number, batch.samples
-                save, stopped = self.saver.due(number), False
-                logged = bool(due or final or stuck or save or number % train.log_every == 0 or number == first)
-                if logged or number >= look_at:
-                    mine = Worst(stop.asked is not None, pace, self.saver.minutes, self.saver.writer.progress)
-                    rows, worst = log.flush(mine)
-                    stopped, save = bool(worst.stop), save or self.saver.late(worst.minutes)
-                    pace = rows[-1]["step_ms"] / 1e3
-                    look_at = number + (max(1, int(LOOK_S / worst.step_seconds)) if worst.step_seconds else 1)
-                    self._record(rows, shown=logged)
-                    self.saver.advance(worst.writing)
-                    garbage.maybe_collect(number, worst.step_seconds)
-                    self.watchdog.settled = True
-                self._refuse(stuck)
-                if due or save or stopped:  # state that is not finite must not be evaluated or saved
-                    self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
-                if due and self.val_set is not None:
-                    last = self.evaluate(number, self.val_set)
-                    save = self.saver.best(number, last.top1) or save
-                    garbage.collect()
-                if save or stopped:
-                    self.saver.save(self.done, self.samples)
-                if stopped and not final:
-                    return self._stopped(stop.asked)
-                if due or save:
-                    log.resume_clock()
-                self.watchdog.beat(WAITING, number + 1)
-            self.saver.finish()
-        if last is None and self.val_set is not None:  # a resumed run may have no step left
-            last = self._evaluated(self.val_set)
-        if warning := self.input.warning(loader):
-            self.reporter.note(f"training: {warning}")
-        return self._finish(last, log)
 
     def step(self, number: int, batch: Batch) -> Stepped:
         """Run update `number`, counted from 1."""
@@ -212,37 +135,51 @@ class Trainer:
             self.reporter.note(f"validation: {result.warning}")
         return result
 
-    def _evaluated(self, images: ImageSet) -> Evaluation:
-        def progress(done: int) -> None:
-            self.watchdog.beat(EVALUATING, self.done)
-            self.reporter.evaluating(done, len(images))
+    def _make_folder(self) -> None:
+        """Make the folder of the run on rank 0, and what writes to it."""
+        run_dir, resume = self.prepared.run_dir, self.prepared.resume
+        self._same_folder = resume is not None and run_dir is not None and same_run(run_dir, resume)
+        if self.rank == 0:
+            self.folder = RunFolder(run_dir, self.recipe, self.plan, resuming=self._same_folder)
+        self.reporter = Logged(self.folder, self.reporter, self.task) if self.folder else Reporter()
+        path = broadcast_json(str(self.folder.path) if self.folder else None)
+        assert path is not None, "rank 0 has a folder"
+        self.path = Path(path)
+        self.watchdog.folder = self.path / "hang"
+        self.saver = Saver(
+            checkpoints_of(self.path),
+            self.state,
+            self.recipe.checkpoint,
+            metric=self.task.best,
+            interval=self.recipe.checkpoint.interval(len(self.train_set), self.recipe.train.batch_size),
+            last=self.total_steps,
+            texts=self._texts,
+            log=self.folder.log if self.folder else lambda text: None,
+            beat=lambda: self.watchdog.beat(SAVING, self.done),
+        )
+        if self.folder:
+            self.saver.checkpoints.clear()
 
-        with self.ema.averaged() if self.ema else nullcontext():
-            return evaluate(self.model, self.input, images, progress)
+    def _begin(self, trained: TrainingComponents) -> str | None:
+        """Resume, or load initial weights; cache images. Returns a message about the cache."""
+        resume = self.prepared.resume
+        checkpoint = find(resume, self.reporter.note) if resume else None
+        self.attention = trained.choose_attention(checkpoint.facts.attention if checkpoint else None)
+        if checkpoint:
+            self._resume(checkpoint)
+        elif self.recipe.model.weights is not None:
+            self.reporter.info(begin(self.model, self.recipe, self.task, self.train_set, self.ema))
+        return self.input.cache(self.train_set, self.val_set)
 
-    @property
-    def _paths(self) -> dict[str, Any]:
-        """Choices that change the last digits of losses, as in `Facts`."""
-        compiled, attention = self.model.execution.compile, self.attention.backend
-        return {"compiled": compiled, "attention": attention, "optimizer": self.optimizer.implementation}
-
-    def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
-        scale, data = self.state.loss_scale, self.train_set.fingerprint
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
-        return texts(facts, self.recipe, self.config, self.plan, self.train_set.class_names)
-
-    def _resume(self, checkpoint: Checkpoint, allow_change: Sequence[str], same_folder: bool) -> None:
-        """Resume from `checkpoint`.
-
-        same_folder: whether the run continues in its own folder.
-        """
-        changed = allowed_changes(checkpoint, self.recipe, self.train_set, allow_change)
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        """Resume from `checkpoint`."""
+        changed = allowed_changes(checkpoint, self.recipe, self.task, self.train_set, self.prepared.allow_change)
         self.samples = checkpoint.facts.samples
         # With another batch size, resume at the step that corresponds to the samples seen.
         self.done = checkpoint.facts.step
         if "train.batch_size" in changed:
             self.done = self.samples // self.recipe.train.batch_size
-        if same_folder and self.done != checkpoint.facts.step:
+        if self._same_folder and self.done != checkpoint.facts.step:
             raise CheckpointError(
                 f"with train.batch_size {self.recipe.train.batch_size} the step numbers of the run in '{self.path}' "
                 "would change: name another folder with --run-dir"
@@ -251,16 +188,116 @@ class Trainer:
         for name, mine in self._paths.items():
             if (before := getattr(checkpoint.facts, name)) not in (None, mine):
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
-        if same_folder:
+        if self._same_folder:
             self.saver.resume(checkpoint)
         complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
         self.reporter.info(f"resuming from {checkpoint.path}: {count(self.done, 'step')} done{complete}")
 
+    def _run(self) -> dict[str, Any]:
+        self._start()
+        train, first = self.recipe.train, self.done + 1
+        every_epoch = max(1, round(len(self.train_set) / train.batch_size))
+        agenda = Agenda(
+            self.saver,
+            first=first,
+            last=self.total_steps,
+            eval_every=0 if self.val_set is None else train.eval_every or every_epoch,
+            log_every=train.log_every,
+        )
+        log = StepLog(self.recipe, self.config, self.model, self.task.TRAINING_METRICS, self.done)
+        last: Evaluation | None = None
+        log.resume_clock()
+        loader = self.input.train_batches(self.train_set, start=self.samples)
+        # With several ranks the launching process prints the notice once.
+        notice = STOPPING if dist.get_world_size() == 1 else ""
+        with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
+            for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
+                self.watchdog.beat(COMPUTING, number)
+                log.data_ready()
+                with self.checks.around(number) if self.checks else nullcontext():
+                    log.add(number, batch, self.lr(number), self.step(number, batch))
+                stuck = self.non_finite.stuck(number)
+                self.done, self.samples = number, batch.samples
+                due = agenda.after(number, stuck=stuck is not None)
+                if due.look:
+                    agenda.looked(number, self._look(due, log, stop, garbage))
+                self._refuse(stuck)
+                if due.keeps:
+                    self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
+                if due.evaluation and self.val_set is not None:
+                    last = self.evaluate(number, self.val_set)
+                    due.checkpoint |= self.saver.best(number, last.metrics)
+                    garbage.collect()
+                if due.checkpoint or due.stop:
+                    self.saver.save(self.done, self.samples)
+                if due.stop and not due.last:
+                    return self._stopped(stop.asked)
+                if due.evaluation or due.checkpoint:
+                    log.resume_clock()
+                self.watchdog.beat(WAITING, number + 1)
+            self.saver.finish()
+        if last is None and self.val_set is not None:  # a resumed run may have no step left
+            last = self._evaluated(self.val_set)
+        if warning := self.input.warning(loader):
+            self.reporter.note(f"training: {warning}")
+        return self._finish(last, log)
+
+    def _look(self, due: Due, log: StepLog, stop: StopRequest, garbage: Garbage) -> float:
+        """Exchange the state of the ranks, write rows of metrics, and return the duration of a step. Collective."""
+        rows, worst = log.flush(Worst(stop.asked is not None, log.pace, self.saver.minutes, self.saver.writer.progress))
+        due.stop, due.checkpoint = bool(worst.stop), due.checkpoint or self.saver.late(worst.minutes)
+        self._record(rows, shown=due.report)
+        self.saver.advance(worst.writing)
+        garbage.maybe_collect(due.step, worst.step_seconds)
+        self.watchdog.settled = True
+        return worst.step_seconds
+
+    def _evaluated(self, images: ImageSet) -> Evaluation:
+        def progress(done: int) -> None:
+            self.watchdog.beat(EVALUATING, self.done)
+            self.reporter.evaluating(done, len(images))
+
+        with self.ema.averaged() if self.ema else nullcontext():
+            return evaluate(self.model, self.input, images, self.task, progress)
+
+    @property
+    def _paths(self) -> dict[str, Any]:
+        """Choices that change the last digits of losses, as in `Facts`."""
+        compiled, attention = self.model.execution.compile, self.attention.backend
+        return {"compiled": compiled, "attention": attention, "optimizer": self.optimizer.implementation}
+
+    @property
+    def _kernels(self) -> dict[str, Any]:
+        """Kernels that the run computes with, for env.json."""
+        return {**self._paths, "attention": self.attention.to_json(), "threads": torch.get_num_threads()}
+
+    @property
+    def _class_names(self) -> Sequence[str] | None:
+        """Names of the model's outputs; None if they have none."""
+        return self.train_set.class_names if self.task.OUTPUTS_ARE_LABELS else None
+
+    def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
+        scale, data = self.state.loss_scale, self.train_set.fingerprint
+        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
+        return texts(facts, self.recipe, self.config, self.plan, self._class_names)
+
     def _start(self) -> None:
-        images = len(self.train_set), len(self.val_set) if self.val_set is not None else 0
-        sizes = *state_size(self.model, self.recipe), *images, self.total_steps
-        header = (self.recipe, self.config, self.plan, str(self.device), *sizes, str(self.path), self.origin)
-        self.reporter.started(RunHeader(*header))
+        parameters, state_bytes = state_size(self.model, self.recipe)
+        header = RunHeader(
+            recipe=self.recipe,
+            task=self.task,
+            config=self.config,
+            plan=self.plan,
+            device=str(self.device),
+            parameters=parameters,
+            state_bytes=state_bytes,
+            train_samples=len(self.train_set),
+            val_samples=len(self.val_set) if self.val_set is not None else 0,
+            steps=self.total_steps,
+            folder=str(self.path),
+            origin=self.prepared.origin,
+        )
+        self.reporter.started(header)
         self._note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
 
     def _note(self, *warnings: str | None) -> None:
@@ -305,7 +342,7 @@ class Trainer:
         self.watchdog.beat(FINISHING, 0)
         weights = self.path / "weights"
         with self.ema.averaged() if self.ema else nullcontext():
-            save_weights(self.model, weights, self.recipe.to_toml(), self.train_set.class_names)
+            save_weights(self.model, weights, self.recipe.to_toml(), self._class_names)
         summary = {
             **(last.figures if last else {}),
             "steps": self.done,

@@ -53,7 +53,7 @@ class Training:
         """Return a function that runs one step of the trainer, without loading data or writing records. Collective."""
         trained = build(self.recipe, self.config, plan, device)
         trained.choose_attention()
-        update, batch = trained.step(), synthetic_batch(trained.model)
+        update, batch = trained.step(), synthetic_batch(trained.model, trained.task)
 
         def step() -> None:
             update(1, self.recipe.optimizer.lr, *batch)

@@ -17,6 +17,7 @@ from vitpar.models.config import ModelConfig, field_names
 from vitpar.training.recipe.effects import STREAM_CANNOT
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
+from vitpar.training.recipe.sections import CLASSIFY
 
 MAX_WARMUP = 0.1
 """Largest fraction of a run that is warm-up. It is that of 2112.13492 and limits short runs of the other recipes."""
@@ -30,6 +31,8 @@ SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
 """Settings for images of up to `SMALL_IMAGE` pixels a side."""
 PATCHES = ((16, 2), (48, 4), (128, 8))
 """Largest shorter side of images in pixels, and the side of a patch for images of up to that size."""
+OF_CLASSES = ("augment.mixup", "augment.cutmix", "augment.mixup_prob", "train.label_smoothing")
+"""Settings that are left out for other tasks than classification."""
 TINY_IMAGES = 100_000
 """Largest training set for which ViT-Ti is the default model."""
 BASE_WIDTH, BASE_DEPTH = 768, 12
@@ -162,6 +165,7 @@ NOTES = (
     "needs a copy of all parameters.",
     f"**Small images.** Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area in training, "
     "and nothing in evaluation (2104.05704).",
+    "**Other tasks** than classification have no mixup, CutMix and label smoothing.",
     "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
     "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )
@@ -232,6 +236,8 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
         settings = {key: value for key, value in settings.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
     fields = {f"model.{name}" for name in field_names(type(config))}
     settings = {key: value for key, value in settings.items() if not key.startswith("model.") or key in fields}
+    if recipe.task.name != CLASSIFY:
+        settings = {key: value for key, value in settings.items() if key not in OF_CLASSES}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
     if rate is None:
         del settings["optimizer.weight_decay"]  # the table has that of AdamW

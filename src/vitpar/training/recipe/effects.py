@@ -150,6 +150,7 @@ _PLANNED = _keys(model="…", optimizer="name momentum", train="batch_size preci
 _LENGTH = _keys(train="epochs steps", data="path", stream="…")
 _PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
+    task="…",
     model="…",
     parallel="…",
     communication="…",
@@ -159,7 +160,9 @@ _BENCHED = _keys(
     "activation_memory_budget freeze",
     faults="non_finite",
 )
-_OUTPUTS = _keys(data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention")
+_OUTPUTS = _keys(
+    task="options", data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention"
+)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "a plan": _PLANNED + _LENGTH + _keys(parallel="…"),
     "a search": _PLANNED + _LENGTH + _keys(train="compile"),
@@ -167,6 +170,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(
+        task="…",
         model="…",
         parallel="…",
         communication="…",
@@ -176,6 +180,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
     ),
     "an evaluation": _keys(
+        task="options",
         data="path crop_pct crop_mode interpolation mean std workers bad_sample",
         stream="train val samples val_samples classes label allow_pipe",
         train=f"batch_size {_PRECISION} compile attention",

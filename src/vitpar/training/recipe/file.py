@@ -102,7 +102,7 @@ def read_recipe(
         if key == "train.precision" and value != values["train"].get("precision"):
             values["train"].pop("reduce_dtype", None)
             values.pop("loss_scale", None)
-        if key.startswith("model.options."):
+        if key.startswith(("model.options.", "task.options.")):
             inner = values[section].get("options")
             option = name.removeprefix("options.")
             values[section]["options"] = {**(inner if isinstance(inner, dict) else {}), option: value}
@@ -169,7 +169,7 @@ def _refuse_unwritable(key: str, value: object) -> None:
 
 
 def refuse_unknown_key(key: str) -> None:
-    """Raise RecipeError if recipes have no such setting; of `model.options.name` only two parts are compared."""
+    """Raise RecipeError if recipes have no such setting; of `model.options.NAME` only two parts are compared."""
     section, setting, *_ = (*key.split("."), "")
     _refuse_unknown({section: {setting: None}} if setting else {section: {}})
 

@@ -40,6 +40,7 @@ from vitpar.training.recipe.sections import (
     ParallelSection,
     Section,
     StreamSection,
+    TaskSection,
     TrackSection,
     TrainSection,
 )
@@ -58,6 +59,7 @@ class Chosen:
 class Recipe(Section):
     """All settings of a training."""
 
+    task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     augment: AugmentSection = AugmentSection()
@@ -119,7 +121,7 @@ class Recipe(Section):
         return train if isinstance(train, str) else ", ".join(train)
 
     def config(self, num_classes: int) -> ModelConfig:
-        """Return the configuration of the model for data of `num_classes` classes.
+        """Return the configuration of the model with `num_classes` outputs (``Task.outputs``).
 
         Raises ModelError.
         """
@@ -261,6 +263,8 @@ class Recipe(Section):
             del values["stream"]
         if not self.track.trackers:
             del values["track"]
+        if self.task == TaskSection():
+            del values["task"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
             values["parallel"] = {
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]

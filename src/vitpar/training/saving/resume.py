@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
-from vitpar.data.classes import NamedClasses, match_classes
+from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.launch.world_group import broadcast_json
+from vitpar.tasks import Task
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.weights.folder import read_class_names
 
@@ -178,9 +179,12 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: NamedClasses, allowed: Collection[str]) -> set[str]:
+def allowed_changes(
+    checkpoint: Checkpoint, recipe: Recipe, task: Task, data: NamedClasses, allowed: Collection[str]
+) -> set[str]:
     """Return the settings, and perhaps `data`, in which `recipe` trains differently from `checkpoint`.
 
+    task: that of `recipe`, which matches the outputs of the checkpoint with the data.
     data: training set of `recipe`.
 
     Raises CheckpointError for any that is not in `allowed`, and for classes in another order, which would train wrong
@@ -194,7 +198,7 @@ def allowed_changes(checkpoint: Checkpoint, recipe: Recipe, data: NamedClasses, 
             del changed[key]  # the same number of images
     if checkpoint.facts.data != data.fingerprint:
         changed[DATA] = "the training set differs"
-    match = match_classes(read_class_names(checkpoint.path), data)
+    match = task.match(read_class_names(checkpoint.path), data)
     if match.kind in ("moved", "mixed"):
         raise CheckpointError(
             f"cannot resume '{checkpoint.path}': '{data.place}' has other classes, or the same in another order: train "

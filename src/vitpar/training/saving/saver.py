@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
+from vitpar.tasks import Metric
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
@@ -111,6 +112,7 @@ class Saver:
     `save`, `advance` and `finish` are collective, and raise CheckpointError if a checkpoint cannot be written.
     `writer.staged` must be called before the state of the run changes.
 
+    metric: decides which evaluation is the best.
     interval: steps between checkpoints; 0 for none by step.
     last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
@@ -124,6 +126,7 @@ class Saver:
         state: TrainingState,
         settings: CheckpointSection,
         *,
+        metric: Metric,
         interval: int,
         last: int,
         texts: Callable[[int, int, BestEvaluation | None], dict[str, str]],
@@ -132,7 +135,7 @@ class Saver:
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
         self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
-        self.writer = Writer()
+        self._metric, self.writer = metric, Writer()
         self._best: BestEvaluation | None = None
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
@@ -165,11 +168,14 @@ class Saver:
         """
         return bool(self._settings.every_minutes) and minutes >= (self._settings.every_minutes or 0)
 
-    def best(self, step: int, top1: float) -> bool:
+    def best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation. Return whether it is the best so far, so that a checkpoint is to be kept."""
-        if not self._settings.keep_best or (self._best is not None and top1 <= self._best.top1):
+        name, value, best = self._metric.name, metrics[self._metric.name], self._best
+        if not self._settings.keep_best:
             return False
-        self._best = BestEvaluation(step=step, top1=top1)
+        if best is not None and best.metric == name and not self._metric.is_better(value, best.value):
+            return False
+        self._best = BestEvaluation(step=step, metric=name, value=value)
         return True
 
     def save(self, step: int, samples: int) -> None:

@@ -1,11 +1,18 @@
 """The sections of a recipe: every setting with its type, range, default and effect.
 
-input: [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale]. running:
-[checkpoint], [faults], [parallel], [communication], [track].
+input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale].
+running: [checkpoint], [faults], [parallel], [communication], [track].
 """
 
 from vitpar.training.recipe.sections.base import Section
-from vitpar.training.recipe.sections.input import AugmentSection, DataSection, ModelSection, StreamSection
+from vitpar.training.recipe.sections.input import (
+    CLASSIFY,
+    AugmentSection,
+    DataSection,
+    ModelSection,
+    StreamSection,
+    TaskSection,
+)
 from vitpar.training.recipe.sections.running import (
     AUTO,
     CheckpointSection,
@@ -25,6 +32,7 @@ from vitpar.training.recipe.sections.training import (
 
 __all__ = [
     "AUTO",
+    "CLASSIFY",
     "AdjustLr",
     "AugmentSection",
     "CheckpointSection",
@@ -39,6 +47,7 @@ __all__ = [
     "ParallelSection",
     "Section",
     "StreamSection",
+    "TaskSection",
     "TrackSection",
     "TrainSection",
 ]

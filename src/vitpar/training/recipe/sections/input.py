@@ -1,4 +1,4 @@
-"""Sections about what is trained on what: [model], [data], [stream] and [augment]."""
+"""Sections about what is trained on what: [task], [model], [data], [stream] and [augment]."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ from vitpar.limits import (
     MAX_WORKERS,
 )
 from vitpar.training.recipe.sections.base import Section
+
+CLASSIFY = "classify"
+"""Name of the task that recipes have by default."""
+
+
+class TaskSection(Section):
+    """What is trained: what labels mean, the loss, the metrics and the predictions."""
+
+    name: str = CLASSIFY
+    """classify, or a task of your own as FILE.py:NAME (docs/own-task.md)."""
+    options: dict[str, int | float | bool | str] | None = None
+    """Fields of a task of your own, by name."""
 
 
 class ModelSection(Section):

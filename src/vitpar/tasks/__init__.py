@@ -1,0 +1,9 @@
+"""Tasks: what a training is about. Loss, metrics and predictions are known here and nowhere above.
+
+Importing this package loads no torch.
+"""
+
+from vitpar.tasks.known import TASKS, load, task_of
+from vitpar.tasks.task import Labels, Metric, Task
+
+__all__ = ["TASKS", "Labels", "Metric", "Task", "load", "task_of"]

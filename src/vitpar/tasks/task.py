@@ -1,0 +1,218 @@
+"""The contract of a task: targets, loss, metrics and predictions.
+
+A task is a frozen dataclass, equal on all ranks. Its fields beside `labels` are options, which recipes set in
+``task.options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from vitpar.models.config import IGNORED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitpar.data.classes import ClassMatch, NamedClasses
+
+
+_LONGEST = 60
+"""Most characters of the name of a metric that is read from a file."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that an evaluation reports."""
+
+    name: str
+    """Key in metrics.jsonl."""
+    title: str = ""
+    """Name in tables and charts; that of the key if empty."""
+    share: bool = False
+    """Whether it is from 0 to 1 and shown in percent."""
+    higher: bool = True
+    """Whether a larger number is better."""
+
+    @property
+    def words(self) -> str:
+        """Name for people."""
+        return self.title or self.name
+
+    @classmethod
+    def read(cls, said: object) -> Metric | None:
+        """Return the metric that a file describes by the fields of this class; None for anything else."""
+        if not isinstance(said, dict):
+            return None
+        name, title = said.get("name"), said.get("title", "")
+        if not isinstance(name, str) or not isinstance(title, str) or not 0 < len(name) <= _LONGEST >= len(title):
+            return None
+        return cls(name, title, said.get("share") is True, said.get("higher") is True)
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Return whether `value` is better than another."""
+        return value > than if self.higher else value < than
+
+    def shown(self, value: float | None) -> str:
+        """Return a value as text: 91.23% or 0.1234; a dash for None."""
+        return "–" if value is None else f"{value:.2%}" if self.share else f"{value:.4g}"
+
+
+LOSS = Metric("loss", higher=False)
+"""The mean loss, which every evaluation reports."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of a data set: numbers from 0, which may have names."""
+
+    count: int
+    """Number of different labels."""
+    names: tuple[str, ...] | None = None
+    """Their names, by number; None if they have none."""
+
+    @classmethod
+    def of(cls, data: NamedClasses) -> Labels:
+        """Return the labels of a data set."""
+        return cls(data.num_classes, next(iter(data.names_of_classes), None))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Base of tasks: labelled images, and a loss that is a mean over samples.
+
+    Subclasses define `outputs` and `losses`, and `reference` so that `vitpar check` can compare with another formula.
+    """
+
+    NAME: ClassVar[str] = ""
+    """Name in recipes."""
+    OUTPUT: ClassVar[str] = "output"
+    """Word for one output of the model, for messages."""
+    METRICS: ClassVar[tuple[Metric, ...]] = ()
+    """Metrics besides the loss. The first decides which checkpoint is the best; without any, the loss does."""
+    TRAINING_METRICS: ClassVar[tuple[Metric, ...]] = ()
+    """Metrics of training steps besides the loss, which `measure` returns."""
+    MIXES: ClassVar[bool] = False
+    """Whether images may be mixed (mixup, CutMix). Targets of mixed ones are those of `vitpar.data.Mixed`."""
+    OUTPUTS_ARE_LABELS: ClassVar[bool] = False
+    """Whether the model has an output for each label, so that weights and data are matched by the labels' names."""
+
+    labels: Labels = field(default_factory=lambda: Labels(1))
+    """Labels of the data."""
+
+    @property
+    def best(self) -> Metric:
+        """The metric that decides which checkpoint is the best."""
+        return self.METRICS[0] if self.METRICS else LOSS
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of the model, its `num_classes`."""
+        raise NotImplementedError
+
+    def words(self, row: Mapping[str, float]) -> str:
+        """Return the loss and the first two metrics of an evaluation as text."""
+        shown = (f"{metric.words} {metric.shown(row[metric.name])}" for metric in self.METRICS[:2])
+        return "  ".join((f"loss {row[LOSS.name]:.4f}", *shown))
+
+    def with_labels(self, labels: Labels) -> Self:
+        """Return the task for data with other labels."""
+        from dataclasses import replace
+
+        return replace(self, labels=labels)
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return the targets of samples, [batch] or [batch, …], on the device of `labels`.
+
+        labels: int64 [batch], numbers of `Task.labels`. Called once per batch.
+        """
+        return labels
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each sample, [batch].
+
+        outputs: [batch, outputs], float32 or float64.
+        """
+        raise NotImplementedError
+
+    def figures(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Return the value of each of METRICS for each sample, [batch], whose means an evaluation reports."""
+        return {}
+
+    def reference(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what `losses` returns by a formula of its own, for `vitpar check`."""
+        raise NotImplementedError
+
+    def predict(self, outputs: Tensor) -> Mapping[str, Tensor]:
+        """Return what the model says about each sample by name, [batch] or [batch, k] each."""
+        return {"prediction": outputs[:, 0] if outputs.shape[1] == 1 else outputs}
+
+    def answers(self, outputs: Tensor, most: int, names: Sequence[str] | None) -> list[list[dict[str, Any]]]:
+        """Return what `vitpar predict` prints: for each sample rows of values by column.
+
+        most: number of rows that the user wants, for tasks with several answers.
+        names: of the outputs; None if they have none.
+        """
+        columns = {name: values.tolist() for name, values in self.predict(outputs).items()}
+        return [[dict(zip(columns, row, strict=True))] for row in zip(*columns.values(), strict=True)]
+
+    # What follows is derived. The trainer, evaluation, checks and measurements call it.
+
+    def counted_targets(self, labels: Tensor) -> Tensor:
+        """Return `targets` with IGNORED, or NaN, where a label is IGNORED."""
+        import torch
+
+        known = labels != IGNORED
+        targets = self.targets(labels.clamp(min=0))
+        ignored = float("nan") if targets.is_floating_point() else IGNORED
+        known = known.view(-1, *(1,) * (targets.ndim - 1))
+        return torch.where(known, targets, torch.full_like(targets, ignored))
+
+    def count(self, targets: Tensor) -> int | Tensor:
+        """Return the number that the loss of a step is divided by. targets: those of the complete batch."""
+        return len(targets)
+
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of all samples that are not IGNORED, 0-dim."""
+        usable, targets = _usable(targets)
+        return self.losses(outputs, targets).where(usable, 0.0).sum()
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Return the number of samples that TRAINING_METRICS count, then the sum of each; None for none."""
+        return None
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return sums over samples for `result`, float64: their number, the loss, each of METRICS.
+
+        outputs: [samples, outputs], float64.
+        """
+        import torch
+
+        usable, targets = _usable(targets)
+        figures = self.figures(outputs, targets)
+        values = [self.losses(outputs, targets), *(figures[metric.name] for metric in self.METRICS)]
+        summed = [value.double().where(usable, 0.0).sum() for value in values]
+        return torch.stack([usable.sum().double(), *summed])
+
+    def result(self, sums: Tensor) -> dict[str, float]:
+        """Return the metrics from the sums over all samples: the loss first, then METRICS."""
+        number, *totals = sums.tolist()
+        names = (LOSS.name, *(metric.name for metric in self.METRICS))
+        return {name: total / number for name, total in zip(names, totals, strict=True)}
+
+    def match(self, names: Sequence[str] | None, data: NamedClasses) -> ClassMatch:
+        """Return how the outputs of a model relate to the labels of data (``vitpar.data.classes``).
+
+        names: of the outputs; None if they have none.
+        """
+        from vitpar.data.classes import ClassMatch, match_classes
+
+        return match_classes(names, data) if self.OUTPUTS_ARE_LABELS else ClassMatch("unnamed")
+
+
+def _usable(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which samples count, bool [batch], and the targets with 0 for the others."""
+    ignored = targets.isnan() if targets.is_floating_point() else targets == IGNORED
+    usable = ~ignored.flatten(1).any(1) if targets.ndim > 1 else ~ignored
+    return usable, targets.masked_fill(ignored, 0)

@@ -111,7 +111,7 @@ def test_gradients_equal_one_process(
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp4+2d", "cannot split the layers 'block' of bert_custom: leave \\+2d out"),
+        ("tp4+2d", "cannot split the layers 'block' of bert_custom, whose parts only tp and \\+sp can split: leave \\+2d out"),
         ("tp8", "tp8 does not divide the 4 heads of bert_custom: use tp2 or tp4"),
         ("pp1: embed=fsdp2, *=dp2", "embed and head share embed.word_embeddings.weight, but their strategies are"),
     ],

@@ -145,7 +145,7 @@ class BertConfig(TextConfig):
         head = (
             linear("dense", "other", d, d, s),
             norm("norm", d, s),
-            Part("pooled", "pooled", tokens=s, width=d),
+            Part("gathered", "gathered", tokens=s, width=d),
             linear("fc", "output", d, self.vocab_size, s),
         )
         attention = AttentionShape(s, self.num_heads, self.head_dim)

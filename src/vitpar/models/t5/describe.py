@@ -114,7 +114,7 @@ def _head(c: T5Config) -> LayerDescription:
     s = c.decoder_tokens
     parts = (
         norm("norm", c.embed_dim, s, bias=False),
-        Part("pooled", "pooled", tokens=s, width=c.embed_dim),
+        Part("gathered", "gathered", tokens=s, width=c.embed_dim),
         linear("fc", "output", c.embed_dim, c.vocab_size, s, bias=False),
     )
     return LayerDescription("head", "head", _both(c), TensorSpec(s, c.vocab_size), parts, modes=MODES, last=True)

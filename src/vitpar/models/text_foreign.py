@@ -26,7 +26,7 @@ class TextHints(ImportHints, Protocol):
         """Number of attention heads."""
 
     @property
-    def fields(self) -> Mapping[str, Any]:
+    def text(self) -> Mapping[str, Any]:
         """Fields of the configuration that no tensor shows, by name."""
 
 

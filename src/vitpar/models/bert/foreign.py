@@ -105,7 +105,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
             num_heads=heads,
             mlp_hidden_dim=size("blocks.0.mlp.fc1.weight", 0),
             vocab_size=size("embed.word_embeddings.weight", 0),
-            tokens=hints.fields.get("tokens", min(named.tokens, positions) if named else positions),
+            tokens=hints.text.get("tokens", min(named.tokens, positions) if named else positions),
             positions=positions,
             token_types=size("embed.token_type_embeddings.weight", 0),
             norm_eps=eps,

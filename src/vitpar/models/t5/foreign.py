@@ -104,7 +104,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
     depth, every = _depths(shapes)
     gated = _gated(shapes, size("blocks.0.mlp.fc2.weight", 1))
     # Version 1.1 is the one with gates and an output of its own; transformers 5 calls its outputs tied too.
-    tied = hints.fields.get("tied", named.tied if named else "head.fc.weight" not in shapes or not gated)
+    tied = hints.text.get("tied", named.tied if named else "head.fc.weight" not in shapes or not gated)
     usual: T5Config | type[T5Config] = named or T5Config
     try:
         config = T5Config(
@@ -116,10 +116,10 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
             head_dim=inner // max(1, heads),
             mlp_hidden_dim=size("blocks.0.mlp.fc2.weight", 1),
             vocab_size=size(words, 0),
-            tokens=hints.fields.get("tokens", usual.tokens),
-            decoder_tokens=hints.fields.get("decoder_tokens", usual.decoder_tokens),
+            tokens=hints.text.get("tokens", usual.tokens),
+            decoder_tokens=hints.text.get("decoder_tokens", usual.decoder_tokens),
             num_buckets=size(table, 1 if ours else 0),
-            max_distance=hints.fields.get("max_distance", usual.max_distance),
+            max_distance=hints.text.get("max_distance", usual.max_distance),
             activation="geglu_tanh" if gated else "relu",
             tied=tied,
             norm_eps=usual.norm_eps if hints.norm_eps is None else hints.norm_eps,
@@ -156,6 +156,8 @@ def parts(tensors: Renamed, config: T5Config) -> dict[str, MappedParameter]:
         return made
     if config.tied:
         made.pop("head.fc.weight", None)  # a second copy
+    elif "embed.word_embeddings.weight" in made:  # upstream: transformers 5 may tie what it does not scale
+        made.setdefault("head.fc.weight", made["embed.word_embeddings.weight"])
     for name, part in [*made.items()]:
         if name.endswith(TABLE) and len(part.shape) == 2:
             made[name] = MappedParameter(part.names, (part.shape[1], part.shape[0]), _transposed)

@@ -26,6 +26,7 @@ def test_each_example_has_a_test() -> None:
         "own_data.py",
         "own_loop.py",
         "own_model.py",
+        "own_task.py",
         "planning.py",
     }
 

@@ -75,9 +75,9 @@ def bench(
 
     device_type = choose_device(device)
     images = open_split(merged, "train") if reads else None
-    from vitpar.tasks import Labels, task_of
+    from vitpar.tasks import LabelSet, task_of
 
-    labels = Labels.of(images) if images is not None else Labels(o.classes_of(merged, num_classes, CLASSES))
+    labels = LabelSet.of(images) if images is not None else LabelSet(o.classes_of(merged, num_classes, CLASSES))
     trained_task = task_of(merged, labels)
     config = merged.config(trained_task.outputs)
     merged, chosen = o.decide(merged, config, device_type)
@@ -98,7 +98,15 @@ def bench(
         memory = explain_memory(merged, config, chosen.plan, device)
         with memory, Status(shown=dist.get_rank() == 0) as status:
             benchmark = measure(
-                merged, config, chosen.plan, device, images, trained_task, settings, traces=profile, report=status.tell
+                merged,
+                config,
+                chosen.plan,
+                device,
+                images,
+                settings,
+                task=trained_task,
+                traces=profile,
+                report=status.tell,
             )
         if dist.get_rank() == 0:
             warn(chosen.because, *benchmark.warnings)

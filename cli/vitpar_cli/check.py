@@ -85,9 +85,9 @@ def check(
     named = batch_size or o.assigned(assignments, "train.batch_size")
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
-    from vitpar.tasks import Labels, task_of
+    from vitpar.tasks import LabelSet, task_of
 
-    labels = Labels(o.classes_of(merged, num_classes, 10))
+    labels = LabelSet(o.classes_of(merged, num_classes, 10))
     checked_task = task_of(merged, labels)
     config = merged.config(checked_task.outputs)
     merged, chosen = o.decide(merged, config, device_type)

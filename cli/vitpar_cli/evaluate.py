@@ -149,15 +149,15 @@ def _print(results: "Mapping[str, Evaluation]", metrics: "Sequence[Metric]", spl
         typer.echo(json.dumps({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures))
     elif len(results) == 1:
         (one,) = results.values()
-        words = [f"loss {one.metrics['loss']:.4f}"]
-        words += [f"{metric.words} {metric.shown(one.metrics[metric.name])}" for metric in metrics]
+        words = [f"{metric.words} {metric.shown(one.metrics[metric.name])}" for metric in metrics]
+        words += [f"loss {one.metrics['loss']:.4f}"]
         typer.echo(f"{one.samples} images of '{split}': {', '.join(words)}")
     else:
-        table = data_table("data", "images", "loss", *(metric.words for metric in metrics), title=f"Split '{split}'")
+        table = data_table("data", "images", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'")
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         table.columns[0].overflow = "fold"
         for name, one in results.items():
             shown = [metric.shown(one.metrics[metric.name]) for metric in metrics]
-            table.add_row(Text(printable(name)), f"{one.samples:,}", f"{one.metrics['loss']:.4f}", *shown)
+            table.add_row(Text(printable(name)), f"{one.samples:,}", *shown, f"{one.metrics['loss']:.4f}")
         Console().print(table)

@@ -81,14 +81,12 @@ class ConsoleReporter(Reporter):
         loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
         scale = f"scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
         scale += " skipped" if row.get("skipped") else ""
-        metrics = self._header.task.TRAINING_METRICS
-        measured = [f"{metric.words} {metric.shown(row[metric.name])}" for metric in metrics if metric.name in row]
         parts = [
             (0, f"{row['step']:,}/{self._header.steps:,}"),
             (3, f"epoch {row['epoch']:,.2f}"),
             (0, f"loss {loss}"),
             (1, scale),
-            *((3, words) for words in measured),
+            (3, self._header.task.training_words(row, brief=True)),
             (4, f"lr {row['lr']:.3g}"),
             (2, _rate(row["images_per_second"])),
             (7, f"step {_ms(row['step_ms'])}"),
@@ -114,7 +112,7 @@ class ConsoleReporter(Reporter):
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Print the result of an evaluation."""
-        self._print(f"step {row['step']:,}  val {self._header.task.words(row)}", style="bold")
+        self._print(f"step {row['step']:,}  val {self._header.task.words(row, brief=True)}", style="bold")
 
     def note(self, text: str) -> None:
         """Print a warning."""
@@ -139,7 +137,7 @@ class ConsoleReporter(Reporter):
         if loss := self._loss.words(self._console.encoding):
             self._print(f"loss       {loss}")
         result = (
-            f"val {self._header.task.words(summary)}"
+            f"val {self._header.task.words(summary, brief=True)}"
             if "loss" in summary
             else "not evaluated: the data set has no val split"
         )

@@ -17,8 +17,8 @@ from vitpar_cli.recipe_options import AsJson
 if TYPE_CHECKING:
     from vitpar.runs.listing import RunSummary
 
-PLAN_WIDTH, LEAST_NAME = 13, 14
-"""Maximum columns of a plan, and minimum columns of a name; longer ones take several lines."""
+PLAN_WIDTH, METRIC_WIDTH, LEAST_NAME = 13, 12, 14
+"""Maximum columns of a plan and of a metric, and minimum columns of a name; longer ones take several lines."""
 
 
 def runs(
@@ -42,7 +42,9 @@ def runs(
         typer.echo(f"no runs in {folder}")
         return
     console = Console(highlight=False)
-    table = data_table("run", "state", "plan", "steps", "loss", "metric", "images/s", "age")
+    titles = {run.metric.words for run in summaries if run.metric and run.value is not None}
+    title = titles.pop() if len(titles) == 1 else "metric"
+    table = data_table("run", "state", "plan", "steps", "loss", printable(title), "images/s", "age")
     table.padding = (0, 1, 0, 0)
     for column in table.columns:
         column.no_wrap = True
@@ -51,8 +53,10 @@ def runs(
     plan.no_wrap, plan.overflow, plan.max_width = False, "fold", PLAN_WIDTH
     for column in table.columns[3:]:
         column.justify = "right"
+    metric = table.columns[5]
+    metric.no_wrap, metric.max_width = False, METRIC_WIDTH
     for run in summaries:
-        table.add_row(*map(Text, _cells(run)))
+        table.add_row(*map(Text, _cells(run, titled=title != "metric")))
     console.print(table)
     for line in _notes(summaries):
         print_words(console, line, "dim")
@@ -72,7 +76,12 @@ def _notes(summaries: "list[RunSummary]") -> list[str]:
     return lines
 
 
-def _cells(run: "RunSummary") -> list[str]:
+def _cells(run: "RunSummary", titled: bool) -> list[str]:
+    """Return the cells of a run. titled: whether the column of the metric has its name."""
+    metric = "–"
+    if run.metric and run.value is not None:
+        value = run.metric.shown(run.value, brief=True)
+        metric = printable(value if titled else f"{run.metric.words} {value}")
     steps = f"{run.steps:,}" if run.total_steps in (None, run.steps) else f"{run.steps:,}/{_short(run.total_steps)}"
     return [
         printable(run.name),
@@ -80,7 +89,7 @@ def _cells(run: "RunSummary") -> list[str]:
         printable(shown(run.plan)),
         steps,
         "–" if run.loss is None else f"{run.loss:.4f}" if abs(run.loss) < 1e4 else f"{run.loss:.1e}",
-        printable(run.value_words) or "–",
+        metric,
         "–" if run.images_per_second is None else f"{run.images_per_second:,.0f}",
         _age(run.age_seconds),
     ]

@@ -52,9 +52,9 @@ class SavedModel:
 
         Raises RecipeError for a task of the user whose file was not named.
         """
-        from vitpar.tasks import Labels, task_of
+        from vitpar.tasks import LabelSet, task_of
 
-        labels = Labels(self.config.num_classes) if images is None else Labels.of(images)
+        labels = LabelSet(self.config.num_classes) if images is None else LabelSet.of(images)
         return task_of(self.recipe, labels)
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:

@@ -209,9 +209,9 @@ def train(
     if resumed_run.recipe is not None:  # a resumed run keeps its precision
         merged = merged.with_precision(read_recipe(resumed_run.recipe).train.precision)
     train_set, _ = open_data(merged)
-    from vitpar.tasks import Labels, task_of
+    from vitpar.tasks import LabelSet, task_of
 
-    trained_task = task_of(merged, Labels.of(train_set))
+    trained_task = task_of(merged, LabelSet.of(train_set))
     config = merged.config(trained_task.outputs)
     options = AutoOptions(memory, ranks, cluster, hardware, model_profile)
     searched = merged.parallel.mesh == AUTO

@@ -17,7 +17,7 @@ from bench.one_gpu import settle
 from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from vitpar.data import pack
-from vitpar.tasks import Labels, task_of
+from vitpar.tasks import LabelSet, task_of
 from vitpar.training.input import Input, open_split
 from vitpar.training.recipe import Recipe
 
@@ -53,12 +53,12 @@ def beside_synthetic(
                 "train": {"batch_size": size, "precision": "bf16", "steps": 1},
             }
         )
-        given = Input(recipe, step.model, task_of(recipe, Labels(step.model.config.num_classes)))
+        given = Input(recipe, step.model, task_of(recipe, LabelSet(step.model.config.num_classes)))
         with closing(iter(given.train_batches(open_split(recipe, "train")))) as batches:
 
             def real() -> None:
                 for _ in range(steps):
-                    images, labels, _ = given.train_step(next(batches))
+                    images, labels, *_ = given.train_step(next(batches))
                     assert images is not None
                     step(images, labels)
 

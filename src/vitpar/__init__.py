@@ -21,6 +21,7 @@ from vitpar.errors import UserError
 from vitpar.lazy import lazy_names
 from vitpar.models import ModelConfig, SideInput, SwinConfig, ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
+from vitpar.tasks.task import LabelSet, Metric, Task
 
 if TYPE_CHECKING:
     from vitpar.check import check_plan
@@ -52,8 +53,10 @@ _LAZY = {
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
     "Execution",
+    "LabelSet",
     "Layer",
     "LayeredModel",
+    "Metric",
     "ModelConfig",
     "OwnModel",
     "ParallelModel",
@@ -62,6 +65,7 @@ __all__ = [
     "SideInput",
     "Strategy",
     "SwinConfig",
+    "Task",
     "Trainer",
     "UserError",
     "ViTConfig",

@@ -129,7 +129,7 @@ def test_pipeline_of_two_stages_is_measured_alike_on_both_ranks(
 
 def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[str], float, int]:
     trained = trained_parts(device, recipe)
-    with StepRunner(trained).open(Synthetic(trained.model)):
+    with StepRunner(trained).open(Synthetic(trained.model, trained.task)):
         limits = measure_limits(trained)
     sent = sum(size for _, size in trained.model.gradient_messages)
     held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
@@ -154,7 +154,7 @@ def test_benchmark_steps_change_no_parameter(alone: None, data: Path) -> None:
     recipe = recipe_of(data, "dp1")
     trained = trained_parts(CPU, recipe)
     before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    StepRunner(trained).run(Loaded(recipe, trained.model, open_split(recipe, "train")), 2)
+    StepRunner(trained).run(Loaded(recipe, trained.model, trained.task, open_split(recipe, "train")), 2)
     assert all(torch.equal(p, before[name]) for name, p in trained.model.named_parameters())
     assert trained.optimizer.state(), "but there were updates"
 
@@ -162,8 +162,8 @@ def test_benchmark_steps_change_no_parameter(alone: None, data: Path) -> None:
 def test_reopened_feed_continues_where_it_stopped(alone: None, data: Path) -> None:
 
     recipe = recipe_of(data, "dp1")
-    model = trained_parts(CPU, recipe).model
-    whole, parts = (Loaded(recipe, model, open_split(recipe, "train")) for _ in range(2))
+    trained = trained_parts(CPU, recipe)
+    whole, parts = (Loaded(recipe, trained.model, trained.task, open_split(recipe, "train")) for _ in range(2))
     with whole.opened() as take:
         expected = [take(untimed)[2].tolist() for _ in range(4)]
     found = []
@@ -175,14 +175,15 @@ def test_reopened_feed_continues_where_it_stopped(alone: None, data: Path) -> No
 
 def test_warmup_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([5.0, 3.0, 1.0, 0.99, 1.2, 0.98, 0.5])
-    runner = StepRunner(trained_parts(CPU, recipe_of(data, "dp1")))
+    trained = trained_parts(CPU, recipe_of(data, "dp1"))
+    runner, feed = StepRunner(trained), Synthetic(trained.model, trained.task)
     monkeypatch.setattr(runner, "step", lambda take: None)
     monkeypatch.setattr(runner, "most", lambda seconds: next(taken))
 
-    warm = runner.warm_up(Synthetic(runner._model), None, lambda words: None)
+    warm = runner.warm_up(feed, None, lambda words: None)
     assert (warm.steps, warm.first, warm.steady) == (6, 5.0, True)
     monkeypatch.setattr(runner, "most", lambda seconds: 1.0)
-    assert runner.warm_up(Synthetic(runner._model), 2, lambda words: None).steps == 2
+    assert runner.warm_up(feed, 2, lambda words: None).steps == 2
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "dp2"])

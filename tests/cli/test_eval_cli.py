@@ -78,14 +78,14 @@ def test_one_data_set_is_a_line_and_several_are_a_table(place: Path, vitpar: Com
     assert one.returncode == 0 and one.stderr == "", one.stderr
     figures = json.loads(vitpar("eval", "--checkpoint", "weights", "--data", "data", "--json").stdout)
     assert list(figures) == KEYS
-    words = [f"top-1 {figures['top1']:.2%}", f"top-5 {figures['top5']:.2%}", f"loss {figures['loss']:.4f}"]
-    words.append(f"ECE {figures['ece']:.2%}")
+    words = [f"top-1 {figures['top1']:.2%}", f"top-5 {figures['top5']:.2%}", f"ECE {figures['ece']:.2%}"]
+    words.append(f"loss {figures['loss']:.4f}")
     assert one.stdout == f"{VAL} images of 'val': {', '.join(words)}\n"
     shutil.copytree(place / "data", place / "copy [red]")
     both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "copy [red]")
     assert both.returncode == 0, both.stderr
     rows = [line.split() for line in both.stdout.splitlines()]
-    cells = [f"{figures['top1']:.2%}", f"{figures['top5']:.2%}", f"{figures['loss']:.4f}", f"{figures['ece']:.2%}"]
+    cells = [f"{figures['top1']:.2%}", f"{figures['top5']:.2%}", f"{figures['ece']:.2%}", f"{figures['loss']:.4f}"]
     assert rows[-2:] == [["data", str(VAL), *cells], ["copy", "[red]", str(VAL), *cells]]
 
 

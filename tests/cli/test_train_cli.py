@@ -19,7 +19,7 @@ from vitpar.training.recipe import read_recipe
 STEPS = 4
 TRAIN_KEYS = [
     *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
-    *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "time"),
+    *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "top1", "time"),
 ]
 EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "ece", "time"]
 

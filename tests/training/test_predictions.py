@@ -13,20 +13,20 @@ from helpers.calibration import expected_calibration_error
 from helpers.small_data import CLASSES
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
-from vitpar.tasks import Labels
+from vitpar.tasks import LabelSet
 from vitpar.tasks.classify import Classify
 from vitpar.training.evaluate import Predictions
 from vitpar.training.prediction_file import PredictionFile
 
 
 def test_calibration_error_is_that_of_the_formula() -> None:
-    """Labels are drawn such that some bins are too confident and others too little, so that the bins matter."""
+    """LabelSet are drawn such that some bins are too confident and others too little, so that the bins matter."""
     draw = np.random.default_rng(0)
     logits = torch.from_numpy(draw.normal(0, 2, (400, CLASSES)))
     shares = logits.softmax(dim=1).numpy()
     labels = torch.tensor([draw.choice(CLASSES, p=row) for row in shares])
     kept = torch.arange(400) % 10 > 0
-    task = Classify(Labels(CLASSES))
+    task = Classify(LabelSet(CLASSES))
     sums = task.sums(logits[:150], labels[:150].where(kept[:150], IGNORED))
     sums += task.sums(logits[150:], labels[150:].where(kept[150:], IGNORED))
     confidence, correct = shares.max(axis=1), shares.argmax(axis=1) == labels.numpy()

@@ -56,7 +56,8 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
         optimizer.zero_grad()
         for name, p in named.items():
             averages[name] = 0.7 * averages[name] + 0.3 * p.detach()
-        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate})
+        right = (logits.argmax(1) == batch.labels).double().mean().item()
+        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate, "top1": right})
     loader.close()
     model.load_state_dict(averages, strict=False)
     val = ShardSet.open(data, "val")

@@ -55,9 +55,9 @@ def bench(
     plan: Plan,
     device: torch.device,
     images: ImageSet | None,
-    task: Task | None = None,
     settings: Settings = Settings(),
     *,
+    task: Task | None = None,
     traces: Path | None = None,
     report: Report = lambda words: None,
 ) -> Benchmark:

@@ -20,7 +20,8 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
-from vitpar.tasks import Labels, Task, task_of
+from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -28,8 +29,9 @@ from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.effects import OF_CLASSES
 from vitpar.training.recipe.machine import replace_auto_precision
-from vitpar.training.recipe.sections import OptimizerSection
+from vitpar.training.recipe.sections import CLASSIFY, OptimizerSection
 
 LEARNING_RATE = 0.05
 """Learning rate of the SGD steps."""
@@ -64,12 +66,13 @@ def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Se
     """
     given = {key: value for key, value in (options or {}).items() if value is not None}
     assigned = dict(assignment.partition("=")[::2] for assignment in assignments)
+    others = (assigned.get("task.name") or given.get("task.name") or CLASSIFY) != CLASSIFY
     name = assigned.get("model.name") or given.get("model.name") or _DEFAULTS["model.name"]
     known = field_names(family_of(str(name).strip()))
     defaults = {
         key: value
         for key, value in _DEFAULTS.items()
-        if not key.startswith("model.") or key.removeprefix("model.") in known
+        if (not key.startswith("model.") or key.removeprefix("model.") in known) and not (others and key in OF_CLASSES)
     }
     return read_recipe(None, {**defaults, **given}, assignments)
 
@@ -102,7 +105,8 @@ def check_plan(
     """
     recipe = _for_check(replace_auto_precision(recipe, device.type))
     config = config.perturbed
-    task = task or task_of(recipe, Labels(config.num_classes))
+    task = task or task_of(recipe, LabelSet(config.num_classes))
+    refuse_wrong_task(task, checked=True)
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)

@@ -12,6 +12,7 @@ from typing import Any
 from vitpar.errors import DataError
 from vitpar.runs.folder import LOG, METRICS, RunRecord, RunState
 from vitpar.runs.lines import lines_of, row_of
+from vitpar.tasks import Metric
 from vitpar.text import shown
 
 RECENT = 200
@@ -34,12 +35,10 @@ class RunSummary:
     """Steps of the complete run; None if they are unknown."""
     loss: float | None
     """Loss of the last evaluation, or else of the last step; None if there is neither."""
-    metric: str | None
-    """Name of the task's first metric; None if it has none."""
+    metric: Metric | None
+    """The task's first metric; None if it has none."""
     value: float | None
     """Its value in the last evaluation; None without one."""
-    value_words: str
-    """The value with its name as text; empty without one."""
     images_per_second: float | None
     """Mean rate over the newest rows; None if they have none."""
     age_seconds: float
@@ -65,7 +64,7 @@ def _summary_or_error(run: RunRecord) -> RunSummary:
     try:
         return summary(run)
     except DataError as error:
-        return RunSummary(run.name, "failed", "?", 0, None, None, None, None, "", None, run.age_seconds, str(error))
+        return RunSummary(run.name, "failed", "?", 0, None, None, None, None, None, run.age_seconds, str(error))
 
 
 def summary(run: RunRecord) -> RunSummary:
@@ -95,9 +94,8 @@ def summary(run: RunRecord) -> RunSummary:
         max(steps, default=0),
         run.total_steps,
         loss if loss is not None else losses[-1] if losses else None,
-        None if metric is None else metric.name,
+        metric,
         value,
-        "" if metric is None or value is None else f"{metric.words} {metric.shown(value)}",
         len(rates) / sum(1 / rate for rate in rates) if rates else None,
         run.age_seconds,
         run.note,

@@ -74,7 +74,9 @@ def _results(run: RunRecord) -> dict[str, str]:
     total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
     loss = run.last("loss")
     parts = [] if loss is None else [f"loss {loss:.4f}"]
-    parts += [f"{_name(metric)} {metric.shown(run.last(metric.name))}" for metric in run.task_metrics[:2] if parts]
+    parts += [
+        f"{_name(metric)} {metric.shown(run.last(metric.name), brief=True)}" for metric in run.task_metrics[:2] if parts
+    ]
     train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
     memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
     wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())
@@ -111,7 +113,7 @@ def _best(run: RunRecord) -> dict[str, str]:
     index = int(np.nanargmax(np.where(np.isfinite(values), values, np.nan)))
     step = run.metrics.eval["step"][index]
     value = float(run.metrics.eval[metric.name][index])
-    return {f"best {_name(metric)}": escape(f"{metric.shown(value)} after step {step:,.0f}")}
+    return {f"best {_name(metric)}": escape(f"{metric.shown(value, brief=True)} after step {step:,.0f}")}
 
 
 def _name(metric: Metric) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vitpar.errors import RecipeError
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
-from vitpar.tasks.task import Labels, Task
+from vitpar.tasks.task import LabelSet, Task
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def load(text: str) -> str:
     return text
 
 
-def task_of(recipe: Recipe, labels: Labels) -> Task:
+def task_of(recipe: Recipe, labels: LabelSet) -> Task:
     """Return the task of a recipe for data with `labels`.
 
     Raises RecipeError for an unknown task or option, and for settings that the task does not support.

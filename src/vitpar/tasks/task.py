@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitpar.models.config import IGNORED
 
@@ -54,9 +54,13 @@ class Metric:
         """Return whether `value` is better than another."""
         return value > than if self.higher else value < than
 
-    def shown(self, value: float | None) -> str:
-        """Return a value as text: 91.23% or 0.1234; a dash for None."""
-        return "–" if value is None else f"{value:.2%}" if self.share else f"{value:.4g}"
+    def shown(self, value: float | None, brief: bool = False) -> str:
+        """Return a value as text: 91.23% (`brief`: 91.2 %) or 0.1234; a dash for None."""
+        if value is None:
+            return "–"
+        if not self.share:
+            return f"{value:.4g}"
+        return f"{value * 100:.1f} %" if brief else f"{value:.2%}"
 
 
 LOSS = Metric("loss", higher=False)
@@ -64,8 +68,8 @@ LOSS = Metric("loss", higher=False)
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Labels of a data set: numbers from 0, which may have names."""
+class LabelSet:
+    """LabelSet of a data set: numbers from 0, which may have names."""
 
     count: int
     """Number of different labels."""
@@ -73,7 +77,7 @@ class Labels:
     """Their names, by number; None if they have none."""
 
     @classmethod
-    def of(cls, data: NamedClasses) -> Labels:
+    def of(cls, data: NamedClasses) -> LabelSet:
         """Return the labels of a data set."""
         return cls(data.num_classes, next(iter(data.names_of_classes), None))
 
@@ -98,8 +102,8 @@ class Task:
     OUTPUTS_ARE_LABELS: ClassVar[bool] = False
     """Whether the model has an output for each label, so that weights and data are matched by the labels' names."""
 
-    labels: Labels = field(default_factory=lambda: Labels(1))
-    """Labels of the data."""
+    labels: LabelSet = field(default_factory=lambda: LabelSet(1))
+    """LabelSet of the data."""
 
     @property
     def best(self) -> Metric:
@@ -111,16 +115,15 @@ class Task:
         """Number of outputs of the model, its `num_classes`."""
         raise NotImplementedError
 
-    def words(self, row: Mapping[str, float]) -> str:
-        """Return the loss and the first two metrics of an evaluation as text."""
-        shown = (f"{metric.words} {metric.shown(row[metric.name])}" for metric in self.METRICS[:2])
+    def words(self, row: Mapping[str, float], brief: bool = False) -> str:
+        """Return the loss and the first two metrics of an evaluation as text. brief: as for `Metric.shown`."""
+        shown = (f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in self.METRICS[:2])
         return "  ".join((f"loss {row[LOSS.name]:.4f}", *shown))
 
-    def with_labels(self, labels: Labels) -> Self:
-        """Return the task for data with other labels."""
-        from dataclasses import replace
-
-        return replace(self, labels=labels)
+    def training_words(self, row: Mapping[str, Any], brief: bool = False) -> str:
+        """Return the metrics of a training step as text; empty if its row has none. brief: as for `Metric.shown`."""
+        there = [metric for metric in self.TRAINING_METRICS if metric.name in row]
+        return "  ".join(f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in there)
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the targets of samples, [batch] or [batch, …], on the device of `labels`.

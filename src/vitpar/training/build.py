@@ -19,7 +19,8 @@ from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
-from vitpar.tasks import Labels, Task, task_of
+from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.loss_scale import LossScaler
@@ -120,7 +121,8 @@ def build(
     layers that do not exist.
     """
     recipe = replace_auto_precision(recipe, device.type)
-    task = task or task_of(recipe, Labels(config.num_classes))
+    task = task or task_of(recipe, LabelSet(config.num_classes))
+    refuse_wrong_task(task)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
     digest = fingerprint(weights) if weights and weights.is_dir() else None

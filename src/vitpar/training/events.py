@@ -98,8 +98,10 @@ class Logged(Reporter):
     def stepped(self, row: Row) -> None:
         loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
         scale = f"scale {row['loss_scale']:,.10g}  " if "loss_scale" in row else ""
+        measured = self._task.training_words(row)
+        measured = measured and f"{measured}  "
         self._log(
-            f"step {row['step']:,}  loss {loss:.4f}  lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
+            f"step {row['step']:,}  loss {loss:.4f}  {measured}lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
             f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
         )
         self._shown.stepped(row)

@@ -9,7 +9,7 @@ from pathlib import Path
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
-from vitpar.tasks import Labels, Task, task_of
+from vitpar.tasks import LabelSet, Task, task_of
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.input import ImageSet, open_data
 from vitpar.training.recipe import Recipe
@@ -57,6 +57,6 @@ def prepared(recipe: Recipe, plan: Plan, device_type: str, **more: object) -> Pr
             f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to "
             "false, or pack the data with one"
         )
-    task = task_of(recipe, Labels.of(train_set))
+    task = task_of(recipe, LabelSet.of(train_set))
     config = recipe.config(task.outputs)
     return Prepared(recipe, config, task, plan, train_set, val_set, **more)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from helpers.run_folder import rows_of
 from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.sharded import local
-from vitpar.training import trainer as trainer_file
+from vitpar.training import due as due_file
 from vitpar.training.recipe import Recipe
 
 
@@ -66,7 +66,7 @@ def spoilt(
 
     trainer.model.forward_backward, trainer.step = spoil, watched  # type: ignore[method-assign]
     patch = pytest.MonkeyPatch()
-    patch.setattr(trainer_file, "LOOK_S", 1e9)  # ranks read losses only at the log interval
+    patch.setattr(due_file, "LOOK_S", 1e9)  # ranks read losses only at the log interval
     try:
         trainer.run()
     except RecipeError as error:

@@ -198,6 +198,8 @@ def test_settings_are_read_back_and_dropped_with_their_precision(tmp_path: Path)
 def test_progress_and_log_show_the_scale() -> None:
     from rich.console import Console
 
+    from vitpar.tasks import LabelSet
+    from vitpar.tasks.classify import Classify
     from vitpar.training.events import Logged, Reporter
     from vitpar_cli.progress import ConsoleReporter
 
@@ -207,9 +209,10 @@ def test_progress_and_log_show_the_scale() -> None:
     folder: Any = SimpleNamespace(log=lines.append)
     file = io.StringIO()
     console = ConsoleReporter(Console(file=file, force_terminal=False, width=200), lambda: 0.0)
-    console._header, console._first, console._begun = SimpleNamespace(steps=10), None, 0.0  # type: ignore[assignment]
+    task = Classify(LabelSet(7))
+    console._header, console._first, console._begun = SimpleNamespace(steps=10, task=task), None, 0.0  # type: ignore[assignment]
     for shown in (skipped, {**skipped, "skipped": False, "loss": 2.25, "grad_norm": 0.5}):
-        Logged(folder, Reporter()).stepped(shown)
+        Logged(folder, Reporter(), task).stepped(shown)
         console._printed = float("-inf")
         console.stepped(shown)
     assert lines[0].startswith("step 3  loss nan  lr 0.1  grad norm nan  scale 1,024  100.0 images/s")

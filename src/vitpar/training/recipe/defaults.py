@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitpar.models.config import ModelConfig, field_names
-from vitpar.training.recipe.effects import STREAM_CANNOT
+from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import CLASSIFY
@@ -31,8 +31,6 @@ SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
 """Settings for images of up to `SMALL_IMAGE` pixels a side."""
 PATCHES = ((16, 2), (48, 4), (128, 8))
 """Largest shorter side of images in pixels, and the side of a patch for images of up to that size."""
-OF_CLASSES = ("augment.mixup", "augment.cutmix", "augment.mixup_prob", "train.label_smoothing")
-"""Settings that are left out for other tasks than classification."""
 TINY_IMAGES = 100_000
 """Largest training set for which ViT-Ti is the default model."""
 BASE_WIDTH, BASE_DEPTH = 768, 12

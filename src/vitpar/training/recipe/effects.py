@@ -53,6 +53,9 @@ own defaults.
 STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache")
 """Settings that a stream does not support."""
 
+OF_CLASSES = (*_keys(train="label_smoothing"), *_keys(augment="mixup cutmix mixup_prob mixup_switch_prob"))
+"""Settings of classification. Another task drops those of a recipe file, and has no defaults for them."""
+
 EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("train.ema_warmup",),

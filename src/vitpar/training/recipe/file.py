@@ -16,9 +16,10 @@ from vitpar.errors import RecipeError
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
+from vitpar.training.recipe.effects import OF_CLASSES
 from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES, OTHER_VALUES
 from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import DataSection
+from vitpar.training.recipe.sections import CLASSIFY, DataSection
 
 # Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
@@ -55,7 +56,8 @@ def read_recipe(
     without: sections of the file to leave out.
     needs_length: whether epochs or steps have to be given.
 
-    A later model.name, if it differs from the file's, brings its own sizes. A later train.precision drops the file's
+    A later model.name, if it differs from the file's, brings its own sizes. A later task.name drops the file's label
+    smoothing and mixing of images. A later train.precision drops the file's
     train.reduce_dtype and [loss_scale].
 
     Raises RecipeError that names the key, its value and the fix.
@@ -80,8 +82,8 @@ def read_recipe(
     for source in (given, assigned):
         _check_alternatives(source)
     changes = [*given.items(), *assigned.items()]
-    # model.name and train.precision come first, since they clear settings of the file.
-    for key, value in sorted(changes, key=lambda item: item[0] not in ("model.name", "train.precision")):
+    # These come first, since they clear settings of the file.
+    for key, value in sorted(changes, key=lambda item: item[0] not in ("task.name", "model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot:
             if key in OTHER_NAMES or key in ABSENT:
@@ -99,6 +101,10 @@ def read_recipe(
         if key == "model.name" and value != values["model"].get("name"):
             # Another model brings its own sizes; the file keeps other settings (pooling, positions, drop-path, …).
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
+        if key == "task.name" and value not in (CLASSIFY, values["task"].get("name")):
+            for setting in OF_CLASSES:
+                part, _, known = setting.partition(".")
+                values.get(part, {}).pop(known, None)
         if key == "train.precision" and value != values["train"].get("precision"):
             values["train"].pop("reduce_dtype", None)
             values.pop("loss_scale", None)

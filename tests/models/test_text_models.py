@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +19,15 @@ from helpers.text_models import (
     V1_1,
     TextModel,
     bert,
-    conversion,
     converted,
     exact_norm,
     filled,
-    renamed_of,
     sample,
     t5,
     token_loss,
     twin,
 )
-from vitpar.errors import DataError, ModelError
+from vitpar.errors import ModelError
 from vitpar.models import FAMILIES, model_config
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import initial_value, initialise
@@ -48,7 +45,6 @@ CASES: dict[str, TextModel] = {
     "t5 with narrow heads": t5(num_heads=2, head_dim=4, num_buckets=32, max_distance=128, tokens=150),
     "t5 with gates, tied": t5(activation="geglu_tanh", depth=3, decoder_depth=1),
 }
-NO_HINTS = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None, heads=None, fields={})
 
 
 def side_inputs_of_twin(sides: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,7 +99,7 @@ def test_padding_does_not_influence_what_is_valid(case: str) -> None:
     model = LayeredModel(config).double().eval()
     model.tie()
     initialise(model, 0, config)
-    x, sides, targets = sample(config, 6)
+    x, sides, _ = sample(config, 6)
     other = dict(sides)
     pad, ids = ~sides["attention_mask"], torch.randint(0, config.vocab_size, x.shape)
     valid = sides.get("decoder_attention_mask", sides["attention_mask"])
@@ -276,7 +272,9 @@ def test_initial_values_have_the_deviations_of_transformers(name: str) -> None:
         theirs.lm_head.weight.data.normal_()  # upstream: transformers 5 initialises it as the embeddings'
     for name, value in converted(dict(theirs.named_parameters()), config).items():
         ours = initial_value(name, value.shape, 0, config)
-        assert ours.mean().item() == pytest.approx(value.mean().item(), abs=6 * value.std().item() / math.sqrt(value.numel()) + 1e-9), name
+        assert ours.mean().item() == pytest.approx(
+            value.mean().item(), abs=6 * value.std().item() / math.sqrt(value.numel()) + 1e-9
+        ), name
         if value.numel() > 1000 or not value.std():
             assert ours.std().item() == pytest.approx(value.std().item(), rel=0.03), name
         if name.endswith("attn.qkv.weight"):

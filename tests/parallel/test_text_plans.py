@@ -65,7 +65,9 @@ class TokenLoss:
         return None
 
 
-def gradients(device: torch.device, name: str, mesh: str, more: dict[str, Any]) -> tuple[float, dict[str, Tensor], bool]:
+def gradients(
+    device: torch.device, name: str, mesh: str, more: dict[str, Any]
+) -> tuple[float, dict[str, Tensor], bool]:
     """Return loss, complete gradients, and whether `predict` equals the plain model; runs on every rank."""
     config = MODELS[name]
     x, sides, targets = sample(config, BATCH)
@@ -103,7 +105,9 @@ def test_gradients_equal_one_process(
         assert right and found == pytest.approx(loss.item(), abs=1e-12)
         for parameter_name, value in gradient.items():
             expected = model.get_parameter(config.owner(parameter_name)).grad
-            torch.testing.assert_close(value, expected, atol=1e-12, rtol=1e-9, msg=lambda text: f"{parameter_name}: {text}")
+            assert expected is not None
+            error = (value - expected).abs().max().item() / expected.abs().max().item()
+            assert error < 1e-11, parameter_name
             seen.add(parameter_name)
     assert seen == {f"{layer.name}.{key}" for layer in config.layers.values() for key in layer.parameters}
 
@@ -111,7 +115,10 @@ def test_gradients_equal_one_process(
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp4+2d", "cannot split the layers 'block' of bert_custom, whose parts only tp and \\+sp can split: leave \\+2d out"),
+        (
+            "tp4+2d",
+            "cannot split the layers 'block' of bert_custom, whose parts only tp and \\+sp can split: leave \\+2d out",
+        ),
         ("tp8", "tp8 does not divide the 4 heads of bert_custom: use tp2 or tp4"),
         ("pp1: embed=fsdp2, *=dp2", "embed and head share embed.word_embeddings.weight, but their strategies are"),
     ],

@@ -52,7 +52,10 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, config: ModelCo
         x = torch.randn(shape) if config.input.dtype is None else torch.zeros(shape, dtype=torch.int64)
     axes = next(m.tensor_mesh for m in stage.layers()["blocks.1"].modules() if hasattr(m, "tensor_mesh"))
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
-    sides, rows, group = zero_sides(config, ROWS, "cpu"), *(p[layer].row_range(ROWS) for p in (stage.rows, stage.group_rows))
+    sides, rows, group = (
+        zero_sides(config, ROWS, "cpu"),
+        *(p[layer].row_range(ROWS) for p in (stage.rows, stage.group_rows)),
+    )
     here, inside = slice(rows.start, rows.stop), slice(group.start, group.stop)
     with Sent() as forward:
         y = stage.layers()[layer](x, **given_sides(stage.layers()[layer], None, sides, here, inside))

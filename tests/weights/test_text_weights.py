@@ -91,7 +91,9 @@ def test_older_files_of_bert_are_imported(tmp_path: Path) -> None:
         if key != "cls.predictions.bias"
     }
     state |= {"bert.pooler.dense.weight": torch.ones(16, 16), "cls.seq_relationship.bias": torch.ones(2)}
-    done = import_weights(saved(tmp_path / "old", state, json.loads((folder / "config.json").read_text())), tmp_path / "a")
+    done = import_weights(
+        saved(tmp_path / "old", state, json.loads((folder / "config.json").read_text())), tmp_path / "a"
+    )
     assert done.config == replace(config, init="bert")
     assert done.notes == ["the pooler, next-sentence prediction and second copies of shared tensors are left out"]
     import_weights(folder, tmp_path / "b")
@@ -121,7 +123,12 @@ def test_numbers_that_no_tensor_shows_come_from_the_name() -> None:
     ("name", "change", "options", "message"),
     [
         ("bert", {"hidden_act": "relu"}, {}, "config.json has hidden_act 'relu', but only gelu can be imported"),
-        ("t5", {"feed_forward_proj": "gated-silu"}, {}, "feed_forward_proj 'gated-silu', but only relu, gated-gelu can"),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-silu"},
+            {},
+            "feed_forward_proj 'gated-silu', but only relu, gated-gelu can",
+        ),
         ("bert", {"num_attention_heads": 3}, {}, "3 heads do not divide embed_dim 16 of bert_custom"),
         ("bert", {}, {"classes": 3}, "is a model of text: leave --classes and --image-size out"),
     ],

@@ -44,8 +44,7 @@ def renamed_by(format_name: str, shapes: Shapes, patterns: Patterns, skipped: re
 
 
 def num_blocks(names: Iterable[str], block: str) -> int:
-    """Return the number of blocks. block: regular expression of the begin of their names, with a group for the number.
-    """
+    """Return the number of blocks. block: regular expression of the begin of their names; its group is the number."""
     numbers = [int(match[1]) for name in names if (match := re.match(block, name))]
     return max(numbers, default=-1) + 1
 
@@ -83,4 +82,3 @@ def refuse_other_fields(place: object, model: str, named: object, found: object,
                 f"'{place}' is not a {model}: its {field} is {getattr(found, field)} instead of "
                 f"{getattr(named, field)}: name another model, or omit --model"
             )
-

@@ -53,7 +53,10 @@ FORMATS: dict[str, Patterns] = {
     ),
 }
 """Patterns of names by format."""
-MARKS = {"vitpar": r"embed\.token_type_embeddings\.weight", "transformers": rf"{_EMBEDDINGS}token_type_embeddings.weight"}
+MARKS = {
+    "vitpar": r"embed\.token_type_embeddings\.weight",
+    "transformers": rf"{_EMBEDDINGS}token_type_embeddings.weight",
+}
 """Name of the embedding of token types, which identifies the family and the format."""
 SKIPPED = re.compile(
     rf"{_EMBEDDINGS}position_ids|{_HEAD}decoder\.(?:weight|bias)|(?:bert\.)?pooler\.dense{_END}"

@@ -36,7 +36,7 @@ class Embed(TextLayer):
         return self.dropped(self.norm(x + for_every_sample(self.pos_embed)[:, : ids.shape[1]]), keys, 0)
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Multi-head self-attention.
 
     The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
@@ -62,7 +62,7 @@ class Block(TextLayer):
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__(1 + index, config.dropout)
-        self.attn = Attention(config)
+        self.attn = BertAttention(config)
         self.norm1 = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim)
         self.norm2 = LayerNorm(config.embed_dim, eps=config.norm_eps)

@@ -157,7 +157,7 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
             f"{where} gives logits of shape {list(y.shape[1:])}, but output_shape is {list(config.output_shape)}: make "
             "them equal"
         )
-    if (y._is_view() and not per_token) or not y.is_contiguous():  # a linear layer gives a view for every token
+    if y._is_view() or not y.is_contiguous():
         # FSDP2 and pipelines hold on to what a layer gives, and send it.
         raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")
     gives = TensorSpec(1, y.shape[1]) if rank == 2 else TensorSpec(y.shape[1], y.shape[2])

@@ -1,7 +1,8 @@
 """Common parts of the layers of models of text: dropout, and what is added to the scores of attention."""
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from vitpar.models.keyed_random import at_place, drop
 from vitpar.models.layers import Layer
@@ -35,12 +36,42 @@ class TextLayer(Layer):
         return drop(x, at_place(keys, self.place + use), self.dropout, whole_sample=False)
 
 
+class Embedding(nn.Embedding):
+    """Embedding that gets an accurate gradient in 16 bits, on CPUs too.
+
+    upstream: on CPUs, torch's backward of ``embedding`` adds up the gradients of an id in 16 bits, token after token.
+    With 4,096 tokens of one id, bfloat16 loses half of the sum.
+    """
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: int64 [batch, tokens] -> [batch, tokens, width]."""
+        weight = self.weight
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+            return super().forward(ids)
+        return F.embedding(ids, weight.float()).to(weight.dtype)
+
+
+class TokenLogits(nn.Linear):
+    """Linear layer from tokens to logits.
+
+    upstream: ``linear`` with a bias gives a view for three dimensions, of which FSDP2 warns.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> [batch, tokens, vocabulary]."""
+        logits = super().forward(x.flatten(0, 1))
+        # As a view, but independent of `logits`, which nothing else holds.
+        whole: Tensor = torch.ops.aten._unsafe_view(logits, [*x.shape[:2], logits.shape[1]])
+        return whole
+
+
 def masked(dtype: torch.dtype) -> float:
     """Return the number that is added to the scores of tokens that must not be attended to.
 
-    Two of them can be added: a row of scores without any other token stays finite in every type.
+    Its exponential is 0. Two of them can be added, and kernels can multiply the sum by log2(e): a row of scores without
+    any other token stays finite in every type.
     """
-    return torch.finfo(dtype).min / 2
+    return torch.finfo(dtype).min / 4
 
 
 def padding_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.description import block_index
 from vitpar.models.layers import MLP, Layer, LayerNorm, for_every_sample
-from vitpar.models.text_layers import TextLayer, padding_scores
+from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, padding_scores
 
 
 class Embed(TextLayer):
@@ -20,9 +20,9 @@ class Embed(TextLayer):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(0, config.dropout)
         c = config
-        self.word_embeddings = nn.Embedding(c.vocab_size, c.embed_dim)
+        self.word_embeddings = Embedding(c.vocab_size, c.embed_dim)
         self.pos_embed = nn.Parameter(torch.empty(1, c.positions, c.embed_dim))
-        self.token_type_embeddings = nn.Embedding(c.token_types, c.embed_dim)
+        self.token_type_embeddings = Embedding(c.token_types, c.embed_dim)
         self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
 
     def forward(self, ids: Tensor, token_type_ids: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
@@ -86,7 +86,7 @@ class Head(Layer):
         self.dense = nn.Linear(config.embed_dim, config.embed_dim)
         self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.gathered = nn.Identity()  # a place for collectives
-        self.fc = nn.Linear(config.embed_dim, config.vocab_size)
+        self.fc = TokenLogits(config.embed_dim, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, tokens, vocabulary]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitpar.models.description import block_index
 from vitpar.models.layers import MLP, Layer
 from vitpar.models.t5.config import T5Config
-from vitpar.models.text_layers import TextLayer, masked, padding_scores
+from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, masked, padding_scores
 
 
 def buckets(tokens: int, number: int, max_distance: int, *, both_ways: bool) -> Tensor:
@@ -118,7 +118,7 @@ class Embed(TextLayer):
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(0, config.dropout)
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.word_embeddings = Embedding(config.vocab_size, config.embed_dim)
 
     def forward(self, ids: Tensor, keys: Tensor | None = None) -> Tensor:
         """ids: int64 [batch, tokens]. keys: int64 [batch] or None (nothing is dropped)."""
@@ -134,7 +134,7 @@ class DecoderEmbed(TextLayer):
     def __init__(self, config: T5Config) -> None:
         super().__init__(1 + config.depth, config.dropout)
         self.norm = _norm(config)
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.word_embeddings = Embedding(config.vocab_size, config.embed_dim)
 
     def forward(self, x: Tensor, decoder_input_ids: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: the encoder's tokens. decoder_input_ids: int64 [batch, the decoder's tokens]."""
@@ -226,7 +226,7 @@ class Head(TextLayer):
         self.decoder_tokens, self.scale = config.decoder_tokens, config.embed_dim**-0.5 if config.tied else None
         self.norm = _norm(config)
         self.gathered = nn.Identity()  # a place for collectives
-        self.fc = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.fc = TokenLogits(config.embed_dim, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width] -> [batch, the decoder's tokens, vocabulary]."""

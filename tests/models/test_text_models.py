@@ -28,7 +28,8 @@ from helpers.text_models import (
     twin,
 )
 from vitpar.errors import ModelError
-from vitpar.models import FAMILIES, model_config
+from vitpar.models import FAMILIES, initial, model_config
+from vitpar.models.derived import with_frozen
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.keyed_random import at_place, drop
@@ -291,3 +292,11 @@ def test_initial_values_have_the_deviations_of_transformers(name: str) -> None:
             heads, d = config.num_heads, config.head_dim
             parts = [x.unflatten(0, (heads, 3, d)).transpose(0, 1).flatten(1).std(1) for x in (ours, value)]
             torch.testing.assert_close(*parts, rtol=0.03, atol=0)
+
+
+def test_initial_values_do_not_depend_on_chunks_or_frozen_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, name = t5(init="t5"), "blocks.0.attn.qkv.weight"
+    whole = initial_value(name, torch.Size(config.shape(name)), 0, config)
+    assert torch.equal(initial_value(name, whole.shape, 0, with_frozen(config, frozenset({"blocks.1"}))), whole)
+    monkeypatch.setattr(initial, "CHUNK", 50)  # no multiple of a row
+    torch.testing.assert_close(initial_value(name, whole.shape, 0, config), whole)

@@ -14,7 +14,7 @@ from helpers.plans import DUALPIPEV, INTERLEAVED, ZBV
 from helpers.ranks import RankPool
 from helpers.text_models import PADDED, V1_1, TextModel, bert, sample, t5, token_loss
 from vitpar import parse, validate
-from vitpar.errors import StrategyError
+from vitpar.errors import ModelError, StrategyError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import parallelize
@@ -125,6 +125,17 @@ def test_gradients_in_16_bits_are_those_of_one_process_up_to_rounding(
             expected = model.get_parameter(config.owner(parameter_name)).grad
             assert expected is not None
             assert ((value - expected).norm() / expected.norm()).item() < 0.1, parameter_name
+
+
+def test_masks_may_be_left_out_but_not_the_decoders_ids(alone: None) -> None:
+    for config in (bert(), t5()):
+        model = parallelize(config, validate(parse("dp1"), config, BATCH), Execution(BATCH, "fp64"), "cpu", TokenLoss())
+        x, sides, _ = sample(config, BATCH)
+        needed = {name: side for name, side in sides.items() if name == "decoder_input_ids"}
+        logits = model.predict(x, BATCH, **needed)
+        assert logits is not None and torch.allclose(logits, plain(config).eval()(x, **needed))
+    with pytest.raises(ModelError, match="t5_custom takes decoder_input_ids besides its input: pass each by its name"):
+        model.predict(x, BATCH, attention_mask=sides["attention_mask"])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         13,
         (
             ("cli/vitpar_cli/train.py", "train", "takes the option `--mesh`"),
+            ("training/prepare.py", "prepare", "checks all settings in order, and has the plan chosen"),
             ("training/recipe/recipe.py", "requested_plans", "parses what the recipe asks for"),
             (
                 "strategy/grammar.py",

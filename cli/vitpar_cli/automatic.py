@@ -2,8 +2,7 @@
 
 | process | task |
 |---|---|
-| started by the user | profiles in subprocesses, searches, starts the ranks with the plan |
-| rank started by that process | takes the plan passed to it |
+| started by the user | profiles in subprocesses, searches, starts the ranks |
 | rank 0 under a launcher (torchrun, srun, mpirun) | reads profiles, searches, sends the plan to the other ranks |
 
 A resumed run keeps its plan if the number of ranks is the same.
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,16 +25,18 @@ import typer
 
 from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
+from vitpar.launch import find_world
 from vitpar.launch.world import Device
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
+from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.outputs import origin
-from vitpar_cli.world import chosen_from_text, chosen_to_text, handed_plan, ranks_available, resolve
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,9 +48,9 @@ PROFILES = Path("runs/profiles")
 """Folder for the profiles that this module measures."""
 
 
-@dataclass(frozen=True)
-class AutoOptions:
-    """Command-line options of `vitpar train` that only `--mesh auto` uses."""
+@dataclass
+class PlanChooser:
+    """Choice of the plan of `vitpar train`, with the options that only `--mesh auto` uses."""
 
     memory: str | None = None
     """Maximum memory of a rank, such as 40GB; 90 % of the device's memory if None."""
@@ -61,53 +62,51 @@ class AutoOptions:
     """Hardware profile to read; found or measured if None."""
     model_profile: Path | None = None
     """Model profile to read; found or measured if None."""
+    quiet: bool = False
+    """Whether to print only progress."""
+    store: Store | None = None
+    """Store through which the ranks of a launcher have agreed on a searched plan; else None."""
 
-    def refuse_beside(self, mesh: str) -> None:
+    def __call__(self, recipe: Recipe, config: ModelConfig, device: Device, run: Path | None) -> Chosen:
+        """Return the plan of a recipe, searched if its mesh is auto.
+
+        recipe: recipe whose precision is resolved for the device.
+        run: recipe.toml of the run to resume; None for a new run.
+
+        Raises PlannerError, RecipeError and StrategyError.
+        """
+        if recipe.parallel.mesh != AUTO:
+            self._refuse_beside(recipe.parallel.mesh)
+            chosen = choose_plan(recipe, config, device)
+        else:
+            chosen = self._searched(recipe, config, device, run)
+        if device == "cpu":
+            from vitpar.planner.out_of_memory import refuse_impossible
+
+            world, plan = find_world(), chosen.plan
+            refuse_impossible(recipe, config, plan, world.local_size if world else plan.world_size)
+        return chosen
+
+    def _refuse_beside(self, mesh: str) -> None:
         """Raise PlannerError if an option is given although the user named a mesh."""
-        for field in fields(self):
-            if getattr(self, field.name) is not None:
-                option = f"--{field.name.replace('_', '-')}"
+        for name in ("memory", "ranks", "cluster", "hardware", "model_profile"):
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
                 raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{shown(mesh)}': leave one out")
 
+    def _searched(self, recipe: Recipe, config: ModelConfig, device: Device, run: Path | None) -> Chosen:
+        if idle := recipe.parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
+            raise PlannerError(
+                f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or give --mesh a strategy"
+            )
+        # Refuses more ranks than the launcher or the GPUs provide.
+        ranks = resolve(parse(f"dp{self.ranks or default_ranks(device)}"), device).world_size
 
-def choose(
-    recipe: Recipe, config: ModelConfig, device: Device, options: AutoOptions, run: Path | None, quiet: bool
-) -> tuple[Recipe, Chosen, Store | None]:
-    """Return `recipe` with the searched plan, the plan, and the store through which a launcher's ranks communicated.
+        def find() -> Chosen:
+            return _plan_of_run(recipe, config, ranks, run) or _search(recipe, config, device, ranks, self)
 
-    The store is None without a launcher.
-
-    recipe: recipe whose precision is resolved for the device.
-    run: recipe.toml of the run to resume; None for a new run.
-    quiet: whether to print only progress.
-
-    Raises PlannerError, RecipeError and StrategyError.
-    """
-    parallel = recipe.parallel
-    if idle := parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
-        raise PlannerError(
-            f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or give --mesh a strategy"
-        )
-    ranks = _ranks(device, options.ranks)
-
-    def find() -> Chosen:
-        return _plan_of_run(recipe, config, ranks, run) or _search(recipe, config, device, ranks, options, quiet)
-
-    store, chosen = None, handed_plan()
-    if chosen is None:
-        chosen, store = _find_once(find)
-    return recipe.under(chosen.plan), chosen, store
-
-
-def _ranks(device: Device, wanted: int | None) -> int:
-    """Return the number of ranks to plan for.
-
-    Raises StrategyError if `wanted` ranks are not available.
-    """
-    from vitpar.launch.resources import cpu_cores
-
-    ranks = wanted or ranks_available(device) or cpu_cores()
-    return resolve(parse(f"dp{ranks}"), device).world_size
+        chosen, self.store = _find_once(find)
+        return chosen
 
 
 def _plan_of_run(recipe: Recipe, config: ModelConfig, ranks: int, run: Path | None) -> Chosen | None:
@@ -125,10 +124,8 @@ def _plan_of_run(recipe: Recipe, config: ModelConfig, ranks: int, run: Path | No
     return Chosen(plan, f"the run resumes under its plan '{shown(plan)}'") if plan.world_size == ranks else None
 
 
-def _search(
-    recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: AutoOptions, quiet: bool
-) -> Chosen:
-    """Search for the best plan for `ranks` ranks, print it unless `quiet`, and return it.
+def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: PlanChooser) -> Chosen:
+    """Search for the best plan for `ranks` ranks, print it unless the options are quiet, and return it.
 
     Raises PlannerError and RecipeError.
     """
@@ -158,11 +155,11 @@ def _search(
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
     )
     limit = budget or usual_budget(costs)
-    with SearchProgress(shown=not quiet) as progress:
+    with SearchProgress(shown=not options.quiet) as progress:
         result = run_search(searching, limit, progress)
     best = result.plans[0]
     plan = recipe.under(best.plan).plan(config)
-    if not quiet:
+    if not options.quiet:
         training = training_time(best, training_length(recipe))
         why = reasons(searching, best, limit)
         show_choice(Findings(result, limit, (), why, costs, origin(), training=training))
@@ -170,7 +167,7 @@ def _search(
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
-def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: AutoOptions) -> LayerCosts:
+def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: PlanChooser) -> LayerCosts:
     """Return costs from profiles.
 
     Profiles are those named by options, else matching ones in the current folder or PROFILES, else new measurements.
@@ -238,7 +235,7 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
         if path.exists() and _matches(fits, path):
             return path
     target = paths[-1]
-    if _given_launcher():
+    if find_world() is not None:
         command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
         raise PlannerError(
             f"no profile of {what} found ({paths[0]}), and ranks of a launcher cannot measure one: run "
@@ -272,12 +269,6 @@ def _slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())[:60]
 
 
-def _given_launcher() -> bool:
-    from vitpar.launch import find_world
-
-    return find_world() is not None
-
-
 def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
     """Call `find` on rank 0 of a launcher's world, and return its result and the store for communication on all ranks.
 
@@ -285,7 +276,6 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
 
     Raises the errors of `find` on rank 0, and PlannerError with the same message on other ranks.
     """
-    from vitpar.launch import find_world
     from vitpar.launch.store import meeting_place
 
     world = find_world()
@@ -301,11 +291,17 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
         text = answers.get("plan").decode()
         if "error" in (answer := parse_json(text)):
             raise PlannerError(str(answer["error"]))
-        return chosen_from_text(text), rest
+        return _from_text(text), rest
     try:
         chosen = find()
     except UserError as error:
         answers.set("plan", json.dumps({"error": str(error)}))
         raise
-    answers.set("plan", chosen_to_text(chosen))
+    answers.set("plan", json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because}))
     return chosen, rest
+
+
+def _from_text(text: str) -> Chosen:
+    """Return the plan that rank 0 sent."""
+    content = parse_json(text)
+    return Chosen(plan_from_json(content["plan"]), content["because"])

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.launch.resources import choose_device
+from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.training.ranks import choose_plan
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.machine import on_device
+from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.recipe.request import classes_of
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import warn
-from vitpar_cli.world import choose_device, run_in_world
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.models import ModelConfig
+    from vitpar.training.image_data import ImageSet
 
 CLASSES = 10
 """Default number of classes if no data is read."""
@@ -68,52 +78,58 @@ def bench(
         raise RecipeError(
             f"--num-classes {num_classes} does nothing with data, which has its own classes: leave it out"
         )
-    o.refuse_idle(assignments, "a benchmark" if reads else "a benchmark without data")
     # A recipe must have a length, although a benchmark does not use it.
-    merged = o.merged_recipe(recipe, {**o.checked_settings(bench, locals()), "train.steps": 1}, assignments)
-    from vitpar.training.input import open_split, transforms
+    asked = o.request(bench, locals(), {"train.steps": 1})
+    asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
+    from vitpar.training.image_data import open_split, transform_settings
 
     device_type = choose_device(device)
+    merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
-    from vitpar.tasks import LabelSet, task_of
-
-    labels = LabelSet.of(images) if images is not None else LabelSet(o.classes_of(merged, num_classes, CLASSES))
-    trained_task = task_of(merged, labels)
-    config = merged.config(trained_task.outputs)
-    merged, chosen = o.decide(merged, config, device_type)
+    labels = LabelSet.of(images) if images is not None else LabelSet(classes_of(merged, num_classes, CLASSES))
+    trained = task_of(merged, labels)
+    config = merged.config(trained.outputs)
     if images is not None:
-        transforms(merged, config.image_size)  # refuses invalid settings before ranks start
+        transform_settings(merged, config.image_size)
+    chosen = choose_plan(merged, config, device_type)
     if profile is not None:
         _make(profile)
+    length = steps, repeats, warmup
+    run_in_world(
+        *(chosen.plan.world_size, device_type, _bench),
+        *(merged, config, trained, chosen, images, length, profile, as_json),
+    )
 
-    def work(device: "torch.device") -> int:
-        import torch.distributed as dist
 
-        from vitpar.bench import Settings
-        from vitpar.bench import bench as measure
-        from vitpar.planner.out_of_memory import explain_memory
-        from vitpar_cli.bench_view import Status, show
+def _bench(
+    device: "torch.device",
+    recipe: Recipe,
+    config: "ModelConfig",
+    task: Task,
+    chosen: Chosen,
+    images: "ImageSet | None",
+    length: tuple[int, int, int | None],
+    traces: Path | None,
+    as_json: bool,
+) -> int:
+    """Run the benchmark on the rank of `device`, and return the exit code.
 
-        settings = Settings(steps, repeats, warmup)
-        memory = explain_memory(merged, config, chosen.plan, device)
-        with memory, Status(shown=dist.get_rank() == 0) as status:
-            benchmark = measure(
-                merged,
-                config,
-                chosen.plan,
-                device,
-                images,
-                settings,
-                task=trained_task,
-                traces=profile,
-                report=status.tell,
-            )
-        if dist.get_rank() == 0:
-            warn(chosen.because, *benchmark.warnings)
-            typer.echo(json.dumps(benchmark.to_json())) if as_json else show(benchmark, profile)
-        return 0
+    length: fields of ``vitpar.bench.Settings``.
+    """
+    import torch.distributed as dist
 
-    run_in_world(chosen, device_type, work)
+    from vitpar.bench import Settings
+    from vitpar.bench import bench as measure
+    from vitpar.planner.out_of_memory import explain_memory
+    from vitpar_cli.bench_view import Status, show
+
+    facts = recipe, config, chosen.plan, device
+    with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:
+        benchmark = measure(*facts, images, Settings(*length), task=task, traces=traces, report=status.tell)
+    if dist.get_rank() == 0:
+        warn(chosen.because, *benchmark.warnings)
+        typer.echo(json.dumps(benchmark.to_json())) if as_json else show(benchmark, traces)
+    return 0
 
 
 def _make(folder: Path) -> None:

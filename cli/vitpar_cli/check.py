@@ -6,17 +6,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitpar.launch.resources import choose_device
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.training.recipe.recipe import first_that_fits
+from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.training.ranks import choose_plan, resolve
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.machine import on_device
+from vitpar.training.recipe.recipe import Chosen, first_that_fits
+from vitpar.training.recipe.request import classes_of
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, warn
-from vitpar_cli.world import choose_device, resolve, run_in_world
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.check import CheckResult
+    from vitpar.models import ModelConfig
 
 ROWS_SHOWN = 4
 """Rows of the table that are printed for each quantity."""
@@ -74,43 +81,48 @@ def check(
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
-    o.refuse_idle(assignments, "a check")
-    given = o.checked_settings(check, locals())
+    asked = o.request(check, locals())
+    asked.refuse_idle("a check")
     from vitpar.check import recipe_to_check
-    from vitpar.training.recipe import read_recipe
 
-    merged = read_recipe(recipe, given, assignments or ()) if recipe else recipe_to_check(given, assignments or ())
+    merged = asked.read() if recipe else recipe_to_check(asked.given, asked.assignments)
     device_type = choose_device(device)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, device_type)).plan
-    named = batch_size or o.assigned(assignments, "train.batch_size")
+    named = batch_size or "train.batch_size" in asked.assigned
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
-    from vitpar.tasks import LabelSet, task_of
+    merged = on_device(merged, device_type)
+    checked = task_of(merged, LabelSet(classes_of(merged, num_classes, 10)))
+    config = merged.config(checked.outputs)
+    chosen = choose_plan(merged, config, device_type)
+    run_in_world(chosen.plan.world_size, device_type, _check, merged, config, checked, chosen, tolerance, as_json)
 
-    labels = LabelSet(o.classes_of(merged, num_classes, 10))
-    checked_task = task_of(merged, labels)
-    config = merged.config(checked_task.outputs)
-    merged, chosen = o.decide(merged, config, device_type)
-    plan = chosen.plan
 
-    def work(device: "torch.device") -> int:
-        import torch.distributed as dist
+def _check(
+    device: "torch.device",
+    recipe: Recipe,
+    config: "ModelConfig",
+    task: Task,
+    chosen: Chosen,
+    tolerance: float | None,
+    as_json: bool,
+) -> int:
+    """Run the check on the rank of `device`, and return the exit code."""
+    import torch.distributed as dist
 
-        from vitpar.check import check_plan
-        from vitpar.parallel.attention import choose_attention
-        from vitpar.parallel.compiling import choose_compiling
-        from vitpar.parallel.precision import resolve_precision
+    from vitpar.check.plan import compare_with_one_process
+    from vitpar.parallel.attention import choose_attention
+    from vitpar.parallel.compiling import choose_compiling
+    from vitpar.parallel.precision import resolve_precision
 
-        t = merged.train
-        choose_attention(t.attention, config, plan, size, resolve_precision(t.precision), device)
-        compiling = choose_compiling(t.compile, plan, t.precision, device)
-        result = check_plan(merged, config, plan, device, checked_task, tolerance=tolerance)
-        if dist.get_rank() == 0:
-            warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
-            typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
-        return 0 if result.passed else 1
-
-    run_in_world(chosen, device_type, work)
+    t, plan = recipe.train, chosen.plan
+    choose_attention(t.attention, config, plan, t.batch_size, resolve_precision(t.precision), device)
+    compiling = choose_compiling(t.compile, plan, t.precision, device)
+    result = compare_with_one_process(recipe, config, plan, device, task, tolerance=tolerance)
+    if dist.get_rank() == 0:
+        warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
+        typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
+    return 0 if result.passed else 1
 
 
 def _batch_that_divides(plan: Plan) -> int:

@@ -20,8 +20,9 @@ from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
 from vitpar.terminal import say
 from vitpar.text import count, printable, shown
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli.outputs import data_table, refuse_unwritable, warn
-from vitpar_cli.recipe_options import Assignments, RecipeFile, training_recipe
+from vitpar_cli.recipe_options import Assignments, RecipeFile
 
 if TYPE_CHECKING:
     from vitpar.data.survey import Survey
@@ -264,7 +265,11 @@ def info_command(
     refuse_unwritable(preview)
     content = survey(folder)
     if preview is not None:
-        _draw(folder, preview, training_recipe(recipe, {"data.path": str(folder)}, assignments)[0])
+        _draw(
+            folder,
+            preview,
+            RecipeRequest(recipe, {"data.path": str(folder)}, assignments or ()).read_with_defaults()[0],
+        )
     if as_json:
         typer.echo(json.dumps(content))
     else:
@@ -278,7 +283,8 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     """
     from vitpar.data import ShardSet
     from vitpar.data.survey import contact_sheet
-    from vitpar.training.input import mixing, order_of, transforms
+    from vitpar.training.image_data import order_of
+    from vitpar.training.input import mixing, transforms
 
     shards = ShardSet.open(folder, "train")
     train, evaluated, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)

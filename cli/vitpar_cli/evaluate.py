@@ -13,17 +13,17 @@ from rich.text import Text
 
 from vitpar.errors import DataError
 from vitpar.text import printable
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, refuse_unwritable, warn
-from vitpar_cli.saved_model import CheckpointDir, saved_model
-from vitpar_cli.world import run_in_world
+from vitpar_cli.saved_model import CheckpointDir, PlannedModel, saved_model
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.tasks import Metric
     from vitpar.training.evaluate import Evaluation, Predictions
-    from vitpar.training.input import ImageSet
+    from vitpar.training.image_data import ImageSet
     from vitpar.training.prediction_file import PredictionFile
 
 
@@ -67,16 +67,16 @@ def evaluate(
 
     Example: vitpar eval --checkpoint runs/mine --data data_shards/one --data data_shards/two --predictions all.parquet
     """
-    given, named = o.checked_settings(evaluate, locals()), data or []
-    for path in named:
-        o.refuse_early({"data.path": str(path)})
+    named = data or []
+    for path in named[1:]:
+        RecipeRequest(given={"data.path": str(path)}).refuse_early()
+    asked = o.request(evaluate, locals(), {"data.path": str(named[0])} if named else {})
     if len({path.resolve() for path in named}) < len(named):
         raise DataError("--data names a data set twice: keep one")
     refuse_unwritable(predictions)
-    given["data.path"] = str(named[0]) if named else None
-    saved = saved_model(checkpoint, given, assignments, doing="an evaluation", mesh=mesh)
+    saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh)
     from vitpar.data import ShardSet
-    from vitpar.training.input import open_split
+    from vitpar.training.image_data import open_split
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}
@@ -90,38 +90,47 @@ def evaluate(
         from vitpar.training.parquet_file import arrow
 
         arrow()  # refuses a missing pyarrow before ranks start
-    planned = saved.planned(device)
+    saved.planned(device).run(_evaluate, sets, notes, split, predictions, as_json)
 
-    def work(device: "torch.device") -> int:
-        import torch
-        import torch.distributed as dist
 
-        from vitpar.training.evaluate import evaluate
-        from vitpar.training.input import Input
-        from vitpar.training.prediction_file import PredictionFile
+def _evaluate(
+    device: "torch.device",
+    planned: PlannedModel,
+    sets: "Mapping[str, ImageSet]",
+    notes: Sequence[str | None],
+    split: str,
+    predictions: Path | None,
+    as_json: bool,
+) -> int:
+    """Evaluate data sets on the rank of `device`, and return the exit code."""
+    import torch
+    import torch.distributed as dist
 
-        model, warning = planned.built(device, sets)
-        source, reports = Input(planned.recipe, model, saved.task(None)), dist.get_rank() == 0
-        results: dict[str, Evaluation] = {}
-        with ExitStack() as stack:
-            file = None
-            if predictions is not None and reports:
-                about = {"model": saved.config.name, "weights": str(saved.folder), "split": split}
-                like = saved.task(None).predict(torch.zeros(1, saved.config.num_classes, dtype=torch.float64))
-                file = stack.enter_context(PredictionFile(predictions, like, about))
-            show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
-            for name, images in sets.items():
-                add = None if predictions is None else _adding(file, name, images)
-                results[name] = evaluate(
-                    model, source, images, saved.task(images), partial(_progress, show, len(images)), add
-                )
-        if reports:
-            warnings = {name: one.warning for name, one in results.items() if one.warning}
-            warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
-            _print(results, saved.task(None).METRICS, split, as_json)
-        return 0
+    from vitpar.training.evaluate import evaluate
+    from vitpar.training.input import Input
+    from vitpar.training.prediction_file import PredictionFile
 
-    run_in_world(planned.chosen, planned.device_type, work)
+    model, warning = planned.built(device, sets)
+    task, reports = planned.task(), dist.get_rank() == 0
+    source = Input(planned.recipe, model, task)
+    results: dict[str, Evaluation] = {}
+    with ExitStack() as stack:
+        file = None
+        if predictions is not None and reports:
+            about = {"model": planned.config.name, "weights": str(planned.folder), "split": split}
+            like = task.predict(torch.zeros(1, task.outputs, dtype=torch.float64))
+            file = stack.enter_context(PredictionFile(predictions, like, about))
+        show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
+        for name, images in sets.items():
+            add = None if predictions is None else _adding(file, name, images)
+            results[name] = evaluate(
+                model, source, images, planned.task(images), partial(_progress, show, len(images)), add
+            )
+    if reports:
+        warnings = {name: one.warning for name, one in results.items() if one.warning}
+        warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
+        _print(results, task.METRICS, split, as_json)
+    return 0
 
 
 def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitpar.errors import DataError
+from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import progress_bar, refuse_unwritable, report_bad, warn
 from vitpar_cli.predict import AtOnce
-from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, saved_model
-from vitpar_cli.world import run_in_world
+from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, saved_model
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.data.image_files import NotedImages
 
 
 def features(
@@ -46,44 +49,53 @@ def features(
 
     Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
     """
-    given = o.checked_settings(features, locals())
+    asked = o.request(features, locals()) | (NO_DATA if images else {})
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
-    from vitpar.errors import DataError
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.training.image_data import open_split
 
     if bool(images) == (data is not None):
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)
     files = ImageFiles(expand_images(images)) if images else None
-    given |= o.NO_DATA if files else {}
-    saved = saved_model(checkpoint, given, assignments, doing="an extraction of features")
-    from vitpar.data import ShardSet
-    from vitpar.training.feature_file import FeatureFile
-    from vitpar.training.inference import classifiers, feature_width, outputs, skipping
-    from vitpar.training.input import open_split
+    saved = saved_model(checkpoint, asked, doing="an extraction of features")
+    from vitpar.training.inference import classifiers, feature_width
 
     given_images = files or open_split(saved.recipe, split)
     assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
     source = NotedImages(given_images)
     width, layers = feature_width(saved.config), [f"head.{name}" for name in classifiers(saved.config)]
     planned = saved.in_batches_of(min(len(source), batch_size or AT_ONCE)).planned(device)
+    planned.run(_write, source, not files, out, width, layers, as_json)
 
-    def work(device: "torch.device") -> int:
-        from vitpar.training.input import Input
 
-        about = {"model": saved.config.name, "weights": str(saved.folder), "input_of": layers}
-        written = 0
-        with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
-            model, warning = planned.built(device)
-            reader = Input(skipping(planned.recipe), model, saved.task(None))
-            for batch in outputs(model, reader, source, features=True, progress=progress):
-                labels = [None if files else int(source.labels[sample]) for sample in batch.samples]
-                file.add([source.name(sample) for sample in batch.samples], labels, batch.features)
-                written += len(labels)
-        warn(warning)
-        if as_json:
-            typer.echo(json.dumps({"file": str(out), "images": written, "features": width, "input_of": layers}))
-        else:
-            typer.echo(f"{out}: {written:,} images, {width:,} features each (input of {' and '.join(layers)})")
-        return report_bad(source.problems)
+def _write(
+    device: "torch.device",
+    planned: PlannedModel,
+    source: "NotedImages",
+    labelled: bool,
+    out: Path,
+    width: int,
+    layers: list[str],
+    as_json: bool,
+) -> int:
+    """Compute features on `device` and write them, and return the exit code."""
+    from vitpar.training.feature_file import FeatureFile
+    from vitpar.training.inference import outputs, skipping
+    from vitpar.training.input import Input
 
-    run_in_world(planned.chosen, planned.device_type, work)
+    about = {"model": planned.config.name, "weights": str(planned.folder), "input_of": layers}
+    written = 0
+    with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
+        model, warning = planned.built(device)
+        reader = Input(skipping(planned.recipe), model, planned.task())
+        for batch in outputs(model, reader, source, features=True, progress=progress):
+            labels = [int(source.labels[sample]) if labelled else None for sample in batch.samples]
+            file.add([source.name(sample) for sample in batch.samples], labels, batch.features)
+            written += len(labels)
+    warn(warning)
+    if as_json:
+        typer.echo(json.dumps({"file": str(out), "images": written, "features": width, "input_of": layers}))
+    else:
+        typer.echo(f"{out}: {written:,} images, {width:,} features each (input of {' and '.join(layers)})")
+    return report_bad(source.problems)

@@ -83,10 +83,9 @@ def export_command(
 
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
-    given = {**o.settings(export_command, locals()), "parallel.mesh": strategy}
+    merged = o.request(export_command, locals(), {"parallel.mesh": strategy}).read()
     from vitpar.strategy.galvatron import write_galvatron
 
-    merged = o.merged_recipe(recipe, given, None)
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
@@ -125,13 +124,13 @@ def profiles_command(
 
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
-    given = o.settings(profiles_command, locals())
+    request = o.request(profiles_command, locals())
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
     from vitpar.training.recipe.machine import automatic_precision
 
-    o.refuse_idle(assignments, "an import")
+    request.refuse_idle("an import")
     refuse_unwritable(hardware_out, model_out)
-    merged = planned_recipe(recipe, given, assignments)
+    merged = planned_recipe(request)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
     precision = merged.with_precision(automatic_precision(None, machine.device)).train.precision
     model_profile = import_model(profiled, merged.config(num_classes), precision)

@@ -24,14 +24,13 @@ def _local(name: HubName) -> Path:
     from vitpar.training.run_folder import RUNS
 
     world = find_world()
-    ours = world is not None and world.launcher == "vitpar"  # the process that started this rank has downloaded them
-    if world is not None and not ours and world.size > 1:
+    if world is not None and world.size > 1:
         raise LaunchError(
             f"{name} would be downloaded by {world.size:,} ranks: run `vitpar checkpoint import {name} --out DIR` "
             "once, and give DIR"
         )
     with progress_bar("importing") as progress:
-        folder, notes = imported(name, RUNS / "hub", offline=ours, progress=progress)
+        folder, notes = imported(name, RUNS / "hub", progress=progress)
     for note in notes:
         complain(note)
     return folder

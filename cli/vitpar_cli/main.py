@@ -4,16 +4,12 @@ Each command or command group has its own file. This file combines them and prin
 """
 
 import os
-import sys
-import traceback
-from contextlib import suppress
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from vitpar.errors import FaultError, LaunchError, UserError
-from vitpar.terminal import complain, forwarded
+from vitpar.errors import UserError
 from vitpar_cli import (
     bench,
     check,
@@ -35,7 +31,7 @@ from vitpar_cli import (
     train,
     validate,
 )
-from vitpar_cli.streams import full_disk_as_error, outlive_reader, prepare_streams
+from vitpar_cli.program import run_program
 from vitpar_cli.usage import sentence
 
 app = typer.Typer(
@@ -105,29 +101,8 @@ def _run() -> int:
 
 
 def main() -> None:
-    """Run the console script.
-
-    Exit codes: 0 for success, 1 for a failure, 2 for an error that the user must fix.
-    """
-    from vitpar.launch import find_world, reporting, share_cores
-
-    prepare_streams()
-    try:
-        with reporting(), full_disk_as_error():
-            with suppress(LaunchError):  # the command reports it if it needs a world
-                if world := find_world():
-                    share_cores(world)  # must precede the import of torch
-                    if world.size > 1:
-                        outlive_reader()  # other ranks wait for this one
-                    if world.launcher == "openmpi":
-                        forwarded()
-            code = _run()
-        sys.exit(code)
-    except (UserError, FaultError) as error:
-        if os.environ.get("VITPAR_DEBUG"):
-            traceback.print_exc()
-        complain(f"error: {error}")
-        sys.exit(2 if isinstance(error, UserError) else 1)
+    """Run the console script."""
+    run_program(_run)
 
 
 if __name__ == "__main__":

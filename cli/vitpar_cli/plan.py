@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitpar.errors import PlannerError, StrategyError
+from vitpar.launch.resources import choose_device
 from vitpar.sizes import parse_size
 from vitpar.text import count, shown
 from vitpar.training.recipe.machine import replace_auto_precision
+from vitpar.training.recipe.request import classes_of
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
-from vitpar_cli.world import choose_device
 
 if TYPE_CHECKING:
     from vitpar.models import ModelConfig
@@ -88,9 +89,7 @@ def plan(
 
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
-    given = {**o.settings(plan, locals()), "parallel.mesh": strategy}
-    o.refuse_early(given)
-    merged = profiled.planned_recipe(recipe, given, assignments, doing="a plan")
+    merged = profiled.planned_recipe(o.request(plan, locals(), {"parallel.mesh": strategy}), doing="a plan")
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
@@ -104,7 +103,7 @@ def plan(
         merged = replace_auto_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
-    config = merged.config(o.classes_of(merged, num_classes, 1000)) if whole is None else whole.whole
+    config = merged.config(classes_of(merged, num_classes, 1000)) if whole is None else whole.whole
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks

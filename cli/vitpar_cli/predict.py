@@ -1,7 +1,7 @@
 """`vitpar predict`: predict image files with saved weights."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.text import Text
 
 from vitpar.text import printable, shown
+from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
-from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, SavedModel, saved_model
-from vitpar_cli.world import run_in_world
+from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, SavedModel, saved_model
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.data.image_files import NotedImages
 
 Images = Annotated[
     list[Path],
@@ -48,41 +50,47 @@ def predict(
 
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
-    given = o.checked_settings(predict, locals())
+    asked = o.request(predict, locals()) | NO_DATA
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
-    saved = saved_model(checkpoint, given | o.NO_DATA, assignments, doing="a prediction")
-    task_of_model = saved.task(None)
-    names = class_names(saved) if task_of_model.OUTPUTS_ARE_LABELS else None
+    saved = saved_model(checkpoint, asked, doing="a prediction")
+    names = class_names(saved) if saved.task().OUTPUTS_ARE_LABELS else None
     planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
+    planned.run(_predict, paths, source, names, top, as_json)
 
-    def work(device: "torch.device") -> int:
-        from vitpar.training.inference import outputs, skipping
-        from vitpar.training.input import Input
 
-        model, warning = planned.built(device)
-        by_image: dict[int, list[dict[str, Any]]] = {}
-        with progress_bar("predicting") as progress:
-            for batch in outputs(
-                model, Input(skipping(planned.recipe), model, task_of_model), source, progress=progress
-            ):
-                answers = task_of_model.answers(batch.logits.double(), top, names)
-                by_image |= dict(zip(batch.samples, answers, strict=True))
-        warn(warning)
-        key = "classes" if task_of_model.OUTPUTS_ARE_LABELS else "predictions"
-        if as_json:
-            rows = [
-                {"image": path, key: by_image[i]} if i in by_image else {"image": path, "error": source.problems[i]}
-                for i, path in enumerate(paths)
-            ]
-            typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
-        elif by_image:
-            _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
-        return report_bad(source.problems)
+def _predict(
+    device: "torch.device",
+    planned: PlannedModel,
+    paths: Sequence[str],
+    source: "NotedImages",
+    names: Sequence[str] | None,
+    top: int,
+    as_json: bool,
+) -> int:
+    """Predict images on `device`, and return the exit code."""
+    from vitpar.training.inference import outputs, skipping
+    from vitpar.training.input import Input
 
-    run_in_world(planned.chosen, planned.device_type, work)
+    task = planned.task()
+    key = "classes" if task.OUTPUTS_ARE_LABELS else "predictions"
+    model, warning = planned.built(device)
+    by_image: dict[int, list[dict[str, Any]]] = {}
+    with progress_bar("predicting") as progress:
+        for batch in outputs(model, Input(skipping(planned.recipe), model, task), source, progress=progress):
+            by_image |= dict(zip(batch.samples, task.answers(batch.logits.double(), top, names), strict=True))
+    warn(warning)
+    if as_json:
+        rows = [
+            {"image": path, key: by_image[i]} if i in by_image else {"image": path, "error": source.problems[i]}
+            for i, path in enumerate(paths)
+        ]
+        typer.echo(json.dumps({"checkpoint": str(planned.folder), "images": rows}))
+    elif by_image:
+        _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
+    return report_bad(source.problems)
 
 
 def class_names(saved: SavedModel) -> tuple[str, ...] | None:
@@ -92,7 +100,8 @@ def class_names(saved: SavedModel) -> tuple[str, ...] | None:
     """
     from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
     from vitpar.training.recipe.file import read_data_section
-    from vitpar.weights.folder import RECIPE, read_class_names
+    from vitpar.weights.classes import read_class_names
+    from vitpar.weights.folder import RECIPE
 
     classes, data = saved.config.num_classes, read_data_section(saved.folder / RECIPE).path
     if (names := read_class_names(saved.folder, classes)) is not None:

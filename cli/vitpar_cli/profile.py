@@ -13,18 +13,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vitpar.launch.resources import choose_device
+from vitpar.launch.world import Device
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.terminal import is_terminal
 from vitpar.text import count
-from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.ranks import default_ranks, resolve
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.machine import on_device
+from vitpar.training.recipe.request import NO_DATA, classes_of
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, refuse_unwritable
-from vitpar_cli.world import choose_device, end, enter, ranks_available, resolve, run_in_world
+from vitpar_cli.world import run_in_world, run_ranks
 
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.launch import World
+    from vitpar.models import ModelConfig
     from vitpar.planner.profile.curves import Timing
     from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
@@ -57,30 +64,28 @@ def hardware(
 
     Example: vitpar profile hardware --ranks 4 --out hardware.json
     """
-    from vitpar.launch import find_world
-    from vitpar.launch.resources import cpu_cores
-
     device_type = choose_device(device)
-    world = ranks or ranks_available(device_type) or cpu_cores()
-    plan = resolve(parse(f"dp{world}"), device_type)  # refuses more ranks than the launcher or the GPUs provide
+    world = ranks or default_ranks(device_type)
+    resolve(parse(f"dp{world}"), device_type)  # refuses more ranks than the launcher or the GPUs provide
     refuse_unwritable(out)
+    run_in_world(world, device_type, _hardware, name or f"{world}x{device_type}", seconds, out, as_json)
 
-    def work(device: "torch.device") -> int:
-        import torch.distributed as dist
 
-        from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
+def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_json: bool) -> int:
+    """Profile the machine with the rank of `device`, and return the exit code."""
+    import torch.distributed as dist
 
-        joined = find_world()
-        per_node = joined.local_size if joined else 1
-        with _progress(shown=dist.get_rank() == 0 and not as_json) as progress:
-            called = name or f"{world}x{device.type}"
-            profile = profile_hardware(called, device, per_node, MeasureEffort.usual(device.type, seconds), progress)
-        if dist.get_rank() == 0:
-            profile.save(out)
-            typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _show_hardware(profile, out)
-        return 0
+    from vitpar.launch import find_world
+    from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 
-    run_in_world(Chosen(plan), device_type, work)
+    joined = find_world()
+    per_node = joined.local_size if joined else 1
+    with _progress(shown=dist.get_rank() == 0 and not as_json) as progress:
+        profile = profile_hardware(name, device, per_node, MeasureEffort.usual(device.type, seconds), progress)
+    if dist.get_rank() == 0:
+        profile.save(out)
+        typer.echo(profile.model_dump_json(by_alias=True)) if as_json else _show_hardware(profile, out)
+    return 0
 
 
 @app.command()
@@ -113,20 +118,29 @@ def model(
 
     Example: vitpar profile model --recipe digits --ranks 4 --out model.json
     """
-    from vitpar.launch.resources import cpu_cores
-    from vitpar.training.recipe.machine import on_device
-
-    given = o.settings(model, locals())
-    o.refuse_idle(assignments, "a profile")
-    merged = o.merged_recipe(recipe, given if recipe else {**given, **o.NO_DATA}, assignments)
+    asked = o.request(model, locals()) | ({} if recipe else NO_DATA)
+    asked.refuse_idle("a profile")
     device_type = choose_device(device)
-    merged = on_device(merged, device_type)
-    largest = ranks or ranks_available(device_type) or cpu_cores()
+    merged = on_device(asked.read(), device_type)
+    largest = ranks or default_ranks(device_type)
     refuse_many_ranks(largest, "the world")
-    config = merged.config(o.classes_of(merged, num_classes, 10))
+    config = merged.config(classes_of(merged, num_classes, 10))
     refuse_unwritable(out)
-    world = enter(largest if device_type == "cpu" else 1, device_type)
+    ranks = largest if device_type == "cpu" else 1
+    run_ranks(ranks, device_type, _model, device_type, merged, config, largest, seconds, out, as_json)
 
+
+def _model(
+    world: "World",
+    device_type: Device,
+    recipe: Recipe,
+    config: "ModelConfig",
+    largest: int,
+    seconds: float,
+    out: Path,
+    as_json: bool,
+) -> int:
+    """Profile the model in a rank of `world`, and return the exit code."""
     import torch
 
     from vitpar.launch.store import meeting_place
@@ -136,9 +150,9 @@ def model(
 
     where = torch.device(device_type)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
-    wanted = merged.train.compile
+    train = recipe.train
+    wanted = train.compile
     compiled = device_type == "cuda" and compiler_fault(where) is None if wanted is None else wanted
-    train = merged.train
     subject = Subject(
         config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
     )
@@ -147,7 +161,7 @@ def model(
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else _show_model(profile, out)
-    end(world)
+    return 0
 
 
 @contextmanager

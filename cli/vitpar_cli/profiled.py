@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +10,12 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.text import shown
-from vitpar_cli import recipe_options as o
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.request import RecipeRequest, classes_of
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.training.recipe import Recipe
 
-NO_DATA = {"data.path": "unused"}
-"""Value of the setting that every recipe must have, for recipes without data."""
 HardwareFile = Annotated[
     Path | None,
     typer.Option(
@@ -79,29 +76,20 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
     return values
 
 
-def planned_recipe(
-    recipe: Path | None,
-    given: Mapping[str, object],
-    assignments: list[str] | None,
-    *,
-    doing: str = "a search",
-) -> Recipe:
+def planned_recipe(request: RecipeRequest, *, doing: str = "a search") -> Recipe:
     """Return the recipe to plan for, which needs no data.
 
-    If a model is named without a recipe, it is the published model, without a length unless `given` has one. If data
-    are named without a recipe, it is the recipe that `vitpar train` would use.
+    If a model is named without a recipe, it is the published model, without a length unless the request has one. If
+    data are named without a recipe, it is the recipe that `vitpar train` would use.
 
-    given: settings by dotted key.
-    doing: kind of command, as for `refuse_idle`.
+    doing: kind of command, as for `RecipeRequest.refuse_idle`.
 
     Raises RecipeError, also for a setting in `assignments` that has no effect on the command, and DataError.
     """
-    o.refuse_idle(assignments, doing)
-    if recipe is None and given.get("model.name") and not o.names_data(given, assignments):
-        from vitpar.training.recipe import read_recipe
-
-        return read_recipe(None, {**given, **NO_DATA}, assignments or (), needs_length=False)
-    return o.training_recipe(recipe, given, assignments)[0]
+    request.refuse_idle(doing)
+    if request.path is None and request.value("model.name") and not request.names_data:
+        return read_recipe(None, {**request.given, "data.path": "unused"}, request.assignments, needs_length=False)
+    return request.read_with_defaults()[0]
 
 
 def costs_of(
@@ -124,7 +112,7 @@ def costs_of(
 
     train = recipe.train
     if cluster:
-        config = recipe.config(o.classes_of(recipe, num_classes, 1000))
+        config = recipe.config(classes_of(recipe, num_classes, 1000))
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
         costs = estimated_costs(config, cluster, *of_recipe)
     else:

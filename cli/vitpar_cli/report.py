@@ -1,18 +1,21 @@
 """`vitpar report`: write or serve a page with charts of runs."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vitpar.errors import DataError
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import command_line, progress_bar, refuse_unwritable, report_bad, warn, write
-from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
+
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar_cli.saved_model import PlannedModel
 
 PORT = 8123
 """Port of a live report by default."""
@@ -64,11 +67,10 @@ def report(
 
     Example: vitpar report runs/mine --live
     """
-    given = o.checked_settings(report, locals())
+    asked = o.request(report, locals())
     from vitpar import __version__
     from vitpar.runs.folder import RunRecord, refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
-    from vitpar.runs.page import report as page_of
 
     for path in runs:
         refuse_other_folders(path)
@@ -85,19 +87,24 @@ def report(
         return
     out = out or Path("report.html")
     refuse_unwritable(out)
-    records = [RunRecord(path) for path in runs]
-
-    def write_page(extra: str = "") -> None:
-        page = page_of(records, made_by=made_by, extra=extra)
-        write(out, page)
-        typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
-
     if images is None:
-        write_page()
+        _write_page(runs, out, made_by)
         return
     if len(runs) > 1:
         raise DataError(f"--images shows the predictions of one run but {len(runs)} are named: name one")
-    _with_images(runs[0], images, given, device, write_page)
+    for path in runs:
+        RunRecord(path)  # refuses files that cannot be read before all images are predicted
+    _with_images(runs[0], images, asked, device, out, made_by)
+
+
+def _write_page(runs: list[Path], out: Path, made_by: str, extra: str = "") -> None:
+    """Write the page of runs to the file `out`. extra: further HTML."""
+    from vitpar.runs.folder import RunRecord
+    from vitpar.runs.page import report as page_of
+
+    page = page_of([RunRecord(path) for path in runs], made_by=made_by, extra=extra)
+    write(out, page)
+    typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
 
 
 def _refuse_idle(
@@ -121,19 +128,15 @@ def _refuse_idle(
         raise DataError(f"{idle} does nothing without --images: add --images N, or leave it out")
 
 
-def _with_images(
-    run: Path, number: int, given: dict[str, object], device: str | None, write_page: Callable[[str], None]
-) -> None:
+def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
     """Predict the validation images of a run on one device, and write the page with them."""
+    from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.training.image_data import open_split
     from vitpar_cli.predict import class_names
     from vitpar_cli.saved_model import AT_ONCE, saved_model
 
-    saved = saved_model(run, given, None, doing="an evaluation")
-    from vitpar.data import ShardSet
-    from vitpar.data.image_files import NotedImages
-    from vitpar.training.input import open_split
-
-    if not saved.task(None).OUTPUTS_ARE_LABELS:
+    saved = saved_model(run, asked, doing="an evaluation")
+    if not saved.task().OUTPUTS_ARE_LABELS:
         raise DataError(
             f"--images shows classes, which task '{saved.recipe.task.name}' does not predict: leave it out, or write "
             "the predictions with `vitpar eval --predictions`"
@@ -144,23 +147,33 @@ def _with_images(
     validation, note = saved.labelled(validation)
     assert isinstance(validation, ShardSet)
     names = class_names(saved) or validation.class_names or tuple(map(str, range(validation.num_classes)))
+    planned = saved.in_batches_of(min(len(validation), AT_ONCE)).planned(device)
+    planned.run(_predict, validation, note, names, number, run, out, made_by)
+
+
+def _predict(
+    device: "torch.device",
+    planned: "PlannedModel",
+    validation: "ShardSet",
+    note: str | None,
+    names: Sequence[str],
+    number: int,
+    run: Path,
+    out: Path,
+    made_by: str,
+) -> int:
+    """Predict validation images on `device`, write the page with them, and return the exit code."""
+    from vitpar.data.image_files import NotedImages
+    from vitpar.runs.predictions import predict
+    from vitpar.runs.sheet import sheet
+    from vitpar.training.inference import skipping
+    from vitpar.training.input import Input
+
     source = NotedImages(validation)
-    planned = saved.in_batches_of(min(len(source), AT_ONCE)).planned(device)
-
-    def work(device: "torch.device") -> int:
-        from vitpar.runs.predictions import predict
-        from vitpar.runs.sheet import sheet
-        from vitpar.training.inference import skipping
-        from vitpar.training.input import Input
-
-        model, warning = planned.built(device)
-        with progress_bar("predicting") as progress:
-            predicted = predict(
-                model, Input(skipping(planned.recipe), model, saved.task(None)), source, names, progress
-            )
-        warn(warning, note)
-        about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
-        write_page(sheet(predicted, validation.read, number, about))
-        return report_bad(source.problems)
-
-    run_in_world(planned.chosen, planned.device_type, work)
+    model, warning = planned.built(device)
+    with progress_bar("predicting") as progress:
+        predicted = predict(model, Input(skipping(planned.recipe), model, planned.task()), source, names, progress)
+    warn(warning, note)
+    about = f"By the weights in {planned.folder}, for the validation images of {validation.place}."
+    _write_page([run], out, made_by, sheet(predicted, validation.read, number, about))
+    return report_bad(source.problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import DataError
-from vitpar_cli import recipe_options as o
+from vitpar.launch.resources import choose_device
+from vitpar.launch.world import Device
+from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.training.ranks import choose_plan
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.machine import on_device
+from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
 from vitpar_cli.hub import local_weights
-from vitpar_cli.world import Device, choose_device
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.tasks import Task
-    from vitpar.training.input import ImageSet
-    from vitpar.training.recipe import Recipe
-    from vitpar.training.recipe.recipe import Chosen
+    from vitpar.training.image_data import ImageSet
 
 CheckpointDir = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
@@ -47,15 +52,12 @@ class SavedModel:
         train = self.recipe.train.model_copy(update={"batch_size": images})
         return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
 
-    def task(self, images: ImageSet | None) -> Task:
-        """Return the task that the model was trained for, for the labels of `images` (None: of its training).
+    def task(self) -> Task:
+        """Return the task that the model was trained for.
 
         Raises RecipeError for a task of the user whose file was not named.
         """
-        from vitpar.tasks import LabelSet, task_of
-
-        labels = LabelSet(self.config.num_classes) if images is None else LabelSet.of(images)
-        return task_of(self.recipe, labels)
+        return task_of(self.recipe, LabelSet(self.config.num_classes))
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
         """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
@@ -64,9 +66,9 @@ class SavedModel:
         """
         from vitpar.data.classes import match_classes
         from vitpar.data.shards.shard_set import ShardSet
-        from vitpar.weights.folder import read_class_names
+        from vitpar.weights.classes import read_class_names
 
-        if not self.task(None).OUTPUTS_ARE_LABELS:
+        if not self.task().OUTPUTS_ARE_LABELS:
             return images, None
         classes = self.config.num_classes
         names = read_class_names(self.folder, classes)
@@ -89,11 +91,12 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.training.input import transforms
+        from vitpar.training.image_data import transform_settings
 
         device_type = choose_device(device)
-        recipe, chosen = o.decide(self.recipe, self.config, device_type)
-        transforms(recipe, self.config.image_size)  # refuses invalid settings before ranks start
+        recipe = on_device(self.recipe, device_type)
+        transform_settings(recipe, self.config.image_size)
+        chosen = choose_plan(recipe, self.config, device_type)
         return PlannedModel(self.folder, self.config, recipe, device_type, chosen)
 
 
@@ -111,6 +114,14 @@ class PlannedModel:
     """Type of the device."""
     chosen: Chosen
     """Plan."""
+
+    def task(self, images: ImageSet | None = None) -> Task:
+        """Return the task that the model was trained for, for the labels of `images` (None: of its training)."""
+        return task_of(self.recipe, LabelSet(self.config.num_classes) if images is None else LabelSet.of(images))
+
+    def run(self, work: Callable[..., int], *arguments: object) -> None:
+        """Call ``work(device, self, *arguments)`` on every rank of the plan, as `run_in_world` does."""
+        run_in_world(self.chosen.plan.world_size, self.device_type, work, self, *arguments)
 
     def built(
         self, device: torch.device, data: Mapping[str, ImageSet] | None = None
@@ -143,19 +154,12 @@ class PlannedModel:
         return model, attention.warning
 
 
-def saved_model(
-    checkpoint: Path,
-    given: Mapping[str, object],
-    assignments: list[str] | None,
-    *,
-    doing: str,
-    mesh: str = "dp1",
-) -> SavedModel:
+def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1") -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 
     checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
         not ended, its newest checkpoint.
-    given: settings by dotted key.
+    request: settings that replace those of the weights' recipe.
     doing: kind of command, a key of ``COMMANDS``.
 
     Raises DataError, CheckpointError and RecipeError.
@@ -163,17 +167,15 @@ def saved_model(
     checkpoint = local_weights(checkpoint)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
-    o.refuse_idle(assignments, doing)
+    request.refuse_idle(doing)
     folder = _weights_of(checkpoint)
-    from vitpar.training.recipe import read_recipe
-    from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
     from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(folder)
-    recipe = o.without_commands(read_recipe(folder / RECIPE, given, assignments or ()), assignments)
+    recipe = request.without_commands(read_recipe(folder / RECIPE, request.given, request.assignments))
     # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
     plain = {"attention": "auto", "compile": False}
-    ours = {key: value for key, value in plain.items() if not o.assigned(assignments, f"train.{key}")}
+    ours = {key: value for key, value in plain.items() if f"train.{key}" not in request.assigned}
     update = {
         "parallel": ParallelSection(mesh=mesh),
         "communication": CommunicationSection(),

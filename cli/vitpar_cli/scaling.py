@@ -54,8 +54,7 @@ def scaling(
     """
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
-    given = o.checked_settings(scaling, locals())
-    merged = profiled.planned_recipe(recipe, given, assignments, doing="a prediction of scaling")
+    merged = profiled.planned_recipe(o.request(scaling, locals()), doing="a prediction of scaling")
     limit = None if memory is None else parse_size(memory)
 
     from vitpar.planner.report.data import SCALING_COLUMNS, scaling_notes, scaling_rows, scaling_to_json

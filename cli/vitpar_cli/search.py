@@ -122,9 +122,7 @@ def search(
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
     request = SearchRequest(
-        recipe,
-        o.checked_settings(search, locals()),
-        assignments,
+        o.request(search, locals()),
         hardware,
         model_profile,
         num_classes,
@@ -220,7 +218,7 @@ def _train_command(
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
-    recipe, given = request.recipe_file, request.given
+    recipe, given = request.asked.path, request.asked.given
     words += ["--recipe", str(recipe)] if recipe else []
     words += ["--model", model] if model else []
     words += ["--set", f"model.image_size={costs.config.image_size}"] if resized else []

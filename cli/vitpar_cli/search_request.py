@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import UserError
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import profiled
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ ROW_SECONDS = 2.0
 class SearchRequest:
     """Options of `vitpar search` that all its searches share."""
 
-    recipe_file: Path | None
-    """Recipe file; None for a published model or the shipped recipe."""
-    given: Mapping[str, object]
-    """Settings by dotted key."""
-    assignments: list[str] | None
-    """Settings of ``--set``."""
+    asked: RecipeRequest
+    """Recipe and its settings."""
     hardware: Path | None
     """Hardware profile; None for hardware.json, or with a cluster."""
     model_profile: Path | None
@@ -55,8 +52,7 @@ class SearchRequest:
 
     def recipe(self, model: str | None, image_size: int | None) -> Recipe:
         """Return the recipe with this model and image size; None for its own."""
-        named = {"model.name": model, "model.image_size": image_size}
-        return profiled.planned_recipe(self.recipe_file, {**self.given, **named}, self.assignments)
+        return profiled.planned_recipe(self.asked | {"model.name": model, "model.image_size": image_size})
 
     def costs(self, recipe: Recipe, cluster: str | None) -> LayerCosts:
         """Return the costs of the recipe's model on a cluster; None for the profiled machine."""

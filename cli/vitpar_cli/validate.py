@@ -11,19 +11,26 @@ from rich.console import Console
 
 from vitpar.errors import PlannerError
 from vitpar.io import read_json
+from vitpar.launch.resources import choose_device
+from vitpar.launch.world import Device
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
+from vitpar.training.ranks import resolve
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of
 from vitpar_cli.search_view import model_words, print_origin, print_plans
-from vitpar_cli.world import choose_device, end, enter, resolve
+from vitpar_cli.world import run_ranks
 
 if TYPE_CHECKING:
+    from vitpar.launch import World
     from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.cost.price import Price
     from vitpar.planner.report.accuracy import AccuracyRow
     from vitpar.strategy import Plan
+    from vitpar.training.recipe import Recipe
 
 
 def validate(
@@ -67,7 +74,6 @@ def validate(
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.measure.steps import example_plans
-    from vitpar.planner.report.accuracy import AccuracyRow, correction, measured_before
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.state_memory import moments
 
@@ -80,7 +86,7 @@ def validate(
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
     # --microbatches applies to the plans on the command line, not to the recipe's plan.
-    merged = o.merged_recipe(recipe, {"train.batch_size": batch_size}, None)
+    merged = RecipeRequest(recipe, {"train.batch_size": batch_size}).read()
     device_type, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model
@@ -98,35 +104,57 @@ def validate(
     prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
     earlier = _rows_of(out, costs) if resume and out is not None else []
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
-    world = enter(machine.ranks, device_type)
+    run_ranks(
+        *(machine.ranks, device_type, _validate),
+        *(device_type, seconds, merged, costs, chosen, prices, earlier if resume else None, out, corrected, as_json),
+    )
 
+
+def _validate(
+    world: "World",
+    device_type: Device,
+    seconds: float,
+    recipe: "Recipe",
+    costs: "LayerCosts",
+    plans: "list[Plan]",
+    prices: "list[Price]",
+    earlier: list[dict] | None,
+    out: Path | None,
+    corrected: tuple[Path, Path] | None,
+    as_json: bool,
+) -> int:
+    """Run plans with a rank of `world` and compare them with their prices, and return the exit code.
+
+    earlier: rows of a stopped validation; None if there is none.
+    corrected: files for the corrected profiles; None for none.
+    """
     from vitpar.planner.measure.clock import load_share
     from vitpar.planner.measure.steps import PlanRunner, Training
+    from vitpar.planner.report.accuracy import AccuracyRow, correction, measured_before
 
+    machine, profile = costs.hardware, costs.model
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
-    training = Training(merged.model_copy(update={"train": merged.train.model_copy(update=profiled)}), costs.whole)
+    training = Training(recipe.model_copy(update={"train": recipe.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
-    known = measured_before(prices, runner.agree(earlier)) if resume else []
+    known = measured_before(prices, runner.agree(earlier)) if earlier is not None else []
     rows = [AccuracyRow(predicted, measured, profile.pace) for predicted, measured in zip(prices, known, strict=False)]
     favourite, done = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
-    for run, (index, measured) in enumerate(runner.measure(training, chosen, favourite, known), start=done + 1):
-        rows[index : index + 1] = [
-            AccuracyRow(prices[index], measured, profile.pace)
-        ]  # appends in the first run of a plan, replaces in later ones
+    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=done + 1):
+        # Appends in the first run of a plan, replaces in later ones.
+        rows[index : index + 1] = [AccuracyRow(prices[index], measured, profile.pace)]
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
-            progress(f"run {run}, of {max(run, 2 * len(chosen))} or more: {chosen[index]}")
+            progress(f"run {run}, of {max(run, 2 * len(plans))} or more: {plans[index]}")
     if world.rank == 0:
         if corrected is not None:
             factors = correction([row.evidence for row in rows])
-            better = factors.of(machine, profile)
-            better[0].save(corrected[0])
-            better[1].save(corrected[1])
-            complain(f"corrected profiles written to {correct}: {factors}")
+            for better, file in zip(factors.of(machine, profile), corrected, strict=True):
+                better.save(file)
+            complain(f"corrected profiles written to {corrected[0].parent}: {factors}")
         print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
-    end(world)
+    return 0
 
 
 def _rows_of(out: Path, costs: "LayerCosts") -> list[dict]:

@@ -14,6 +14,8 @@ from vitpar.text import nearest, shown
 T = TypeVar("T")
 LOADED: dict[Path, ModuleType] = {}
 """Modules of the files that were run, by their paths."""
+NAMED: list[tuple[str, str]] = []
+"""What this process has loaded: model or task, and FILE.py:NAME. Processes that unpickle its objects load it first."""
 
 
 def load_class(text: str, base: type[T], what: str, error: type[UserError]) -> tuple[type[T], str]:
@@ -42,6 +44,7 @@ def load_class(text: str, base: type[T], what: str, error: type[UserError]) -> t
             f"'{shown(file)}' has no {what} called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
             f"that derives from vitpar.{base.__name__}{', such as ' + known[0] if known else ''}"
         )
+    NAMED.append((what, text))
     return cls, f"{path.name}:{attribute}"
 
 

@@ -25,8 +25,9 @@ from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.sharded import local
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.input import open_split
+from vitpar.training.image_data import open_split
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent
 
@@ -45,12 +46,14 @@ def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Benchmark:
     """Benchmark a recipe; runs on every rank."""
+    recipe = replace_auto_precision(recipe, "cpu")
     config = recipe.config(CLASSES)
     images = open_split(recipe, "train") if reads else None
     return bench(recipe, config, recipe.plan(config), device, images, SETTINGS, traces=traces)
 
 
 def trained_parts(device: torch.device, recipe: Recipe) -> TrainingComponents:
+    recipe = replace_auto_precision(recipe, "cpu")
     config = recipe.config(CLASSES)
     return build(recipe, config, recipe.plan(config), device)
 

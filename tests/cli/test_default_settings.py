@@ -11,9 +11,9 @@ import torch
 from helpers.command_line import Command, Refused, printed
 from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN
-from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
-from vitpar_cli.recipe_options import training_recipe
+from vitpar.training.recipe.request import RecipeRequest
 
 IMAGES = TRAIN * CLASSES
 MODEL = "vit_nano_patch4_8"
@@ -57,15 +57,19 @@ def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str
 def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.chdir(place)
     named = {"data.path": "data"}
-    used, images = training_recipe(None, named, None)
+
+    def training_recipe(*request: Any) -> tuple[Recipe, int | None]:
+        return RecipeRequest(*request).read_with_defaults()[:2]
+
+    used, images = training_recipe(None, named)
     assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"}, side=10)
     assert used.model.name == "vit_tiny_patch2_10"
     assert training_recipe(None, {}, ["data.path=data"]) == (used, images)
     streamed, images = training_recipe(None, {}, list(STREAM))
     assert images == 77 and streamed.train.epochs == used.train.epochs and streamed.augment.mixup == 0
-    assert training_recipe(None, {}, None) == (read_recipe(DEFAULT_RECIPE), None)
+    assert training_recipe(None, {}) == (read_recipe(DEFAULT_RECIPE), None)
     file = Path("recipe.toml")
-    assert training_recipe(file, named, None) == (read_recipe(file, {"data.path": "data"}), None)
+    assert training_recipe(file, named) == (read_recipe(file, {"data.path": "data"}), None)
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup_steps is None
     rows = [
@@ -110,7 +114,6 @@ def test_all_commands_resolve_the_precision(
     one_gpu: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vitpar.parallel import attention
     from vitpar.training.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
 
@@ -124,7 +127,7 @@ def test_all_commands_resolve_the_precision(
         raise Resolved
 
     monkeypatch.setattr(machine, "replace_auto_precision", noted)
-    monkeypatch.setattr(attention, "refuse_attention", end)
+    monkeypatch.setattr(machine, "refuse_attention", end)
     monkeypatch.chdir(place)
     calls: dict[str, tuple[Any, tuple[str, ...]]] = {
         "train": (train.train, ("--data", "data")),

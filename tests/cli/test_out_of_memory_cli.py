@@ -18,7 +18,7 @@ if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PH
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if os.environ["FAILING_PHASE"] == "build":
         import vitpar.training.build
-        vitpar.training.build.parallelize = fail
+        vitpar.training.build.parallelize_checked = fail
     else:
         import vitpar.models.vit.layers
         vitpar.models.vit.layers.Block.forward = fail

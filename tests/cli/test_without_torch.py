@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from helpers.command_line import run, run_without_torch
+from helpers.shared_runs import shared_run
+from helpers.small_data import pack_small
 from vitpar.launch import resources
 
 MISTAKES = [
@@ -38,6 +41,39 @@ MISTAKES = [
 def test_mistakes_are_refused_without_importing_torch(tmp_path: Path) -> None:
     commands = [words for words, _ in MISTAKES]
     for done, (words, message) in zip(run_without_torch(tmp_path, commands), MISTAKES, strict=True):
+        assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
+
+
+WRONG_RUNS = [
+    ("--set data.crop_scale=[0.5,0.2]", "crop scale (0.5, 0.2) must be a range"),
+    ("--set augment.policy=randd", "unknown augmentation 'randd'"),
+    ("--mesh tp3", "tp3 does not divide the 2 heads"),
+    ("--mesh dp3", "a batch of 8 images does not divide into the 3 data-parallel parts"),
+    ("--mesh dp2+zero2 --schedule zbvzerobubble", "schedule zbvzerobubble needs pp"),
+    ("--set train.freeze=foo", "has no blocks called 'foo'"),
+    ("--set communication.prefetch=2", "communication.prefetch is 2, which does nothing with 'dp1' in fp32"),
+    ("--set train.attention=cudnn --device cpu", "train.attention 'cudnn' does not run on a cpu device"),
+    ("--device tpu", "unknown device 'tpu': use cpu or cuda"),
+    ("--batch-size 16000000 --set model.image_size=2048", "use a smaller --batch-size"),
+    ("--run-dir data", "the run folder 'data' exists and is not empty"),
+    ("--data no_val --set checkpoint.keep_best=true", "'no_val' has no val split"),
+    ("--weights gone", "--weights 'gone' does not exist"),
+    ("--ranks 4", "--ranks requires --mesh auto, but the mesh is 'dp1'"),
+    ("--mesh auto --schedule gpipe --split even", "parallel.split is searched with --mesh auto"),
+    ("--allow-change data", "--allow-change data does nothing without --resume"),
+    ("--resume run --batch-size 16", "these settings changed: train.batch_size was 8 and is 16"),
+    ("--resume run --set optimizer.lr=0.5", "these settings changed: optimizer.lr was"),
+]
+
+
+def test_wrong_settings_of_a_training_are_refused_without_importing_torch(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Settings, the index of the data, the plan and a checkpoint are checked before torch is imported."""
+    place = shutil.copytree(shared_run("small", tmp_path_factory), tmp_path / "place")
+    pack_small(tmp_path / "other", val=False).rename(place / "no_val")
+    commands = [["train", "--recipe", "recipe.toml", *words.split()] for words, _ in WRONG_RUNS]
+    for done, (words, message) in zip(run_without_torch(place, commands), WRONG_RUNS, strict=True):
         assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Server with torch and vitpar loaded: `python -m vitpar_cli.main` runs in a fork of it, without seconds of imports.
+"""Server with torch and vitpar loaded: commands and their ranks run in forks of it, without seconds of imports.
 
     test, or launcher of ranks ── request ──> server ── fork ──> waiter ── fork ──> command, in a new session
                                <── process id, then wait status ───┘
@@ -24,12 +24,13 @@ import sys
 from contextlib import suppress
 from typing import Any, ClassVar
 
-MODULE = "vitpar_cli.main"
+MODULES = ("vitpar_cli.main", "vitpar_cli.worker")
+"""Programs that run in forks: commands, and the ranks that they start."""
 LOADED = f"""
-{MODULE} vitpar.check vitpar.bench vitpar.training.trainer vitpar.training.tracked vitpar.planner.report vitpar.runs
-vitpar.planner.out_of_memory vitpar.weights.importing vitpar_cli.progress vitpar_cli.plan_view torch.profiler
-torch.distributed.checkpoint torch.distributed.elastic.agent.server einops._torch_specific safetensors.torch numpy.ma
-PIL.JpegImagePlugin PIL.PngImagePlugin
+{" ".join(MODULES)} vitpar.check vitpar.bench vitpar.training.trainer vitpar.training.tracked vitpar.planner.report
+vitpar.runs vitpar.planner.out_of_memory vitpar.weights.importing vitpar_cli.progress vitpar_cli.plan_view
+torch.profiler torch.distributed.checkpoint torch.distributed.elastic.agent.server einops._torch_specific
+safetensors.torch numpy.ma PIL.JpegImagePlugin PIL.PngImagePlugin
 """.split()
 """Modules that commands import, in part when they run."""
 READ_LATE = re.compile("VITPAR_|MASTER_|RANK|WORLD|LOCAL_|TORCH(ELAST|INDUCT)|PYTORCH_NVML|PYTHONUNBUF|HF_|NO_PROXY")
@@ -54,11 +55,17 @@ class Process(subprocess.Popen[Any]):
         args, env = list(given["args"]), given["env"] or dict(os.environ)
         safe = args[1:2] == ["-P"]
         module = given["start_new_session"] and args[0] == sys.executable and args[1 + safe : 3 + safe]
-        if not self.requests or module != ["-m", MODULE] or early(env) != self.environment:
+        if not self.requests or module not in (["-m", name] for name in MODULES) or early(env) != self.environment:
             return super()._execute_child(*values)
         ends = (given[name] for name in ("p2cread", "c2pwrite", "errwrite"))
         files = [number if end == -1 else end for number, end in enumerate(ends)] + [*given["pass_fds"]]
-        request = {"words": args[3 + safe :], "safe": safe, "cwd": given["cwd"] or os.getcwd(), "env": env}
+        request = {
+            "module": args[2 + safe],
+            "words": args[3 + safe :],
+            "safe": safe,
+            "cwd": given["cwd"] or os.getcwd(),
+            "env": env,
+        }
         request["files"] = [0, 1, 2, *given["pass_fds"]]
         self._replies, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -104,7 +111,9 @@ def serve(requests: socket.socket) -> None:
         os.closerange(0, HIGH)
         os.write(HIGH, str(os.waitpid(pid, 0)[1]).encode())
         os._exit(0)
-    begin(json.loads(data), files)
+    request = json.loads(data)
+    begin(request, files)
+    return request["module"]
 
 
 def begin(request: dict[str, Any], files: list[int]) -> None:
@@ -138,12 +147,12 @@ if __name__ == "__main__":
     Process.environment = early(dict(os.environ))
     for name in LOADED:
         importlib.import_module(name)
-    del sys.modules[MODULE]  # each command runs it again
+    for name in MODULES:
+        del sys.modules[name]  # each command runs it again
     gc.freeze()  # a collection then does not copy the pages of all modules
     listener, code = socket.socket(fileno=int(sys.argv[1])), 1
-    serve(listener)
     try:
-        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+        runpy.run_module(serve(listener), run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -213,7 +213,8 @@ OF_SAVES = (*OF_RANK_0, *TOLD, "killed while staging", "killed while writing")
 def main() -> None:
     """Install the fault and run `vitpar`; its ranks are started with the same fault."""
     import vitpar.launch
-    from vitpar_cli import main as program
+    from vitpar.launch.world import REPORTS
+    from vitpar_cli import main, worker
 
     given = sys.argv[1:]
     kind, rank, count, file, _, _, *words = given
@@ -222,7 +223,7 @@ def main() -> None:
     sys.argv = ["vitpar", *words]
     if LAUNCHED or "dp1" in words:  # not in the launcher
         FAULTS[kind](Trap(int(rank), int(count), Path(file)))
-    program.main()
+    (worker if REPORTS in os.environ else main).main()
 
 
 if __name__ == "__main__":

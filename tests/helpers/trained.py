@@ -10,9 +10,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
+from vitpar.strategy import Plan
+from vitpar.tasks import LabelSet, task_of
 from vitpar.training.events import Reporter
-from vitpar.training.prepare import prepared
+from vitpar.training.image_data import open_data
+from vitpar.training.prepare import Prepared
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -55,9 +59,17 @@ def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
     return read_recipe(None, {**values, **changed})
 
 
+def prepared(recipe: Recipe, plan: Plan, **more: Any) -> Prepared:
+    """Return a run of `recipe` under `plan` without the checks of `prepare`. more: further fields of `Prepared`."""
+    recipe = replace_auto_precision(recipe, "cpu")
+    train_set, val_set = open_data(recipe)
+    task = task_of(recipe, LabelSet.of(train_set))
+    return Prepared(recipe, recipe.config(task.outputs), task, plan, train_set, val_set, **more)
+
+
 def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
     for_run = {name: more.pop(name) for name in ("resume", "allow_change") if name in more}
-    run = prepared(recipe, recipe.plan(recipe.config(7)), "cpu", run_dir=run_dir, **for_run)
+    run = prepared(recipe, recipe.plan(recipe.config(7)), run_dir=run_dir, **for_run)
     trainer = Trainer(run, CPU, reporter=Reporter(), **more)
     trainer.open()
     return trainer

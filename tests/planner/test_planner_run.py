@@ -61,7 +61,8 @@ def vitpar(tmp_path: Path) -> Command:
 def others_beside(device: torch.device) -> float | None:
     """Return the share of the cores that other programs use while a tiny model trains; runs on every rank."""
     config = model_config("vit_custom", embed_dim=16, depth=2, num_heads=2, patch_size=8, image_size=16, num_classes=2)
-    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 8, "compile": False}})
+    train = {"batch_size": 8, "compile": False, "precision": "fp32"}
+    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": train})
     plan = validate(parse("dp2"), config, 8)
     return _steps(Training(recipe, config), plan, device, seconds=0.5).others
 

@@ -17,6 +17,7 @@ from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, Shard
 from vitpar.errors import RecipeError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
@@ -100,5 +101,5 @@ def test_a_data_set_without_val_trains_alike_and_is_not_evaluated(tmp_path: Path
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert "not evaluated" in (run / "log.txt").read_text()
     with pytest.raises(RecipeError, match=r"checkpoint.keep_best needs evaluations, but .* has no val split"):
-        trainer_of(recipe_of(data, "dp1", **{"checkpoint.keep_best": True}), tmp_path / "best")
+        prepare(recipe_of(data, "dp1", **{"checkpoint.keep_best": True}), "cpu")
     assert not (tmp_path / "best").exists()

@@ -16,7 +16,8 @@ from helpers.hub_server import COMMIT, Hub, serving, use
 from helpers.small_data import pack_small
 from vitpar.errors import DataError
 from vitpar.limits import MAX_HUB_BYTES, MAX_HUB_FILES, MAX_JSON_BYTES
-from vitpar.weights.folder import open_weights, read_class_names
+from vitpar.weights.classes import read_class_names
+from vitpar.weights.folder import open_weights
 from vitpar.weights.hub import HubName, fetch, hub_name, imported
 
 NAMES = [f"kind {number}" for number in range(CLASSES)]

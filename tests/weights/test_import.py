@@ -27,7 +27,8 @@ from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.folder import RECIPE, open_weights, read_class_names
+from vitpar.weights.classes import read_class_names
+from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
 from vitpar.tasks import Task
-from vitpar.training.input import ImageSet, Input, synthetic_batch
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Input, synthetic_batch
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import StepInput
 

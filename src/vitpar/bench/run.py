@@ -31,7 +31,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.input import ImageSet
+from vitpar.training.image_data import ImageSet
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import Garbage

@@ -101,11 +101,32 @@ def check_plan(
         model has outputs.
     tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.
 
-    Raises RecipeError as `build` does.
+    Raises RecipeError as `build` does, and StrategyError for settings that clash or have no effect under the plan.
     """
-    recipe = _for_check(replace_auto_precision(recipe, device.type))
+    recipe = replace_auto_precision(recipe, device.type)
+    recipe.refuse_clashes(plan, recipe.communication_under(plan))
+    return compare_with_one_process(
+        *(recipe, config, plan, device, task or task_of(recipe, LabelSet(config.num_classes))),
+        tolerance=tolerance,
+        sgd_steps=sgd_steps,
+        recipe_steps=recipe_steps,
+    )
+
+
+def compare_with_one_process(
+    recipe: Recipe,
+    config: ModelConfig,
+    plan: Plan,
+    device: torch.device,
+    task: Task,
+    *,
+    tolerance: float | None = None,
+    sgd_steps: int = 2,
+    recipe_steps: int = 2,
+) -> CheckResult:
+    """Compare trainings as `check_plan` does, of a recipe and a plan that are checked."""
+    recipe = _for_check(recipe)
     config = config.perturbed
-    task = task or task_of(recipe, LabelSet(config.num_classes))
     refuse_wrong_task(task, checked=True)
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0

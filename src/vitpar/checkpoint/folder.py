@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, model_validator
 
 from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, STATE, Index, damage, first_line, read_index
 from vitpar.errors import CheckpointError
 from vitpar.io import read_json
-from vitpar.launch.world_group import all_gather_json
 from vitpar.text import ranks
 
 _NAME = re.compile(r"step_(\d+)")
@@ -110,6 +108,10 @@ class Checkpoint:
 
         Raises CheckpointError on all ranks if there is none, any file is damaged, or ranks see different checkpoints.
         """
+        import torch.distributed as dist
+
+        from vitpar.launch.world_group import all_gather_json
+
         checkpoint, wrong = None, None
         try:
             checkpoint = cls.open(path)

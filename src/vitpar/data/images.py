@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,10 @@ FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".web
 _ORIENTATION = 0x0112  # Exif tag
 _HEADER = 1 << 16  # leading bytes in which the Exif header is searched
 _BLOCK = 1 << 18  # bytes that are compared at a time, so that temporary arrays stay small
+
+
+BadSample = Literal["fail", "skip"]
+"""Treatment of a bad sample: "fail" raises DataError, "skip" leaves it out and counts it."""
 
 
 class BadImage(DataError):

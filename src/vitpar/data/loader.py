@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Required, TypedDict, Unpack
+from typing import Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -23,15 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.cache import CachedSet
-from vitpar.data.images import BadImage, decode
+from vitpar.data.images import BadImage, BadSample, decode
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
-
-BadSample = Literal["fail", "skip"]
-"""Treatment of a bad sample: "fail" raises DataError, "skip" leaves it out and counts it."""
 
 _PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly

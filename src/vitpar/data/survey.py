@@ -1,7 +1,6 @@
 """Survey of a packed data set: counts and sizes, and a contact sheet of augmented samples."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -14,11 +13,11 @@ from vitpar.data.images import BadImage, decode, image_size
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.sides import spread
 from vitpar.data.transforms.batch import Mix
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
-HEADERS = 200  # images of a split whose sizes are read
 ROWS, EPOCHS = 6, 7  # rows and augmented columns of the contact sheet
 _GAP, _LINE, _LEAST = 4, 12, 64  # gap, height of a line of text and least size of a shown image, in pixels
 T = TypeVar("T")
@@ -71,7 +70,7 @@ def survey(folder: str | Path) -> Survey:
     splits: dict[str, SplitSurvey] = {}
     for name in manifest.splits:
         shards = ShardSet.open(folder, name)
-        sizes = np.array([_made_of(shards, i, lambda data: (*image_size(data), len(data))) for i in _spread(shards)])
+        sizes = np.array([_made_of(shards, i, lambda data: (*image_size(data), len(data))) for i in spread(shards)])
         width, height, image_bytes = np.quantile(sizes, (0, 0.25, 0.5, 0.75, 1), axis=0, method="nearest").T.tolist()
         splits[name] = {
             "samples": len(shards),
@@ -89,23 +88,6 @@ def survey(folder: str | Path) -> Survey:
         "class_names": manifest.class_names,
         "splits": splits,
     }
-
-
-def shorter_side(shards: ShardSet) -> int | None:
-    """Return the median of the shorter sides of a split's images, in pixels; None if none can be read.
-
-    It looks at those images that `survey` looks at.
-    """
-    sides = []
-    for i in _spread(shards):
-        with suppress(BadImage):  # training decides what a damaged one means
-            sides.append(min(image_size(shards.read(i))))
-    return int(np.median(sides)) if sides else None
-
-
-def _spread(shards: ShardSet) -> list[int]:
-    """Return at most HEADERS samples that are spread evenly over a split."""
-    return np.unique(np.linspace(0, len(shards) - 1, HEADERS).astype(int)).tolist()
 
 
 def _made_of(shards: ShardSet, i: int, make: Callable[[bytes], T]) -> T:

@@ -92,7 +92,7 @@ def spawn(
     *,
     device: Device,
     env: Mapping[str, str] | None = None,
-    handed: str | None = None,
+    handed: bytes | None = None,
     debug: bool = False,
     patient: bool = False,
     tell: Callable[[str], None] = _print,
@@ -103,7 +103,7 @@ def spawn(
 
     argv: arguments of the interpreter, for example `["-m", "package.module", "train"]`.
     env: environment variables to add to those of this process.
-    handed: text for the ranks, written to the file `HANDED` in the folder that the variable `REPORTS` names.
+    handed: bytes for the ranks, which read them with `handed_over`.
     debug: whether to show the traceback of a UserError or FaultError before its sentence.
     patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C only asks the ranks to end, by SIGTERM, and waits for them. A
     second one ends them.
@@ -122,7 +122,7 @@ def spawn(
     _check_room(num_workers, device)
     with reports_folder() as folder, StopRequest(only_note=True, notice=STOPPING if patient else "") as stop:
         if handed is not None:
-            (folder / HANDED).write_text(handed, encoding="utf-8")
+            (folder / HANDED).write_bytes(handed)
         # TCPStore would listen on all interfaces. This socket listens on loopback, and the store takes it over.
         listener = socket.create_server((LOOPBACK, 0))
         with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
@@ -140,6 +140,11 @@ def spawn(
     if message:
         tell(message)
     return code
+
+
+def handed_over() -> bytes:
+    """Return the bytes that the process that started this rank hands to its ranks."""
+    return Path(os.environ[REPORTS], HANDED).read_bytes()
 
 
 def _check_room(num_workers: int, device: Device) -> None:

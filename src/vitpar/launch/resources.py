@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vitpar.errors import LaunchError
+from vitpar.launch.world import Device
 
 ENOUGH = 4096
 """Open files that a process may have if its hard limit allows it: for data shards and process groups of many axes."""
@@ -47,6 +48,25 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def choose_device(name: str | None) -> Device:
+    """Return the kind of device to compute on: `name`, or if None, CUDA if there is a GPU and else the CPU.
+
+    Raises LaunchError for an unknown or missing device.
+    """
+    if name is None:
+        return "cuda" if has_cuda() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise LaunchError(f"unknown device '{name}': use cpu or cuda")
+    if name == "cuda" and not has_cuda():
+        raise LaunchError("device is 'cuda' but this machine has no CUDA GPU: use --device cpu")
+    return "cuda" if name == "cuda" else "cpu"
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_cores() -> int:

@@ -32,8 +32,8 @@ Launcher = Literal["none", "vitpar", "torchrun", "environment", "openmpi", "slur
 
 REPORTS = "VITPAR_REPORTS"
 """Environment variable of workers that vitpar started itself: the folder of their error reports."""
-HANDED = "handed.json"
-"""File in that folder with the text that the launcher hands to its ranks."""
+HANDED = "handed"
+"""File in that folder with the bytes that the launcher hands to its ranks."""
 LOOPBACK = "127.0.0.1"
 # Below the ephemeral ports of the kernel (32768 and up on Linux), so that no client socket uses one of them.
 FIRST_PORT, NUM_PORTS = 20000, 12000

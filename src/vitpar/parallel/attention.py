@@ -32,12 +32,11 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.strategy.kernels import ATTENTION_KERNELS, refuse_attention
 from vitpar.text import either
 
 CANDIDATES = ("cudnn", "flash", "efficient")
 """Kernels that are timed on a GPU if the recipe names none."""
-KNOWN = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
-"""Kernels that can be named, by device type."""
 WARM_UP, READINGS, TIMES = 3, 5, 5
 """Warm-up runs, timed readings (the fastest counts), and runs per reading."""
 CLEARLY = 0.97
@@ -85,7 +84,7 @@ def choose_attention(
     if not config.heads:  # a model of the user's own may compute attention, of a shape that nothing describes
         use_attention(wanted)
         return AttentionChoice(wanted)
-    known = KNOWN[device.type]
+    known = ATTENTION_KERNELS[device.type]
     tries = [(wanted,)] if wanted != "auto" else [(kept,), CANDIDATES] if kept in known else [CANDIDATES]
     for names in tries:
         seconds = probe(names, config, plan, batch_size, precision, device)
@@ -119,15 +118,6 @@ def _fastest(seconds: dict[str, float]) -> str | None:
         return None
     best = min(able, key=lambda name: seconds[name])
     return best if seconds[best] < CLEARLY * seconds[able[0]] else able[0]
-
-
-def refuse_attention(wanted: str, device_type: str) -> None:
-    """Raise RecipeError for a kernel that does not exist on devices of this type."""
-    known = KNOWN[device_type]
-    if wanted not in ("auto", *known):
-        raise RecipeError(
-            f"train.attention '{wanted}' does not run on a {device_type} device: use auto, {' or '.join(known)}"
-        )
 
 
 def use_attention(backend: str | None, *, allow_math: bool = True) -> None:

@@ -35,7 +35,7 @@ from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.strategy.execution import Execution, adds_no_gradients
+from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
 from vitpar.strategy.layout import copies
 from vitpar.strategy.stages import travel_layouts
 
@@ -47,6 +47,7 @@ class ParallelModel:
     the complete batch, on every rank. Ranks where `gives_logits` return logits and losses. `forward_backward`,
     `global_loss` and `predict` are collective over all ranks of the plan.
 
+    executions: rules of every layer of the model, by name (``Execution.layers``).
     pipe: mesh (pp, stage) over the world.
     meshes: mesh of each layer, by name.
     partial: parameters whose gradients are partial over tensor-parallel axes, by layer.
@@ -59,6 +60,7 @@ class ParallelModel:
         config: ModelConfig,
         plan: Plan,
         execution: Execution,
+        executions: Mapping[str, LayerExecution],
         pipe: DeviceMesh,
         stages: dict[int, StageModule],
         meshes: dict[str, DeviceMesh],
@@ -91,7 +93,6 @@ class ParallelModel:
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
-        executions = execution.layers(plan, config)
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
         # Schedules with a separate backward for weights do not trigger the hooks that count gradients.

@@ -52,22 +52,31 @@ def parallelize(
     Needs an initialised process group whose world size is the plan's. Collective. Raises StrategyError and RecipeError
     for settings that clash, have no effect under the plan, or cannot run on `device`.
     """
-    device = torch.device(device)
     refuse_clashes(plan, execution.precision, execution.compile)
     refuse_unused(plan, execution.precision, asdict(execution.communication))
+    return parallelize_checked(config, plan, execution, torch.device(device), loss)
+
+
+def parallelize_checked(
+    config: ModelConfig, plan: Plan, execution: Execution, device: torch.device, loss: Loss = CrossEntropy()
+) -> ParallelModel:
+    """Do as `parallelize`, with settings that have been compared with the plan (``Recipe.chosen``). Collective.
+
+    Raises RecipeError for settings that cannot run on `device`.
+    """
+    strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
     if execution.compile:
         # A global of torch for everything compiled from here on: set it for every model, so that a model does not
         # inherit the budget of an earlier one. 1.0 is torch's default.
         budget = execution.activation_memory_budget
         torch._functorch.config.activation_memory_budget = 1.0 if budget is None else budget
-        _allow_graphs(config, plan, execution)
+        _allow_graphs(config, strategies, executions)
     precision = resolve_precision(execution.precision, execution.reduce_dtype)
     if precision.float8 and (fault := float8_fault(device)):
         raise RecipeError(f"train.precision is fp8, but {fault}: use bf16")
     if precision.float8:
         refuse_small(config, execution.fp8_min_features)
     pipe = pipeline_mesh(plan, device.type)
-    strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
     meshes = {strategy: layer_mesh(plan, strategy, device.type) for strategy in plan.distinct}
     by_name = {name: meshes[strategy] for name, strategy in strategies.items()}
     # One mesh object for all layers of a strategy: for another object the compiler would make another graph.
@@ -91,7 +100,9 @@ def parallelize(
         _materialise(stage, executions, device)
         initialise(stage, execution.seed, config)
         stages[index] = stage
-    return ParallelModel(config, plan, execution, pipe, stages, by_name, partial_gradients, sharing, device, loss)
+    return ParallelModel(
+        config, plan, execution, executions, pipe, stages, by_name, partial_gradients, sharing, device, loss
+    )
 
 
 GRAPHS = 8
@@ -99,13 +110,12 @@ GRAPHS = 8
 windows that are shifted or not, and as many again for batches of another size."""
 
 
-def _allow_graphs(config: ModelConfig, plan: Plan, execution: Execution) -> None:
+def _allow_graphs(config: ModelConfig, strategies: dict[str, Strategy], executions: dict[str, LayerExecution]) -> None:
     """Raise the compiler's limit of graphs for the forward of a block, for every model compiled from here on.
 
     The limit (torch's default is 8) counts the graphs of a function, and all kinds of blocks share the function
     ``Block.forward``. Beyond it the compiler silently runs a block eagerly.
     """
-    strategies, executions = plan.strategies(config.layer_names), execution.layers(plan, config)
     compiled = (name for name, layer in config.layers.items() if layer.compiled)
     kinds = {(config.layers[name].kind, strategies[name], executions[name].backward) for name in compiled}
     limits = torch._dynamo.config

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError
+from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
-from vitpar.planner.measure.device import memory_bytes
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch
@@ -22,6 +20,9 @@ from vitpar.strategy import Plan, place_of_rank
 from vitpar.text import count, either, size
 from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
 
 # The CUDA driver and cuBLAS allocate outside of torch's allocator, and say so in a RuntimeError.
 _TEXT = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
@@ -48,6 +49,8 @@ def explain_memory(recipe: Recipe, config: ModelConfig, plan: Plan, device: torc
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error` or one of its causes reports that CUDA is out of memory."""
+    import torch
+
     # torch's pipelining wraps errors, so the causes count too.
     if error is None:
         return False
@@ -96,7 +99,7 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
         memory = _of_recipe(recipe, config, plan)
     except PlannerError:
         return
-    need, there = max(memory, key=lambda one: one.total), memory_bytes(torch.device("cpu"))
+    need, there = max(memory, key=lambda one: one.total), host_memory()
     if local_ranks * need.total > IMPOSSIBLE * there:
         batch = smaller_batch(plan, recipe.train.batch_size)
         raise RecipeError(
@@ -112,6 +115,8 @@ def memory_warning(
 
     On a CPU the `local_ranks` ranks of the machine share its memory.
     """
+    from vitpar.planner.measure.device import memory_bytes
+
     try:
         memory = _of_recipe(recipe, config, plan)
     except PlannerError:
@@ -126,6 +131,8 @@ def memory_warning(
 
 def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> str:
     """Return the message of an out-of-memory error of this rank: need, available memory, remedies."""
+    import torch.distributed as dist
+
     rank = dist.get_rank() if dist.is_initialized() else 0
     need = None
     with suppress(PlannerError):
@@ -152,6 +159,8 @@ def _available(device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return None
+    import torch
+
     with suppress(RuntimeError):  # the query itself can fail when memory is exhausted
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)

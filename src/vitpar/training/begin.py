@@ -21,7 +21,8 @@ from vitpar.tasks import Task
 from vitpar.training.optim.optimizer import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
-from vitpar.weights.folder import RECIPE, load_weights, open_weights, read_class_names
+from vitpar.weights.classes import read_class_names
+from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
 _OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")

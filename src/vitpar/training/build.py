@@ -13,9 +13,10 @@ import torch
 
 from vitpar.data.classes import NamedClasses
 from vitpar.models.config import ModelConfig
-from vitpar.parallel import Communication, ParallelModel, parallelize
+from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.compiling import choose_compiling
+from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
@@ -27,7 +28,6 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.step import TrainStep, nothing
 from vitpar.weights.folder import fingerprint
 
@@ -112,15 +112,15 @@ def build(
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 
+    recipe: with its precision resolved.
     config: ``recipe.config`` for the classes of the data.
-    plan: validated against `config` and the recipe's batch.
+    plan: of ``recipe.chosen``: validated against `config` and the recipe's batch, and compared with its settings.
     task: what is trained; None for the recipe's, with as many labels as the model has outputs.
     data: data sets that the training reads, by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
     layers that do not exist.
     """
-    recipe = replace_auto_precision(recipe, device.type)
     task = task or task_of(recipe, LabelSet(config.num_classes))
     refuse_wrong_task(task)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
@@ -130,7 +130,7 @@ def build(
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
-    model = parallelize(config, plan, execution(recipe, config, plan, compiling.blocks), device, task)
+    model = parallelize_checked(config, plan, execution(recipe, config, plan, compiling.blocks), device, task)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),

@@ -15,7 +15,8 @@ from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.text import count
-from vitpar.training.input import ImageSet, Input
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Input
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,12 +12,10 @@ from vitpar.data import (
     CachedSet,
     EvalLoader,
     EvalTransform,
-    Labels,
     Loader,
     LoaderSettings,
     Mix,
     Normalize,
-    SampleOrder,
     ShardSet,
     Skipped,
     StreamEvalLoader,
@@ -27,24 +24,20 @@ from vitpar.data import (
     StreamSet,
     TrainLoader,
     TrainTransform,
-    parse_policy,
 )
 from vitpar.data.image_files import NotedImages
-from vitpar.data.shards.manifest import read_manifest
-from vitpar.data.stream.urls import expand
-from vitpar.errors import DataError, ModelError
+from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.text import count
+from vitpar.training.image_data import ImageSet, order_of, transform_settings
 from vitpar.training.input_cache import make_cache
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import StepInput
 
-ImageSet = ShardSet | StreamSet
-"""Data set with `len()`, `num_classes`, and `place` for messages."""
 CHANNELS = 3
 """Channels that images are decoded to."""
 MOST_THREADS = {"cuda": 16, "cpu": 2}
@@ -63,67 +56,19 @@ def decoding_threads(recipe: Recipe, device_type: str, cores: float) -> int:
     return max(1, min(MOST_THREADS[device_type], int(cores) - 1 if device_type == "cuda" else int(cores)))
 
 
-def open_data(recipe: Recipe) -> tuple[ImageSet, ImageSet | None]:
-    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
-
-    Raises DataError.
-    """
-    path = recipe.data.path
-    has_val = path is None or "val" in read_manifest(path).splits
-    return open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
-
-
-def open_split(recipe: Recipe, split: str) -> ImageSet:
-    """Return one split of a recipe's data; a stream has `train` and `val`.
-
-    Raises DataError.
-    """
-    if recipe.data.path is not None:
-        return ShardSet.open(Path(recipe.data.path), split)
-    s = recipe.stream
-    sides = {"train": (s.train, s.samples), "val": (s.val, s.val_samples)}
-    if split not in sides:
-        raise DataError(f"no split '{split}' in a stream: it has train and val")
-    patterns, samples = sides[split]
-    assert patterns is not None and samples is not None and s.classes is not None, "the recipe has checked it"
-    labels = Labels.parse(s.label)
-    return StreamSet(expand(patterns), samples, s.classes, labels, s.shuffle_buffer, s.allow_pipe)
-
-
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
-    """Return the transforms for training and evaluation, to images of `size` pixels, and their normalisation.
+    """Return the transforms of `transform_settings`.
 
     Raises RecipeError for a setting out of its range.
     """
-    d, a = recipe.data, recipe.augment
-    train = TrainTransform(
-        size,
-        d.crop_scale,
-        d.crop_ratio,
-        d.flip,
-        d.interpolation,
-        policy=parse_policy(a.policy) if a.policy else None,
-        color_jitter=a.color_jitter if isinstance(a.color_jitter, tuple) else (a.color_jitter,) * 3,
-        erase=a.random_erasing,
-        mean=d.mean,
-        std=d.std,
-    )
-    return train, EvalTransform(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean), Normalize(d.mean, d.std)
+    train, evaluation, normalize = transform_settings(recipe, size)
+    return TrainTransform(**vars(train)), EvalTransform(**vars(evaluation)), Normalize(**vars(normalize))
 
 
 def mixing(recipe: Recipe) -> Mix:
     """Return the recipe's mixup and CutMix."""
     a = recipe.augment
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
-
-
-def order_of(recipe: Recipe, samples: int) -> SampleOrder:
-    """Return the order of `samples` training samples.
-
-    Raises RecipeError for a setting out of its range.
-    """
-    data, augment = recipe.data, recipe.augment
-    return SampleOrder(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)
 
 
 class Input:

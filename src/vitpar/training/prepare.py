@@ -1,18 +1,43 @@
-"""Preparation of a run: all that is known of it before its ranks start."""
+"""Preparation of a run: everything that settings, data and plan decide, resolved and checked before its ranks start.
+
+`prepare` is the only place that orders these checks. None of them needs torch, so a wrong setting is answered at once.
+Commands that do not train use its parts: `on_device`, `choose_plan`, `open_data`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vitpar.errors import RecipeError
+from vitpar.checkpoint import Checkpoint
+from vitpar.errors import CheckpointError, DataError, RecipeError
+from vitpar.launch.resources import choose_device
+from vitpar.launch.world import Device
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
 from vitpar.training.events import SettingsOrigin
-from vitpar.training.input import ImageSet, open_data
-from vitpar.training.recipe import Recipe
+from vitpar.training.image_data import ImageSet, open_data, order_of, transform_settings
+from vitpar.training.ranks import choose_plan
+from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.machine import on_device, refuse_huge_batch
+from vitpar.training.recipe.recipe import Chosen
+from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.recipe.sections import AUTO
+from vitpar.training.run_folder import check_run_folder
+from vitpar.training.saving.resume import (
+    Resumed,
+    allowed_changes,
+    checkpoints_of,
+    counting_images,
+    is_checkpoint,
+    resumed,
+    same_run,
+)
+from vitpar.training.tracking.tracked_run import refuse_missing
+from vitpar.weights.hub import hub_name
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,12 @@ class Prepared:
     """Training set."""
     val_set: ImageSet | None = None
     """Validation set; None if the data have none."""
+    device_type: Device = "cpu"
+    """Kind of device that the ranks compute on."""
+    because: str | None = None
+    """Reason for the plan, as one sentence; None if it is the one that the recipe asks for first."""
+    searched: bool = False
+    """Whether the plan was searched. The reason is then a message, else a warning."""
     run_dir: Path | None = None
     """Folder of the run; None for a new one under runs/."""
     resume: Path | None = None
@@ -38,25 +69,142 @@ class Prepared:
     starts from the beginning."""
     allow_change: Sequence[str] = ()
     """Settings that may differ from those of the checkpoint (``vitpar.training.saving.resume``)."""
-    messages: Sequence[str] = ()
-    """Messages to print at the start."""
     notes: Sequence[str] = ()
-    """Warnings to print at the start."""
+    """Further warnings to print at the start."""
     origin: SettingsOrigin = field(default_factory=SettingsOrigin)
     """Origin of settings, for the header."""
 
+    @property
+    def messages(self) -> list[str]:
+        """Messages to print at the start."""
+        return [self.because] if self.because and self.searched else []
 
-def prepared(recipe: Recipe, plan: Plan, device_type: str, **more: object) -> Prepared:
-    """Return a run of `recipe` under `plan`. more: further fields of `Prepared`."""
-    from vitpar.training.recipe.machine import replace_auto_precision
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings to print at the start."""
+        return [*([self.because] if self.because and not self.searched else []), *self.notes]
 
-    recipe = replace_auto_precision(recipe, device_type)
-    train_set, val_set = open_data(recipe)
+
+Choose = Callable[[Recipe, ModelConfig, Device, Path | None], Chosen]
+"""Function that chooses the plan of a recipe for a model and a kind of device; the path is the recipe.toml of the run
+to resume, None for a new run. Raises UserError."""
+
+
+def prepare(
+    request: Recipe | RecipeRequest,
+    device: str | None = None,
+    *,
+    run_dir: Path | None = None,
+    resume: str | None = None,
+    allow_change: Sequence[str] = (),
+    choose: Choose = choose_plan,
+    fetch: Callable[[Path], Path] = Path,
+) -> Prepared:
+    """Return the run of a recipe, ready to start.
+
+    device: cpu or cuda; None for CUDA if there is a GPU.
+    run_dir: folder of the run; None for that of the run to resume, or a new one.
+    resume: value of ``vitpar train --resume``: auto, a path or never.
+    allow_change: settings that may differ from those of the checkpoint.
+    choose: chooses the plan.
+    fetch: returns the local folder of the weights that `request` names, which may be on the hub.
+
+    Raises UserError for everything that settings, data, plan, device and run folder rule out.
+    """
+    source = resumed(resume, run_dir)
+    if source.source is None and allow_change:
+        raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
+    run_dir = run_dir or source.run
+    recipe, images, opened = _recipe(request, source, fetch)
+    recipe = counting_images(recipe, source)
+    refuse_missing(recipe.track.trackers)
+    device_type = choose_device(device)
+    automatic = recipe.train.precision == "auto"
+    if source.recipe is not None:  # a resumed run keeps its precision
+        recipe = recipe.with_precision(read_recipe(source.recipe).train.precision)
+    recipe = on_device(recipe, device_type)
+    train_set, val_set = open_data(recipe, opened)
     if val_set is None and recipe.checkpoint.keep_best:
         raise RecipeError(
-            f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to "
-            "false, or pack the data with one"
+            f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to false, or "
+            "pack the data with one"
         )
     task = task_of(recipe, LabelSet.of(train_set))
     config = recipe.config(task.outputs)
-    return Prepared(recipe, config, task, plan, train_set, val_set, **more)  # type: ignore[arg-type]
+    transform_settings(recipe, config.image_size)
+    order_of(recipe, len(train_set))
+    refuse_huge_batch(recipe, config)
+    searched = recipe.parallel.mesh == AUTO
+    chosen = choose(recipe, config, device_type, source.recipe)
+    if searched:
+        recipe = recipe.under(chosen.plan)
+    if recipe.model.weights is not None and source.begins:
+        from vitpar.training.begin import beginning
+
+        beginning(recipe, config, task, train_set)
+    if checkpoint := _newest(source):  # files may be damaged: the run verifies them, and may choose an older one
+        allowed_changes(checkpoint, recipe, task, train_set, allow_change)
+    resuming = run_dir is not None and source.source is not None and same_run(run_dir, source.source)
+    check_run_folder(run_dir, resuming)
+    return Prepared(
+        recipe=recipe,
+        config=config,
+        task=task,
+        plan=chosen.plan,
+        train_set=train_set,
+        val_set=val_set,
+        device_type=device_type,
+        because=chosen.because,
+        searched=searched,
+        run_dir=run_dir,
+        resume=source.source,
+        allow_change=tuple(allow_change),
+        origin=SettingsOrigin(images, automatic),
+    )
+
+
+def _recipe(
+    request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[Path], Path]
+) -> tuple[Recipe, int | None, ImageSet | None]:
+    """Return the recipe of a run, the number of images that its defaults are for, and the training set if it is open.
+
+    Without a recipe of its own, a request gets that of the run to resume, or of the weights to begin with.
+    """
+    if isinstance(request, Recipe):
+        return request, None, None
+    weights, mesh = request.value("model.weights"), request.value("parallel.mesh")
+    path, without, foreign = request.path, list[str](), False
+    if path is None and source.recipe is not None:
+        path, foreign = source.recipe, True
+        if mesh is None:
+            request |= {"parallel.mesh": source.mesh()}
+        else:  # another mesh replaces the complete plan of the resumed run
+            without = ["parallel", "communication"]
+    elif mesh == AUTO:
+        without = ["parallel"]
+    if weights is not None and source.begins:
+        folder = fetch(Path(str(weights)))
+        if not folder.is_dir():
+            raise DataError(f"--weights '{folder}' does not exist: name a folder of weights, or hf:OWNER/NAME")
+        request |= {"model.weights": str(folder)}
+        if path is None and request.value("model.name") is None and (folder / "recipe.toml").is_file():
+            path, foreign = folder / "recipe.toml", True
+            without = ["parallel", "communication", "track"]  # the plan of another run is not this one's
+    elif weights is not None and hub_name(str(weights)) and source.recipe is not None:
+        request |= {"model.weights": read_recipe(source.recipe).model.weights}  # they are in the checkpoint
+    request = replace(request, path=path)
+    recipe, images, opened = request.read_with_defaults(without)
+    return request.without_commands(recipe) if foreign else recipe, images, opened
+
+
+def _newest(source: Resumed) -> Checkpoint | None:
+    """Return the checkpoint that a run resumes from, with its files unverified; None if there is none to read."""
+    path = source.source
+    if path is None or source.begins:
+        return None
+    if not is_checkpoint(path):
+        there = checkpoints_of(path)
+        path = there.path(there.steps()[-1])
+    with suppress(CheckpointError):
+        return Checkpoint.open(path)
+    return None

@@ -26,15 +26,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vitpar.errors import RecipeError
 from vitpar.io import write_text
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text, write_plan
 from vitpar.tasks import Task
 from vitpar.text import log_line
-from vitpar.training.faults.non_finite import skip_words
 from vitpar.training.recipe import Recipe
 
 RUNS = Path("runs")
@@ -170,6 +167,8 @@ class RunFolder:
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
+        from vitpar.training.faults.non_finite import skip_words
+
         for row in rows:
             self.metric(row)
             if row.get("skipped"):
@@ -213,6 +212,8 @@ def _short(plan: Plan) -> str:
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:
     """Return versions, hardware, git commit and command."""
+    import torch
+
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None

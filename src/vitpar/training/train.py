@@ -12,12 +12,9 @@ import torch.distributed as dist
 from vitpar.launch import ALONE, find_world, join, leave
 from vitpar.launch.world import Device
 from vitpar.training.events import Reporter
-from vitpar.training.input import open_data, transforms
-from vitpar.training.prepare import prepared
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.machine import on_device, refuse_huge_batch
-from vitpar.training.saving.resume import counting_images, resumed
-from vitpar.training.tracking.tracked_run import refuse_missing
+from vitpar.training.prepare import prepare
+from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar.training.trainer import Trainer
 
 
@@ -47,25 +44,21 @@ def train(
 
     Raises UserError for settings, data, plans and devices that do not fit.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = read_recipe(Path(recipe), settings)
-    elif settings:
+    if isinstance(recipe, Recipe) and settings:
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
-    refuse_missing(recipe.track.trackers)
-    device_type: Device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    request = recipe if isinstance(recipe, Recipe) else RecipeRequest(Path(recipe), settings or {})
     given = dist.is_initialized()
     world = find_world() or ALONE
     ranks = dist.get_world_size() if given else world.size
-    resumed_run = resumed(resume, None if run_dir is None else Path(run_dir))
-    recipe = on_device(counting_images(recipe, resumed_run), device_type)
-    config = recipe.config(open_data(recipe)[0].num_classes)
-    plan = recipe.chosen(config, lambda plan: plan.resolve(ranks)).plan
-    transforms(recipe, config.image_size)  # refuses wrong settings before anything starts
-    refuse_huge_batch(recipe, config)
-    own_device = _device(device_type) if given else join(world, device_type)
-    folder = Path(run_dir) if run_dir is not None else resumed_run.run
+    run = prepare(
+        request,
+        device,
+        run_dir=None if run_dir is None else Path(run_dir),
+        resume=resume,
+        choose=lambda recipe, config, device, saved: recipe.chosen(config, lambda plan: plan.resolve(ranks)),
+    )
+    own_device = _device(run.device_type) if given else join(world, run.device_type)
     try:
-        run = prepared(recipe, plan, device_type, run_dir=folder, resume=resumed_run.source)
         trainer = Trainer(run, own_device, reporter=reporter or Reporter())
         summary = trainer.run()
     except BaseException:

@@ -23,7 +23,8 @@ from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.input import ImageSet, Input
+from vitpar.training.image_data import ImageSet
+from vitpar.training.input import Input
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
@@ -102,7 +103,7 @@ class Trainer:
         self.watch = InputWatch(self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
         for message in (*self.prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)
-        self._note(*self.prepared.notes, *trained.warnings, self.attention.warning)
+        self._note(*self.prepared.warnings, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
         self._is_open = True
 

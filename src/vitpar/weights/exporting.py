@@ -26,7 +26,8 @@ from vitpar.models.swin.exporting import exported as swin
 from vitpar.models.t5.exporting import exported as t5
 from vitpar.models.vit.exporting import exported as vit
 from vitpar.models.vit.to_transformers import labels as transformers_labels
-from vitpar.weights.folder import Weights, parameter_shapes, read_class_names, write_weights
+from vitpar.weights.classes import read_class_names
+from vitpar.weights.folder import Weights, parameter_shapes, write_weights
 from vitpar.weights.hints import IMAGENET
 from vitpar.weights.shards import listed
 

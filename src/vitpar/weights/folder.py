@@ -33,11 +33,11 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.checkpoint import Checkpoint, load_tensors
 from vitpar.checkpoint.atomic import begin, flush, partial, publish
-from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIPE, damage, first_line
+from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIPE, damage
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
-from vitpar.io import open_regular, read_json, read_text
+from vitpar.io import open_regular, read_text
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
@@ -300,29 +300,6 @@ def fingerprint(folder: Path) -> str:
     except OSError as error:
         raise DataError(f"'{folder}' cannot be read: {error.strerror or error}") from None
     return digest.hexdigest()
-
-
-def read_class_names(folder: Path, classes: int | None = None) -> tuple[str, ...] | None:
-    """Return the names of the classes of saved weights or of a checkpoint; None if it has none.
-
-    classes: number of classes of the model; None for any.
-
-    Raises DataError for a file that is not a list of that many names.
-    """
-    path = folder / CLASSES
-    if not path.exists():
-        return None
-    try:
-        names = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"'{path}' is not a list of names: remove it to use numbers")
-    if classes is not None and len(names) != classes:
-        raise DataError(
-            f"'{path}' has {len(names):,} names but the model has {classes:,} classes: remove it to use numbers"
-        )
-    return tuple(names)
 
 
 def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:

@@ -44,7 +44,8 @@ def test_ema_matches_timm(decay: float, warmup: bool, alone: None) -> None:
 @pytest.mark.parametrize(("warmup", "decay"), [(True, 0.75), (False, 0.9)])
 def test_ema_warmup_setting_reaches_the_training_step(warmup: bool, decay: float, alone: None) -> None:
     """A training step uses the warmed-up decay, which after update 8 is 1 - 8^(-2/3) = 0.75."""
-    recipe = read_recipe(None, {**VALUES, "train.ema_decay": 0.9, "train.ema_warmup": warmup})
+    settings = {"train.ema_decay": 0.9, "train.ema_warmup": warmup, "train.precision": "fp32"}
+    recipe = read_recipe(None, {**VALUES, **settings})
     config = config_of()
     parts = build(recipe, config, validate(parse("dp1"), config, BATCH), CPU)
     assert parts.ema is not None

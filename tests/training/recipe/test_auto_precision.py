@@ -1,14 +1,11 @@
 """`train.precision = "auto"`: the precision chosen for each device, and the checks on settings that depend on it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.ranks import RankPool
 from vitpar.errors import RecipeError
-from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import automatic_precision, replace_auto_precision
 
@@ -55,18 +52,3 @@ def test_settings_without_effect_are_refused_before_and_after_resolution(gpus: l
 def test_planning_uses_the_profiled_precision() -> None:
     rows = {(None, "cuda"): "fp32", ("bf16", "cuda"): "bf16", ("fp32", "cuda"): "fp32", ("bf16", "cpu"): "fp32"}
     assert {given: automatic_precision(*given) for given in rows} == rows
-
-
-def _built(device: torch.device) -> tuple[str, torch.dtype]:
-    from vitpar.training.build import build
-
-    tiny = Recipe.model_validate(
-        {"model": {"name": "vit_nano_patch4_8"}, "data": {"path": "x"}, "train": {"steps": 1, "batch_size": 4}}
-    )
-    config = tiny.config(4)
-    trained = build(tiny, config, validate(parse("dp1"), config, 4), device)
-    return trained.recipe.train.precision, trained.model.precision.compute
-
-
-def test_build_resolves_auto_precision(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(1).run(_built) == [("fp32", torch.float32)]

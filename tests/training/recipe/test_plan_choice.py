@@ -98,24 +98,3 @@ def test_invalid_fallback_is_refused_even_if_unused(
     words = ["plan", "dp2", "--world-size", "2", "--batch-size", "8", "--set"]
     assert "unknown role 'zp'" in refusal([*words, 'parallel.fallback_meshes=["zp"]'], monkeypatch, capsys)
     assert "fallback_meshes' is 'dp1'" in refusal([*words, "parallel.fallback_meshes=dp1"], monkeypatch, capsys)
-
-
-def test_spawned_ranks_choose_the_same_plan_as_the_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The launcher starts as many ranks as its chosen plan has; in that smaller world another plan could fit first."""
-    import torch
-
-    from vitpar_cli.world import resolve
-
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # another test may have joined a world
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    made = recipe("pp3xdp", ["pp2xdp1", "pp3"])
-    config = made.config(10)
-    first = made.chosen(config, lambda plan: resolve(plan, "cuda"))
-    assert str(first.plan) == "pp2"
-    worker = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "VITPAR_REPORTS": "x"}
-    for name, value in {**worker, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert made.chosen(config, lambda plan: resolve(plan, "cuda")) == first

@@ -16,11 +16,10 @@ from helpers.fake_trackio import FakeTrackio
 from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
 from helpers.tracker_files import EventFiles, wandb_history, wandb_records
-from helpers.trained import CPU, STEPS, recipe_of, train
+from helpers.trained import CPU, STEPS, prepared, recipe_of, train
 from vitpar.errors import RecipeError
 from vitpar.training import tracked
 from vitpar.training.events import Reporter
-from vitpar.training.prepare import prepared
 from vitpar.training.recipe import Recipe
 from vitpar.training.tracking import tracked_run
 from vitpar.training.trainer import Trainer
@@ -42,7 +41,7 @@ class Notes(Reporter):
 def trained(recipe: Recipe, run: Path, **more: Any) -> list[str]:
     """Train in this process and return the warnings."""
     reporter = Notes()
-    Trainer(prepared(recipe, recipe.plan(recipe.config(7)), "cpu", run_dir=run, **more), CPU, reporter=reporter).run()
+    Trainer(prepared(recipe, recipe.plan(recipe.config(7)), run_dir=run, **more), CPU, reporter=reporter).run()
     return reporter.notes
 
 

@@ -4,9 +4,9 @@ import os
 import tarfile
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ class ShardSet:
 
     checked = True
     """Whether `read` compares the bytes with a checksum."""
+    _renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # arguments of `relabelled`
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
         entry = manifest.splits[split]
@@ -77,6 +78,10 @@ class ShardSet:
             )
         return cls(folder, split, manifest, read_rows(folder, split, entry))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the folder, the split and another numbering of the classes: the set is opened again."""
+        return _reopened, (self.folder, self.split, self.fingerprint, self._renumbered)
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -96,7 +101,9 @@ class ShardSet:
         names: names of all classes of the model.
         numbers: number in the model of each class of the set.
         """
-        changed = copy(self)
+        changed = object.__new__(ShardSet)
+        changed.__dict__.update(self.__dict__)
+        changed._renumbered = tuple(names), tuple(numbers)
         changed.classes = changed.class_names = tuple(names)
         changed.labels = np.asarray(numbers, np.int32)[self.labels]
         changed.per_class = tuple(np.bincount(changed.labels, minlength=len(names)).tolist())
@@ -162,6 +169,16 @@ class ShardSet:
         file = _OpenFile(path)
         _refuse_other(path, self._stamps[path], file.stamp)
         return file
+
+
+def _reopened(
+    folder: Path, split: str, fingerprint: str, renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None
+) -> ShardSet:
+    """Open a set that was pickled. Raises DataError if it cannot be opened, or was replaced since."""
+    shards = ShardSet.open(folder, split)
+    if shards.fingerprint != fingerprint:
+        raise DataError(f"'{folder}' was replaced while the command started: start again")
+    return shards if renumbered is None else shards.relabelled(*renumbered)
 
 
 Stamp = tuple[int, int]

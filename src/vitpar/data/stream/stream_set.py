@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitpar.data.images import BadImage
-from vitpar.data.loader import BadSample
+from vitpar.data.images import BadImage, BadSample
 from vitpar.data.randomness import hash_numbers, sample_keys, shuffled
 from vitpar.data.shards.index import EXTENSIONS, Labels, is_image, label_of
 from vitpar.data.stream import urls

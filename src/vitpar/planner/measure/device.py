@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import platform
 import re
 from datetime import UTC, datetime
@@ -15,6 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from vitpar.launch.resources import host_memory
 
 
 def device_name(device: torch.device) -> str:
@@ -30,7 +31,7 @@ def memory_bytes(device: torch.device) -> int:
     """Return the bytes of memory of the GPU, or of the complete machine for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host_memory()
 
 
 def date_and_versions() -> dict[str, str]:

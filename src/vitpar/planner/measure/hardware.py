@@ -40,6 +40,7 @@ from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
 from vitpar.strategy import parse, validate
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.machine import replace_auto_precision
 
 TINY = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 ProductShape = tuple[int, int, int]
@@ -206,6 +207,7 @@ def process_overhead(device: torch.device) -> int:
     """
     config, ranks = model_config("vit_custom", **TINY), dist.get_world_size()
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": {"batch_size": 4 * ranks, "compile": False}})
+    recipe = replace_auto_precision(recipe, device.type)
     training, overheads = Training(recipe, config), []
     with freed_memory_given_back():
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from vitpar.errors import RecipeError
 from vitpar.launch import find_world
+from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
+from vitpar.strategy.kernels import refuse_attention
 from vitpar.text import size
 from vitpar.training.recipe.recipe import Recipe
 
@@ -19,8 +19,6 @@ def on_device(recipe: Recipe, device: str) -> Recipe:
 
     Raises RecipeError for what the device does not have.
     """
-    from vitpar.parallel.attention import refuse_attention
-
     recipe = replace_auto_precision(recipe, device)
     refuse_attention(recipe.train.attention, device)
     return recipe
@@ -71,7 +69,7 @@ def refuse_huge_batch(recipe: Recipe, config: ModelConfig) -> None:
     world, batch = find_world(), recipe.train.batch_size
     machines = world.size // world.local_size if world else 1
     pixels = batch * config.channels * config.image_size**2 // machines
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = host_memory()
     if pixels > there:
         raise RecipeError(
             f"a batch of {batch:,} images of {config.image_size} pixels needs {size(pixels)} of memory on each machine "

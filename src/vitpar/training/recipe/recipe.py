@@ -179,18 +179,20 @@ class Recipe(Section):
         return self._choose(self.requested_plans(), config, resolve)
 
     def _choose(self, wanted: Sequence[Plan], config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
-        precision = self.train.precision
         self.frozen(config)  # refuses layers that the model lacks
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
-            refuse_clashes(fitting, precision, bool(self.train.compile))
             # Settings that the first plan uses may have no effect under the others: that is no error.
-            communication = self.communication if plan is wanted[0] else self.communication_under(fitting)
-            refuse_unused(fitting, precision, communication.model_dump())
+            self.refuse_clashes(fitting, self.communication if plan is wanted[0] else self.communication_under(fitting))
             return fitting
 
         return first_that_fits(wanted, fit)
+
+    def refuse_clashes(self, plan: Plan, communication: CommunicationSection) -> None:
+        """Raise StrategyError for settings that clash under `plan`, or `communication` settings without effect."""
+        refuse_clashes(plan, self.train.precision, bool(self.train.compile))
+        refuse_unused(plan, self.train.precision, communication.model_dump())
 
     def under(self, plan: Plan) -> Self:
         """Return the recipe for training under `plan`: [parallel] describes it, [communication] has what it uses."""

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from vitpar.checkpoint import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
-from vitpar.launch.world_group import broadcast_json
 from vitpar.tasks import Task
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.weights.folder import read_class_names
+from vitpar.weights.classes import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
@@ -165,6 +162,10 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
     Raises CheckpointError if the named checkpoint is damaged, or all of the run are.
     """
+    import torch.distributed as dist
+
+    from vitpar.launch.world_group import broadcast_json
+
     if is_checkpoint(path):
         return Checkpoint.open_whole(path)
     there = checkpoints_of(path)

@@ -1,0 +1,82 @@
+"""Data of a recipe: image sets, order of samples and settings of transforms, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.index import Labels
+from vitpar.data.shards.manifest import read_manifest
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.stream.urls import expand
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.settings import EvalSettings, NormalizeSettings, TrainSettings
+from vitpar.errors import DataError
+from vitpar.training.recipe import Recipe
+
+ImageSet = ShardSet | StreamSet
+"""Data set with `len()`, `num_classes`, and `place` for messages."""
+
+
+def open_data(recipe: Recipe, train: ImageSet | None = None) -> tuple[ImageSet, ImageSet | None]:
+    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
+
+    train: training set if it is open already.
+
+    Raises DataError.
+    """
+    path = recipe.data.path
+    has_val = path is None or "val" in read_manifest(path).splits
+    return train or open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
+
+
+def open_split(recipe: Recipe, split: str) -> ImageSet:
+    """Return one split of a recipe's data; a stream has `train` and `val`.
+
+    Raises DataError.
+    """
+    if recipe.data.path is not None:
+        return ShardSet.open(Path(recipe.data.path), split)
+    s = recipe.stream
+    sides = {"train": (s.train, s.samples), "val": (s.val, s.val_samples)}
+    if split not in sides:
+        raise DataError(f"no split '{split}' in a stream: it has train and val")
+    patterns, samples = sides[split]
+    assert patterns is not None and samples is not None and s.classes is not None, "the recipe has checked it"
+    labels = Labels.parse(s.label)
+    return StreamSet(expand(patterns), samples, s.classes, labels, s.shuffle_buffer, s.allow_pipe)
+
+
+def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSettings, NormalizeSettings]:
+    """Return the settings of the transforms for training and evaluation, to images of `size` pixels, and normalisation.
+
+    Raises RecipeError for a setting out of its range.
+    """
+    d, a = recipe.data, recipe.augment
+    train = TrainSettings(
+        size,
+        d.crop_scale,
+        d.crop_ratio,
+        d.flip,
+        d.interpolation,
+        policy=parse_policy(a.policy) if a.policy else None,
+        color_jitter=a.color_jitter if isinstance(a.color_jitter, tuple) else (a.color_jitter,) * 3,
+        erase=a.random_erasing,
+        mean=d.mean,
+        std=d.std,
+    )
+    return (
+        train,
+        EvalSettings(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean),
+        NormalizeSettings(d.mean, d.std),
+    )
+
+
+def order_of(recipe: Recipe, samples: int) -> SampleOrder:
+    """Return the order of `samples` training samples.
+
+    Raises RecipeError for a setting out of its range.
+    """
+    data, augment = recipe.data, recipe.augment
+    return SampleOrder(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)

@@ -1,0 +1,144 @@
+"""Request for a recipe: a file, and the settings of options and ``--set`` that replace its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitpar.errors import RecipeError
+from vitpar.strategy import parse
+from vitpar.text import shown
+from vitpar.training.recipe.defaults import with_defaults
+from vitpar.training.recipe.effects import COMMANDS
+from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
+from vitpar.training.recipe.recipe import Recipe
+from vitpar.training.recipe.sections import AUTO
+from vitpar.training.tracking.tracked_run import refuse_missing
+
+if TYPE_CHECKING:
+    from vitpar.data.shards.shard_set import ShardSet
+
+NO_DATA = {"data.path": "unused", "train.steps": 1}
+"""Values of the settings that every recipe must have, for commands that neither read data nor train."""
+
+
+@dataclass(frozen=True)
+class RecipeRequest:
+    """Recipe file, and settings that replace its own."""
+
+    path: Path | None = None
+    """Recipe file; None for none."""
+    given: Mapping[str, object] = field(default_factory=dict)
+    """Settings by dotted key; None for one that is not given."""
+    assignments: Sequence[str] = ()
+    """Further settings, as ``section.key=value``; they win over `given`."""
+
+    def __or__(self, given: Mapping[str, object]) -> RecipeRequest:
+        """Return the request with further settings `given`."""
+        return replace(self, given={**self.given, **given})
+
+    def value(self, key: str) -> object:
+        """Return the value of a setting in `given`; None if it is not given."""
+        return self.given.get(key)
+
+    @property
+    def assigned(self) -> list[str]:
+        """Keys of `assignments`."""
+        return [assignment.partition("=")[0].strip() for assignment in self.assignments]
+
+    @property
+    def names_data(self) -> bool:
+        """Whether settings name data."""
+        keys = [key for key, value in self.given.items() if value is not None] + self.assigned
+        return any(key == "data.path" or key.startswith("stream.") for key in keys)
+
+    def refuse_early(self) -> None:
+        """Refuse a strategy, data set or tracker that cannot be used, before any file is read.
+
+        Raises StrategyError, DataError and RecipeError.
+        """
+        mesh, data, trackers = (self.given.get(key) for key in ("parallel.mesh", "data.path", "track.trackers"))
+        if isinstance(mesh, str) and mesh != AUTO and not mesh.endswith(".json"):
+            parse(mesh)
+        if isinstance(trackers, tuple):
+            refuse_missing(trackers)
+        if isinstance(data, str):
+            from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
+            if not (Path(data) / MANIFEST).exists():
+                read_manifest(data)  # raises
+
+    def refuse_idle(self, doing: str) -> None:
+        """Raise RecipeError if an assignment gives a setting that has no effect on a command.
+
+        doing: kind of command, a key of ``COMMANDS``.
+        """
+        used = COMMANDS[doing]
+        for key in self.assigned:
+            refuse_unknown_key(key)
+            # Weights change no shape, plan or time, so only training uses them.
+            if key == "model.weights" or (key not in used and f"{key.partition('.')[0]}.…" not in used):
+                raise RecipeError(
+                    f"--set {shown(key)} changes nothing in {doing}, which uses {', '.join(used)}: leave it out"
+                )
+
+    def read(self, without: Collection[str] = ()) -> Recipe:
+        """Return the recipe. Without a file and without data it is the shipped digits recipe.
+
+        without: sections of the file to leave out.
+
+        Raises RecipeError.
+        """
+        if self.path is not None or self.given.get("data.path") is not None:
+            return read_recipe(self.path, self.given, self.assignments, without=without)
+        # A model that is named without a recipe is the published one, so it must not get the digits recipe's options.
+        named = self.given.get("model.name") is not None
+        return read_recipe(DEFAULT_RECIPE, self.given, self.assignments, without=("model",) if named else ())
+
+    def read_with_defaults(self, without: Collection[str] = ()) -> tuple[Recipe, int | None, ShardSet | None]:
+        """Return the recipe of a training, the number of images that its defaults are for, and the opened training set.
+
+        If data is named without a recipe file, defaults for that number of images
+        (``vitpar.training.recipe.defaults``) fill the settings that are not given. Otherwise the recipe is that of
+        `read`, and the others are None. A run that begins with weights does not use those defaults either.
+
+        Raises RecipeError and DataError.
+        """
+        if self.path is not None or not self.names_data:
+            return self.read(without), None, None
+        begun = read_recipe(None, self.given, self.assignments, needs_length=False)
+        if begun.model.weights is not None:  # the defaults are for training from scratch
+            return read_recipe(None, self.given, self.assignments), None, None
+        if begun.data.path is None:
+            streamed = begun.stream.samples
+            assert streamed is not None, "the recipe has checked it"
+            return with_defaults(begun, streamed), streamed, None
+        from vitpar.data.shards.shard_set import ShardSet
+        from vitpar.data.shards.sides import shorter_side
+
+        shards = ShardSet.open(begun.data.path, "train")
+        # Images are opened only to choose a model.
+        side = None if "name" in begun.model.model_fields_set else shorter_side(shards)
+        return with_defaults(begun, len(shards), side), len(shards), shards
+
+    def without_commands(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with ``stream.allow_pipe`` off, unless an assignment gives that setting.
+
+        For a recipe that came with weights or a checkpoint: the user may not have read it, so its URLs may run
+        commands only with the user's new consent.
+        """
+        if "stream.allow_pipe" in self.assigned or not recipe.stream.allow_pipe:
+            return recipe
+        return recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
+
+
+def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
+    """Return `given`, else the number of classes of the recipe's data if they can be found, else `default`."""
+    from vitpar.data.shards.manifest import MANIFEST, read_manifest
+
+    path = recipe.data.path
+    if given is None and path is not None and (Path(path) / MANIFEST).is_file():
+        return len(read_manifest(path).classes)
+    return given or recipe.stream.classes or default

@@ -1,0 +1,83 @@
+"""Jobs that commands hand to the ranks they start: ranks get what was prepared, even if files have changed since."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from helpers.paths import ROOT
+from helpers.small_data import pack_small
+from vitpar import launch
+from vitpar.data import ShardSet
+from vitpar.errors import DataError
+from vitpar.launch.world import HANDED, REPORTS
+from vitpar.models import model_config
+from vitpar.models.own import load
+from vitpar.strategy import parse
+from vitpar_cli import world
+
+
+def work(place: launch.World, *arguments: object) -> int:
+    """Return the number of arguments."""
+    return len(arguments)
+
+
+def handed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> world.Job:
+    """Return the job that ranks get, without starting any."""
+    jobs: list[bytes] = []
+
+    def spawn(ranks: int, argv: list[str], *, handed: bytes, **_: Any) -> int:
+        assert argv[:2] == ("-P", "-m"), "files of the working folder could replace modules"
+        jobs.append(handed)
+        return 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "spawn", spawn)
+        patch.setattr(launch, "find_world", lambda: None)
+        with pytest.raises(typer.Exit) as ended:
+            world.run_ranks(4, "cpu", work, *arguments)
+    assert ended.value.exit_code == 3
+    return world.Job.read(jobs[0])
+
+
+def test_ranks_get_arguments_and_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = parse("pp2: embed=fsdp2, *=dp2+zero1")
+    job = handed(monkeypatch, plan, "more")
+    assert job.arguments == (plan, "more") and job.command == sys.argv and job.run(launch.ALONE) == 2
+
+
+def test_data_sets_are_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = pack_small(tmp_path)
+    shards = ShardSet.open(data, "val")
+    names = [*reversed(shards.classes), "another"]
+    renumbered = shards.relabelled(names, [names.index(name) for name in shards.classes])
+    for images in (shards, renumbered):
+        (again,) = handed(monkeypatch, images).arguments
+        assert isinstance(again, ShardSet) and again is not images
+        assert (again.classes, again.per_class, again.fingerprint) == (
+            images.classes,
+            images.per_class,
+            images.fingerprint,
+        )
+        assert again.labels.tolist() == images.labels.tolist() and again.read(0) == images.read(0)
+    shards.fingerprint = "of other images"
+    with pytest.raises(DataError, match="was replaced while the command started"):
+        handed(monkeypatch, shards)
+
+
+def test_models_of_the_users_own_are_loaded_before_the_job_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = load(f"{ROOT}/examples/own_model.py:Mixer")
+    config = model_config(name, num_classes=3)
+    assert config.layers  # described, which runs its layers
+    monkeypatch.setattr(world, "NAMED", [("model", name)])
+    (again,) = handed(monkeypatch, config).arguments
+    assert type(again).__name__ == "Mixer" and vars(again)["num_classes"] == 3
+
+
+def test_ranks_read_the_handed_bytes_from_their_folder(tmp_path: Path) -> None:
+    program = f"import os, pathlib; data = pathlib.Path(os.environ['{REPORTS}'], '{HANDED}').read_bytes()"
+    write = f"pathlib.Path('{tmp_path}', os.environ['RANK']).write_bytes(data)"
+    assert launch.spawn(2, ["-c", f"{program}; {write}"], device="cpu", handed=b"\xff job") == 0
+    assert [(tmp_path / str(rank)).read_bytes() for rank in range(2)] == [b"\xff job"] * 2

@@ -149,3 +149,19 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         export_weights(weights, tmp_path / "theirs", "timm", shard_bytes=10**9)
     with pytest.raises(DataError, match="bert_custom takes token ids, but ONNX is for models of images: use another"):
         export_onnx(weights, tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 0), (1, 2, 3), (7, 5)], ids=str)
+def test_tensors_of_any_shape_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Give every second tensor another shape, and leave out the others, one at a time."""
+    theirs, folder = twins_folder(name, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    state = {key: tensor.clone() for key, tensor in theirs.named_parameters()}
+    for number, key in enumerate(key for key in state if not re.search(r"\.[1-9]\d*\.", key.replace(".layer.", "."))):
+        changed = {**state, key: torch.ones(shape)} if number % 2 else {k: t for k, t in state.items() if k != key}
+        if name == "t5 v1.1" and key == "lm_head.weight" and key not in changed:
+            continue  # the word embeddings stand in for it
+        source = saved(tmp_path / f"source{number}", changed, config)
+        with pytest.raises(DataError):
+            import_weights(source, tmp_path / f"ours{number}")

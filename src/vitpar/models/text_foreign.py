@@ -58,7 +58,7 @@ def fuse(made: dict[str, MappedParameter], name: str, parts: tuple[str, ...], gr
     if any(part not in made for part in parts):
         return
     tensors = [made.pop(part) for part in parts]
-    if len({tensor.shape for tensor in tensors}) > 1 or tensors[0].shape[0] % groups:
+    if len({tensor.shape for tensor in tensors}) > 1 or not tensors[0].shape or tensors[0].shape[0] % groups:
         return  # refused as missing
 
     def ordered(*given: Tensor) -> Tensor:

@@ -114,6 +114,10 @@ class BertConfig(TextConfig):
     def shared(self) -> Mapping[str, str]:
         return {"head.fc.weight": "embed.word_embeddings.weight"}
 
+    def layers_above(self, parameter: str) -> int:
+        # The head's norm follows a linear layer: it is no part of the last block.
+        return 0 if parameter.startswith("head.norm.") else super().layers_above(parameter)
+
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads, vocab_size=64)

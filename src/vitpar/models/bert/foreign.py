@@ -98,7 +98,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
 
     width = size("embed.word_embeddings.weight", 1)
     heads = hints.heads or (named.num_heads if named else None) or max(1, width // 64)
-    positions = size("embed.pos_embed", len(tensors.shapes.get("embed.pos_embed", (0, 0))) - 2)
+    positions = size("embed.pos_embed", max(0, len(tensors.shapes.get("embed.pos_embed", ())) - 2))
     eps = BertConfig.norm_eps if hints.norm_eps is None else hints.norm_eps
     try:
         config = BertConfig(

@@ -49,7 +49,7 @@ def _self_attention(c: T5Config, tokens: int) -> tuple[Part, ...]:
     return (
         norm("norm1", c.embed_dim, tokens, bias=False),
         linear("attn.qkv", "column", c.embed_dim, 3 * c.inner_dim, tokens, bias=False, stacked=(c.head_dim,) * 3),
-        parameter("attn.relative_attention_bias", "table", c.num_heads, c.num_buckets),
+        parameter("attn.relative_attention_bias", "table", c.num_heads, 1, c.num_buckets),
         linear("attn.proj", "row", c.inner_dim, c.embed_dim, tokens, bias=False),
     )
 

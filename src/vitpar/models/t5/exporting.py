@@ -27,7 +27,7 @@ def exported(config: T5Config, format_name: str) -> Exported:
         tensors |= _block(c, f"decoder.block.{index}.layer", f"blocks.{c.depth + 1 + index}", decodes=True)
     for stack, first in (("encoder", 0), ("decoder", c.depth + 1)):
         name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        tensors[name] = ExportedTensor((f"blocks.{first}.{TABLE}",), lambda table: table.T)
+        tensors[name] = ExportedTensor((f"blocks.{first}.{TABLE}",), lambda table: table[:, 0].T)
     tensors["encoder.final_layer_norm.weight"] = alone(f"{c.dec_embed}.norm.weight")
     tensors["decoder.final_layer_norm.weight"] = alone("head.norm.weight")
     if not c.tied:

@@ -5,7 +5,7 @@ The tensors of transformers differ as follows:
 - Blocks are numbered within encoder and decoder; vitpar numbers them through, with the decoder's embedding between.
 - Queries, keys and values are separate; vitpar has rows ordered (head, q|k|v, feature), or (head, k|v, feature) where
   the decoder attends to the encoder. Gates and values of the MLP alternate in vitpar.
-- The tables of biases by relative position are [buckets, heads], vitpar's [heads, buckets].
+- The tables of biases by relative position are [buckets, heads], vitpar's [heads, 1, buckets].
 - The last norm of the encoder is in vitpar's embedding of the decoder.
 """
 
@@ -118,7 +118,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
             vocab_size=size(words, 0),
             tokens=hints.text.get("tokens", usual.tokens),
             decoder_tokens=hints.text.get("decoder_tokens", usual.decoder_tokens),
-            num_buckets=size(table, 1 if ours else 0),
+            num_buckets=size(table, 2 if ours else 0),
             max_distance=hints.text.get("max_distance", usual.max_distance),
             activation="geglu_tanh" if gated else "relu",
             tied=tied,
@@ -143,7 +143,7 @@ def _depths(shapes: Shapes) -> tuple[int, int]:
 
 def _gated(shapes: Shapes, hidden: int) -> bool:
     """Return whether the MLP has gates. hidden: its hidden features."""
-    return "blocks.0.mlp.wi_0.weight" in shapes or shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * hidden
+    return "blocks.0.mlp.wi_0.weight" in shapes or shapes.get("blocks.0.mlp.fc1.weight", ())[:1] == (2 * hidden,)
 
 
 def parts(tensors: Renamed, config: T5Config) -> dict[str, MappedParameter]:
@@ -160,7 +160,7 @@ def parts(tensors: Renamed, config: T5Config) -> dict[str, MappedParameter]:
         made.setdefault("head.fc.weight", made["embed.word_embeddings.weight"])
     for name, part in [*made.items()]:
         if name.endswith(TABLE) and len(part.shape) == 2:
-            made[name] = MappedParameter(part.names, (part.shape[1], part.shape[0]), _transposed)
+            made[name] = MappedParameter(part.names, (part.shape[1], 1, part.shape[0]), _heads_first)
     for block in config.blocks:
         for name, letters in ((f"{block}.attn.qkv", "qkv"), (f"{block}.cross_attn.kv", "kv")):
             apart = tuple(f"{name.rpartition('.')[0]}.{letter}.weight" for letter in letters)
@@ -170,5 +170,6 @@ def parts(tensors: Renamed, config: T5Config) -> dict[str, MappedParameter]:
     return made
 
 
-def _transposed(table: Tensor) -> Tensor:
-    return table.T
+def _heads_first(table: Tensor) -> Tensor:
+    """table: [buckets, heads]."""
+    return table.T[:, None]

@@ -53,7 +53,8 @@ class SelfAttention(nn.Module):
         c = config
         self.config, self.decodes, self.head_dim, self.first_head = c, decodes, c.head_dim, 0
         self.tokens = c.decoder_tokens if decodes else c.tokens
-        self.relative_attention_bias = nn.Parameter(torch.empty(c.num_heads, c.num_buckets))
+        # Three dimensions, as other biases of scores: weight decay leaves them out.
+        self.relative_attention_bias = nn.Parameter(torch.empty(c.num_heads, 1, c.num_buckets))
         self.qkv = nn.Linear(c.embed_dim, 3 * c.inner_dim, bias=False)
         self.proj = nn.Linear(c.inner_dim, c.embed_dim, bias=False)
         self.register_buffer("bucket", torch.empty(2 * self.tokens - 1, dtype=torch.int64), persistent=False)
@@ -67,7 +68,7 @@ class SelfAttention(nn.Module):
         """Return the biases with the masks: [1 or batch, heads, tokens, tokens]."""
         places = torch.arange(tokens, device=self.bucket.device)
         relative = places - places[:, None]
-        table = self.relative_attention_bias[self.first_head : self.first_head + heads]
+        table = self.relative_attention_bias[self.first_head : self.first_head + heads, 0]
         # In the table's float32: the gradient of a bias sums those of many scores.
         bias = table[:, self.bucket][:, relative + self.tokens - 1].to(dtype)
         if self.decodes:

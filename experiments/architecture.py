@@ -32,7 +32,8 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint", "pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
-    ("ground", ("io", "kernels", "own_files", "records", "sharded", "sizes")),
+    ("ground", ("io", "kernels", "records", "sharded", "sizes")),
+    ("", ("own_files",)),
     ("", ("errors",)),
     ("", ("text",)),
     ("", ("limits", "lazy", "terminal")),
@@ -73,7 +74,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         10,
         (
             (
-                "training/input.py",
+                "tasks/image_input.py",
                 "train_batches",
                 "makes a loader of this rank's rows; `train_step` copies batches",
             ),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.models import ModelConfig
-    from vitpar.training.image_data import ImageSet
+    from vitpar.tasks.image_data import ImageSet
 
 CLASSES = 10
 """Default number of classes if no data is read."""
@@ -81,7 +81,7 @@ def bench(
     # A recipe must have a length, although a benchmark does not use it.
     asked = o.request(bench, locals(), {"train.steps": 1})
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
-    from vitpar.training.image_data import open_split, transform_settings
+    from vitpar.tasks.image_data import open_split, transform_settings
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)

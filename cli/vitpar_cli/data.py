@@ -283,8 +283,8 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     """
     from vitpar.data import ShardSet
     from vitpar.data.survey import contact_sheet
-    from vitpar.training.image_data import order_of
-    from vitpar.training.input import mixing, transforms
+    from vitpar.tasks.image_data import order_of
+    from vitpar.tasks.image_input import mixing, transforms
 
     shards = ShardSet.open(folder, "train")
     train, evaluated, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)

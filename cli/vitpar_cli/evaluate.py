@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.tasks import Metric
+    from vitpar.tasks.image_data import ImageSet
     from vitpar.training.evaluate import Evaluation, Predictions
-    from vitpar.training.image_data import ImageSet
     from vitpar.training.prediction_file import PredictionFile
 
 
@@ -76,7 +76,7 @@ def evaluate(
     refuse_unwritable(predictions)
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh)
     from vitpar.data import ShardSet
-    from vitpar.training.image_data import open_split
+    from vitpar.tasks.image_data import open_split
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}
@@ -106,8 +106,8 @@ def _evaluate(
     import torch
     import torch.distributed as dist
 
+    from vitpar.tasks.image_input import Input
     from vitpar.training.evaluate import evaluate
-    from vitpar.training.input import Input
     from vitpar.training.prediction_file import PredictionFile
 
     model, warning = planned.built(device, sets)

@@ -52,7 +52,7 @@ def features(
     asked = o.request(features, locals()) | (NO_DATA if images else {})
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
     from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.training.image_data import open_split
+    from vitpar.tasks.image_data import open_split
 
     if bool(images) == (data is not None):
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
@@ -80,9 +80,9 @@ def _write(
     as_json: bool,
 ) -> int:
     """Compute features on `device` and write them, and return the exit code."""
+    from vitpar.tasks.image_input import Input
     from vitpar.training.feature_file import FeatureFile
     from vitpar.training.inference import outputs, skipping
-    from vitpar.training.input import Input
 
     about = {"model": planned.config.name, "weights": str(planned.folder), "input_of": layers}
     written = 0

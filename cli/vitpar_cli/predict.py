@@ -71,8 +71,8 @@ def _predict(
     as_json: bool,
 ) -> int:
     """Predict images on `device`, and return the exit code."""
+    from vitpar.tasks.image_input import Input
     from vitpar.training.inference import outputs, skipping
-    from vitpar.training.input import Input
 
     task = planned.task()
     key = "classes" if task.OUTPUTS_ARE_LABELS else "predictions"

@@ -131,7 +131,7 @@ def _refuse_idle(
 def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
     """Predict the validation images of a run on one device, and write the page with them."""
     from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.training.image_data import open_split
+    from vitpar.tasks.image_data import open_split
     from vitpar_cli.predict import class_names
     from vitpar_cli.saved_model import AT_ONCE, saved_model
 
@@ -166,8 +166,8 @@ def _predict(
     from vitpar.data.image_files import NotedImages
     from vitpar.runs.predictions import predict
     from vitpar.runs.sheet import sheet
+    from vitpar.tasks.image_input import Input
     from vitpar.training.inference import skipping
-    from vitpar.training.input import Input
 
     source = NotedImages(validation)
     model, warning = planned.built(device)

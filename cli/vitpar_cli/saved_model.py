@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.training.image_data import ImageSet
+    from vitpar.tasks.image_data import ImageSet
 
 CheckpointDir = Annotated[
     Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
@@ -91,7 +91,7 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.training.image_data import transform_settings
+        from vitpar.tasks.image_data import transform_settings
 
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)

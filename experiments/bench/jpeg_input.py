@@ -18,8 +18,8 @@ from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from vitpar.data import pack
 from vitpar.tasks import LabelSet, task_of
-from vitpar.training.image_data import open_split
-from vitpar.training.input import Input
+from vitpar.tasks.image_data import open_split
+from vitpar.tasks.image_input import Input
 from vitpar.training.recipe import Recipe
 
 

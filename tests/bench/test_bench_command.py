@@ -24,8 +24,8 @@ from vitpar.bench.limits import block_products, matmul_rates, measure_limits, ra
 from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.sharded import local
+from vitpar.tasks.image_data import open_split
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.image_data import open_split
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import bench_view

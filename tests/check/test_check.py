@@ -93,7 +93,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
             move = ShardedOptimizer.step
             patch.setattr(ShardedOptimizer, "step", lambda self, lr: move(self, lr * 1.01))
         case "a repeat left out":
-            from vitpar.training.input import Input
+            from vitpar.tasks.image_input import Input
 
             take = Input.train_step
 

@@ -10,7 +10,7 @@ from helpers.small_data import CLASSES
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.tasks import LabelSet, task_of
-from vitpar.training.input import Input
+from vitpar.tasks.image_input import Input
 from vitpar.training.recipe import read_recipe
 
 # 17 images make two full batches and one image, so the second of two ranks sees only padding.

@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.fake_cuda import DEVICE, FakeCuda
 from vitpar import parse, validate
 from vitpar.data import Batch
+from vitpar.tasks.image_input import Input
 from vitpar.training.build import build
-from vitpar.training.input import Input
 from vitpar.training.recipe import Recipe
 
 BATCH, CLASSES = 8, 10

@@ -12,8 +12,8 @@ from torch import Tensor
 from vitpar.checkpoint.index import Index, read_index
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks.image_data import open_data
 from vitpar.training.events import Reporter
-from vitpar.training.image_data import open_data
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import replace_auto_precision

@@ -21,7 +21,7 @@ from vitpar.models.own import load
 from vitpar.parallel.attention import choose_attention, use_attention
 from vitpar.parallel.precision import resolve_precision
 from vitpar.tasks import LabelSet, task_of
-from vitpar.training.input import Input
+from vitpar.tasks.image_input import Input
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 

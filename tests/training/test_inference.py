@@ -17,8 +17,8 @@ from vitpar.data import EvalTransform, Normalize
 from vitpar.data.image_files import ImageFiles, NotedImages
 from vitpar.data.images import decode
 from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks.image_input import Input
 from vitpar.training.inference import feature_width, outputs, skipping
-from vitpar.training.input import Input
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, read_config
 from vitpar.weights.importing import import_weights

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.tiny_images import write_tree
 from vitpar.data import pack
-from vitpar.training.input import decoding_threads
+from vitpar.tasks.image_input import decoding_threads
 from vitpar.training.input_watch import WATCHED_STEPS, InputWatch
 from vitpar.training.recipe import Recipe
 from vitpar_cli.data import app

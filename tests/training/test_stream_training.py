@@ -19,9 +19,9 @@ from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
 from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks.image_data import open_data
+from vitpar.tasks.image_input import Input
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.image_data import open_data
-from vitpar.training.input import Input
 from vitpar.training.recipe import Recipe, read_recipe
 
 CLASSES, BATCH = 4, 8

@@ -8,11 +8,10 @@ from typing import Protocol
 
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.phases import Phase
-from vitpar.tasks import Task
-from vitpar.training.image_data import ImageSet
-from vitpar.training.input import Input, synthetic_batch
+from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.image_input import Input, synthetic_batch
+from vitpar.tasks.task import StepInput, Task
 from vitpar.training.recipe import Recipe
-from vitpar.training.step import StepInput
 
 Take = Callable[[Phase], StepInput]
 """Function that returns the next batch; it runs its work in phases."""

@@ -30,8 +30,8 @@ from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
+from vitpar.tasks.image_data import ImageSet
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.image_data import ImageSet
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import Garbage

@@ -28,8 +28,8 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.tasks import Task
-from vitpar.training.image_data import order_of
-from vitpar.training.input import mixing
+from vitpar.tasks.image_data import order_of
+from vitpar.tasks.image_input import mixing
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import OptimizerSection
 

@@ -21,9 +21,9 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks.image_input import Input
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.input import Input
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW

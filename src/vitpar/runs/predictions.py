@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from vitpar.data.image_files import NotedImages
     from vitpar.parallel import ParallelModel
-    from vitpar.training.input import Input
+    from vitpar.tasks.image_input import Input
 
 Numbers = NDArray[np.int64]
 """Numbers of images or classes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vitpar.models.config import IGNORED
 
@@ -80,6 +80,19 @@ class LabelSet:
     def of(cls, data: NamedClasses) -> LabelSet:
         """Return the labels of a data set."""
         return cls(data.num_classes, next(iter(data.names_of_classes), None))
+
+
+class StepInput(NamedTuple):
+    """Input of a step on one rank, as ``ParallelModel.forward_backward`` takes it."""
+
+    images: Tensor | None
+    """This rank's images; None where the model takes none."""
+    targets: Tensor
+    """Targets of the complete batch."""
+    keys: Tensor | None = None
+    """Random keys of the complete batch; None for a model without random numbers."""
+    sides: Mapping[str, Tensor] = {}
+    """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
+from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.image_input import Input
 from vitpar.text import count
-from vitpar.training.image_data import ImageSet
-from vitpar.training.input import Input
 
 
 @dataclass(frozen=True)

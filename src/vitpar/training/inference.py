@@ -18,7 +18,7 @@ from vitpar.errors import ModelError
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
-from vitpar.training.input import Input
+from vitpar.tasks.image_input import Input
 from vitpar.training.recipe import Recipe
 
 

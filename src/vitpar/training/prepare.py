@@ -18,8 +18,8 @@ from vitpar.launch.world import Device
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks.image_data import ImageSet, open_data, order_of, transform_settings
 from vitpar.training.events import SettingsOrigin
-from vitpar.training.image_data import ImageSet, open_data, order_of, transform_settings
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch

@@ -23,19 +23,6 @@ COLLECT_EVERY_S = 5.0
 """Approximate seconds between two collections."""
 
 
-class StepInput(NamedTuple):
-    """Input of a step on one rank, as ``ParallelModel.forward_backward`` takes it."""
-
-    images: Tensor | None
-    """This rank's images; None where the model takes none."""
-    targets: Tensor
-    """Targets of the complete batch."""
-    keys: Tensor | None = None
-    """Random keys of the complete batch; None for a model without random numbers."""
-    sides: Mapping[str, Tensor] = {}
-    """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
-
-
 class Stepped(NamedTuple):
     """Result of a step. Tensors are 0-dim, on the device."""
 

@@ -15,6 +15,8 @@ from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
+from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.image_input import Input
 from vitpar.text import count
 from vitpar.training.begin import begin
 from vitpar.training.build import TrainingComponents, build
@@ -23,8 +25,6 @@ from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
-from vitpar.training.image_data import ImageSet
-from vitpar.training.input import Input
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import CosineWithWarmup, state_size

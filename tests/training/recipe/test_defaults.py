@@ -10,7 +10,7 @@ import pytest
 from helpers.paths import ROOT
 from vitpar.data import parse_policy
 from vitpar.errors import ModelError, RecipeError
-from vitpar.training.input import transforms
+from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, markdown, recipe_for, row_for, with_defaults
 

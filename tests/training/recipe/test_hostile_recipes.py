@@ -11,7 +11,7 @@ from vitpar.data import EvalTransform, parse_policy
 from vitpar.errors import RecipeError, StrategyError, UserError
 from vitpar.io import parse_toml
 from vitpar.limits import MAX_ALTERNATIVES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
-from vitpar.training.input import transforms
+from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
 pytestmark = pytest.mark.timeout(20)

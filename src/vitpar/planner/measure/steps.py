@@ -28,9 +28,9 @@ from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, o
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
+from vitpar.tasks.image_input import synthetic_batch
 from vitpar.text import divisors
 from vitpar.training.build import build
-from vitpar.training.input import synthetic_batch
 from vitpar.training.recipe import Recipe
 
 T = TypeVar("T")

@@ -31,12 +31,11 @@ from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
-from vitpar.tasks import Task
+from vitpar.tasks.image_cache import make_cache
+from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
+from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
-from vitpar.training.image_data import ImageSet, order_of, transform_settings
-from vitpar.training.input_cache import make_cache
 from vitpar.training.recipe import Recipe
-from vitpar.training.step import StepInput
 
 CHANNELS = 3
 """Channels that images are decoded to."""

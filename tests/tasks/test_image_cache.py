@@ -15,8 +15,8 @@ from vitpar.data import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.launch.world_group import barrier
+from vitpar.tasks.image_cache import make_cache
 from vitpar.training import input_cache
-from vitpar.training.input_cache import make_cache
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 BOTH = (0, 1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import UserError
 from vitpar.lazy import lazy_names
-from vitpar.models import ModelConfig, SideInput, SwinConfig, ViTConfig, model_config
+from vitpar.models import BertConfig, InputSpec, ModelConfig, SideInput, SwinConfig, T5Config, ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 from vitpar.tasks.task import LabelSet, Metric, Task
 
@@ -52,7 +52,9 @@ _LAZY = {
 }
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
+    "BertConfig",
     "Execution",
+    "InputSpec",
     "LabelSet",
     "Layer",
     "LayeredModel",
@@ -65,6 +67,7 @@ __all__ = [
     "SideInput",
     "Strategy",
     "SwinConfig",
+    "T5Config",
     "Task",
     "Trainer",
     "UserError",

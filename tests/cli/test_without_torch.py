@@ -84,6 +84,8 @@ WORKING = [
     f"plan pp2xtp2xdp2 {SMALL}",
     f"plan pp2xtp2xdp2 {SMALL} --modules --json --out plan.json",
     "plan 'pp2: embed=fsdp4, stage2=tp2xfsdp2+sp, *=fsdp4+ckpt' --model swin_tiny_patch4_window7_224 --modules",
+    "plan 'pp2: encoder=tp2+sp, *=fsdp2' --model t5_small --modules",
+    "search --cluster 4xH100 --model google-bert/bert-base-uncased --batch-size 64 --seconds 100",
     "plan dp --world-size 4 --recipe digits --set optimizer.name=muon --set train.ema_decay=0.9",
     f"plan fsdp8 {SMALL} --cluster 8xH100 --epochs 90 --json",
     f"plan pp4xdp2 {SMALL} --schedule dualpipev --virtual-stages 2 --microbatches 8 --cluster 8xH100",

@@ -13,7 +13,7 @@ from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
-from vitpar.models.families import SHIPPED, config_from_json
+from vitpar.models.families import FAMILIES, config_from_json
 from vitpar.models.initial import initialise
 from vitpar.models.keyed_random import at_place, drop, keyed_uniform
 from vitpar.models.layers import LayeredModel
@@ -50,7 +50,10 @@ def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> LayeredM
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in UNKNOWN_TO_TIMM])
+OF_TIMM = [name for family in ("vit", "swin") for name in FAMILIES[family].published() if name not in UNKNOWN_TO_TIMM]
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
 def test_number_of_parameters_matches_timm(name: str) -> None:
     with torch.device("meta"):
         ours = LayeredModel(model_config(name))

@@ -1,8 +1,9 @@
 """Models of the user: their description, what is refused, and how they are registered."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vitpar
 from vitpar import Execution, parallelize, parse, read_recipe
 from vitpar.errors import ModelError
+from vitpar.models.description import TensorSpec
 from vitpar.models.families import FAMILIES, config_from_json, config_to_json, model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
@@ -200,6 +202,63 @@ def test_a_head_that_ignores_the_number_of_classes_is_refused() -> None:
 
     with pytest.raises(ModelError, match="gives 5 logits, but num_classes is 3"):
         _ = Fixed().layers
+
+
+@dataclass(frozen=True)
+class Tagger(vitpar.OwnModel):
+    """Token ids in, logits of every token out."""
+
+    depth: int = 1
+    tags: int = 5
+
+    @property
+    def input(self) -> vitpar.InputSpec:
+        return vitpar.InputSpec((6,), "int64")
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return 6, 5
+
+    def build_layer(self, name: str) -> vitpar.Layer:
+        return {"embed": Lookup, "head": Tags}.get(name, Same)(self.tags)
+
+
+class Lookup(vitpar.Layer):
+    def __init__(self, tags: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids)
+
+
+class Same(vitpar.Layer):
+    def __init__(self, tags: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc(x)
+
+
+class Tags(vitpar.Layer):
+    TENSOR_PARALLEL: ClassVar[Mapping[str, str]] = {"gathered": "gathered", "fc": "output"}
+
+    def __init__(self, tags: int) -> None:
+        super().__init__()
+        self.gathered, self.fc = nn.Identity(), nn.Linear(8, tags, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.gathered(x))
+
+
+def test_models_of_text_are_described() -> None:
+    embed, block, head = Tagger().layers.values()
+    assert embed.takes is None and embed.gives == block.takes == TensorSpec(6, 8)
+    assert head.gives == TensorSpec(6, 5) and "sp" in head.modes
+    assert {part.name: part.role for part in head.parts} == {"gathered": "gathered", "fc": "output"}
+    with pytest.raises(ModelError, match=r"gives logits of shape \[6, 4\], but output_shape is \[6, 5\]: make them"):
+        _ = Tagger(tags=4).layers
 
 
 @pytest.mark.parametrize("name", ["vit", "swin"])

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitpar.errors import ModelError
 from vitpar.models import ViTConfig, model_config
-from vitpar.models.families import SHIPPED
+from vitpar.models.families import FAMILIES
 from vitpar.models.layers import Layer, LayeredModel
 
 SMALL = model_config(
@@ -107,7 +107,7 @@ def test_flops_match_torchs_counter() -> None:
             counter = FlopCounterMode(display=False)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("swin")])
+@pytest.mark.parametrize("name", FAMILIES["vit"].published())
 def test_description_of_published_models_has_the_parameters_of_the_modules(name: str) -> None:
     config = model_config(name)
     with torch.device("meta"):

@@ -118,5 +118,7 @@ def test_gradients_equal_one_process(mesh: str, more: dict[str, Any], ranks: Cal
 
 def test_missing_side_inputs_are_refused(alone: None) -> None:
     model = parallelize(Captioned(), validate(parse("dp1"), Captioned(), BATCH), Execution(BATCH), "cpu")
-    with pytest.raises(ModelError, match=r"own takes ids besides images: pass each by its name, \[batch, …\] for all"):
+    with pytest.raises(
+        ModelError, match=r"own takes ids besides its input: pass each by its name, \[batch, …\] for all"
+    ):
         model.predict(torch.zeros(BATCH, 3, 8, 8), BATCH, mask=torch.ones(BATCH, 24, dtype=torch.bool))

@@ -11,8 +11,10 @@ import torch
 from helpers.collectives import Sent
 from helpers.modern_vits import modern_config
 from helpers.ranks import RankPool
+from helpers.text_models import bert, t5
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
+from vitpar.models.layers import given_sides, zero_sides
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
 from vitpar.strategy.traffic import Traffic, layer_traffic
@@ -46,12 +48,17 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, config: ModelCo
         x = torch.randn(len(part.row_range(ROWS)), takes.tokens, len(part.feature_range(takes.features)))
         x.requires_grad_()
     else:
-        rows = len(model.image_rows(ROWS))
-        x = torch.randn(rows, config.channels, config.image_size, config.image_size)
+        shape = len(model.image_rows(ROWS)), *config.input.shape
+        x = torch.randn(shape) if config.input.dtype is None else torch.zeros(shape, dtype=torch.int64)
     axes = next(m.tensor_mesh for m in stage.layers()["blocks.1"].modules() if hasattr(m, "tensor_mesh"))
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
+    sides, rows, group = (
+        zero_sides(config, ROWS, "cpu"),
+        *(p[layer].row_range(ROWS) for p in (stage.rows, stage.group_rows)),
+    )
+    here, inside = slice(rows.start, rows.stop), slice(group.start, group.stop)
     with Sent() as forward:
-        y = stage.layers()[layer](x)
+        y = stage.layers()[layer](x, **given_sides(stage.layers()[layer], None, sides, here, inside))
     with Sent() as backward:
         y.sum().backward()
     found = []
@@ -110,6 +117,18 @@ def test_collectives_of_every_kind_of_layer_of_swin_match_the_table(
 def test_collectives_of_modern_models_match_the_table(mesh: str, parts: str, ranks: Callable[[int], RankPool]) -> None:
     config, strategy = modern_config(parts), parse(mesh).strategy
     for found in ranks(parse(mesh).world_size).run(every_layer_sends, mesh, config):
+        for name, counted in found.items():
+            assert counted == counters(layer_traffic(config.layers[name], strategy, ROWS)), name
+
+
+@pytest.mark.parametrize("config", [bert(), t5()], ids=["bert", "t5"])
+@pytest.mark.parametrize("mesh", ["tp2", "tp2+sp", "tp2+ckpt", "tp2+sp+ckpt", "tp2+ckpt.selective"])
+def test_collectives_of_models_of_text_match_the_table(
+    mesh: str, config: ModelConfig, ranks: Callable[[int], RankPool]
+) -> None:
+    strategy = parse(mesh).strategy
+    for found in ranks(2).run(every_layer_sends, mesh, config):
+        assert len(found) == len(config.kinds)
         for name, counted in found.items():
             assert counted == counters(layer_traffic(config.layers[name], strategy, ROWS)), name
 

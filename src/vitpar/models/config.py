@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import ExtraPasses, LayerDescription, SideInput, layer_of
+from vitpar.models.description import ExtraPasses, InputSpec, LayerDescription, SideInput, layer_of
 from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, shown
 
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Rule = Callable[..., "Tensor"]
-"""Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers."""
+"""Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
+
+They are a run of the parameter's flat elements. A rule with a true attribute `by_place` also takes the first one's
+index."""
 Rules = tuple[tuple[str, Rule], ...]
 """Pairs of a pattern of parameter names and a rule; the first that matches decides."""
 
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_tanh")
 """Activations that multiply half of the features by a function of the other half (arXiv 2002.05202)."""
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
@@ -41,6 +44,15 @@ LARGEST = {
     "channels": MAX_CHANNELS,
     "representation_size": MAX_WIDTH,
     "window_size": MAX_IMAGE_SIZE,
+    "vocab_size": MAX_CLASSES,
+    "tokens": MAX_TOKENS,
+    "positions": MAX_TOKENS,
+    "token_types": MAX_CLASSES,
+    "decoder_depth": MAX_BLOCKS,
+    "decoder_tokens": MAX_TOKENS,
+    "head_dim": MAX_WIDTH,
+    "num_buckets": MAX_WIDTH,
+    "max_distance": MAX_TOKENS,
 }
 """Largest value of a field, in any family that has it."""
 
@@ -106,8 +118,18 @@ class ModelConfig:
         return None
 
     @property
+    def input(self) -> InputSpec:
+        """Return the shape and data type of what the first layer takes of a sample."""
+        return InputSpec((self.channels, self.image_size, self.image_size))
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape of the logits of a sample: (classes,), or (tokens, vocabulary) for a model of text."""
+        return (self.num_classes,)
+
+    @property
     def side_inputs(self) -> Mapping[str, SideInput]:
-        """Return the inputs besides images by name, such as token ids. A layer whose `forward` has the name gets it.
+        """Return the inputs besides `input` by name, such as masks. A layer whose `forward` has the name gets it.
 
         The samples' random keys, ``keys``, are there for every model that is `stochastic`, and not named here.
         """
@@ -210,7 +232,7 @@ class ModelConfig:
 
     @property
     def first_layer(self) -> LayerDescription:
-        """Return the layer that takes images."""
+        """Return the layer that takes the model's input."""
         return self.layers[self.layer_names[0]]
 
     @property
@@ -287,8 +309,9 @@ def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> N
     known: words by field.
     """
     name = shown(config.name)
+    checked = field_names(type(config)) | {"depth"}  # Swin's is computed
     for field, most in LARGEST.items():
-        given = getattr(config, field, None)
+        given = getattr(config, field, None) if field in checked else None
         for number in given if isinstance(given, tuple) else (given,):
             if number is not None and not 1 <= number <= most:
                 raise ModelError(f"{field} of {name} is {shown(number)}: it must be from 1 to {most:,}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from vitpar.models.config import ModelConfig, Rule, Rules
-from vitpar.models.description import LayerDescription, SideInput, backwards, block_index, block_name
+from vitpar.models.description import InputSpec, LayerDescription, SideInput, backwards, block_index, block_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,14 @@ class _Derived(ModelConfig):
         return self.whole.num_classes
 
     @property
+    def input(self) -> InputSpec:
+        return self.whole.input
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return self.whole.output_shape
+
+    @property
     def side_inputs(self) -> Mapping[str, SideInput]:
         return self.whole.side_inputs
 
@@ -56,7 +65,7 @@ class _Derived(ModelConfig):
     def initial_rules(self) -> Rules:
         # Rules read fields of the family's configuration, which this one does not have.
         def of_whole(rule: Rule) -> Rule:
-            return lambda v, shape, _: rule(v, shape, self.whole)
+            return functools.wraps(rule)(lambda v, shape, _, *place: rule(v, shape, self.whole, *place))
 
         return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
 

@@ -36,13 +36,32 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class InputSpec:
+    """Input of the first layer for one sample."""
+
+    shape: tuple[int, ...]
+    """Shape: (channels, size, size) for images, (tokens,) for token ids."""
+    dtype: str | None = None
+    """Name of the data type in torch, such as int64 for token ids; None for that in which the model computes."""
+
+    def bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sample. itemsize: bytes of a number in which the model computes."""
+        return math.prod(self.shape) * (itemsize if self.dtype is None else _BYTES[self.dtype])
+
+
+_BYTES = {"bool": 1, "uint8": 1, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
 class SideInput:
-    """Input of a sample besides images, which any layer can take: every rank has those of all samples."""
+    """Input of a sample besides that of the first layer, which any layer can take: every rank has all samples'."""
 
     shape: tuple[int, ...]
     """Shape for one sample."""
     dtype: str = "int64"
     """Name of the data type in torch."""
+    optional: bool = False
+    """Whether it may be left out. The `forward` of a layer that takes it has a default for it."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +162,9 @@ class LayerDescription:
     kind: str
     """Name of its kind. Layers of one kind cost the same, so that one profile serves them all."""
     takes: TensorSpec | None
-    """Activation that comes in; None for the first layer, which takes images."""
+    """Activation that comes in; None for the first layer, which takes the model's input."""
     gives: TensorSpec
-    """Activation that goes out. The last layer's is one token with a feature per class."""
+    """Activation that goes out. That of the last layer of a classifier is one token with a feature per class."""
     parts: tuple[Part, ...]
     """Modules and parameters."""
     attention: AttentionShape | None = None
@@ -167,7 +186,7 @@ class LayerDescription:
 
     @property
     def first(self) -> bool:
-        """Whether the layer takes images."""
+        """Whether the layer takes the model's input."""
         return self.takes is None
 
     @property

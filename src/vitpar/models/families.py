@@ -8,12 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from vitpar.errors import ModelError
+from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.swin.config import SwinConfig
+from vitpar.models.t5.config import T5Config
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import nearest, shown
 
-FAMILIES: dict[str, type[ModelConfig]] = {family.FAMILY: family for family in (ViTConfig, SwinConfig)}
+FAMILIES: dict[str, type[ModelConfig]] = {
+    family.FAMILY: family for family in (ViTConfig, SwinConfig, BertConfig, T5Config)
+}
 """Configuration classes by the name of their family. ``vitpar.models.own`` adds those of the user."""
 SHIPPED = tuple(name for family in FAMILIES.values() for name in family.published())
 """Names that stand for a published model."""
@@ -22,15 +26,18 @@ _FAMILY = "family"
 
 
 def model_config(name: str, **options: Any) -> ModelConfig:
-    """Return the configuration of a model by timm's name, with `options` replacing its fields.
+    """Return the configuration of a model by timm's or the hub's name, with `options` replacing its fields.
 
-    Any ViT takes any patch and image size: ``vit_tiny_patch4_32``. The names ``vit_custom`` and ``swin_custom`` take
-    everything from `options`.
+    Any ViT takes any patch and image size: ``vit_tiny_patch4_32``. The names ``vit_custom``, ``swin_custom``,
+    ``bert_custom`` and ``t5_custom`` take everything from `options`. The option `num_classes`, which comes from the
+    data, has no effect on models of text.
 
     Raises ModelError for an unknown name or option, or options that contradict each other.
     """
     family = family_of(name)
     known = field_names(family) - {"name"}
+    if "num_classes" not in known:
+        options.pop("num_classes", None)
     for option in options:
         if option not in known:
             raise ModelError(
@@ -54,8 +61,8 @@ def family_of(name: str) -> type[ModelConfig]:
             f"give --model {shown(name)}"
         )
     raise ModelError(
-        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: vitpar has Vision and Swin Transformers, such as "
-        "vit_small_patch16_224, vit_custom or swin_custom"
+        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: vitpar has Vision and Swin Transformers, BERT and "
+        "T5, such as vit_small_patch16_224, swin_custom, bert_base or t5_small"
     )
 
 

@@ -87,10 +87,12 @@ def initial_value(name: str, shape: torch.Size, seed: int, config: ModelConfig) 
     digest = hashlib.blake2b(f"{seed}/{seeding_name(name)}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     value = torch.empty(shape, dtype=torch.float32)
+    by_place, start = getattr(rule, "by_place", False), 0
     for part in value.view(-1).split(CHUNK):
         # Multiples of 2^-53 become the odd ones between -1 and 1, exactly: never ±1, where erfinv is infinite.
         v = torch.rand(part.shape, dtype=torch.float64, generator=generator).mul_(2).add_(2**-53 - 1)
-        part.copy_(rule(v, shape, config))
+        part.copy_(rule(v, shape, config, start) if by_place else rule(v, shape, config))
+        start += part.numel()
     return value
 
 

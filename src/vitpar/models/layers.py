@@ -53,6 +53,9 @@ class Layer(nn.Module):
     computes all of the layer under 1d, and its part of the samples under sp."""
     SIDE_INPUTS: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that `forward` takes after the activation (``ModelConfig.side_inputs``), and `keys`."""
+    GROUP_SIDES: ClassVar[tuple[str, ...]] = ()
+    """Names of the side inputs that are used between a column and a row layer, such as masks of attention. `forward`
+    gets those of all samples of its tensor-parallel group. With +sp the activation has only a part of these."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -107,6 +110,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": gated(F.silu),
     "geglu": gated(F.gelu),
+    "geglu_tanh": gated(functools.partial(F.gelu, approximate="tanh")),
+    "relu": F.relu,
 }
 """Functions between the two linear layers of an MLP. The gated ones halve the number of features."""
 
@@ -121,7 +126,7 @@ class BeforeActivation(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, features] -> [batch, tokens, features]."""
-        if x.dim() != 3 or not trains_compiled():
+        if x.dim() != 3 or self.bias is None or not trains_compiled():
             return super().forward(x)
         return linear_by_sample(x, self.weight, self.bias)
 
@@ -132,14 +137,17 @@ class MLP(nn.Module):
     hidden: features that the second linear layer takes.
     activation: key of `ACTIVATIONS`. The rows of `fc1` alternate between gates and values if it is a gated one.
     norm: norm of the hidden features.
+    bias: whether the linear layers have biases.
     """
 
-    def __init__(self, width: int, hidden: int, activation: str = "gelu", norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: str = "gelu", norm: nn.Module | None = None, *, bias: bool = True
+    ) -> None:
         super().__init__()
-        self.fc1 = BeforeActivation(width, hidden * (2 if activation in GATED else 1))
+        self.fc1 = BeforeActivation(width, hidden * (2 if activation in GATED else 1), bias=bias)
         self.activation = ACTIVATIONS[activation]
         self.norm = norm or nn.Identity()
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc2 = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape."""
@@ -203,11 +211,23 @@ class ResidualBlock(Layer):
 
 
 def given_sides(
-    layer: Layer, keys: Tensor | None, sides: Mapping[str, Tensor], rows: slice = slice(None)
+    layer: Layer,
+    keys: Tensor | None,
+    sides: Mapping[str, Tensor],
+    rows: slice = slice(None),
+    group_rows: slice = slice(None),
 ) -> dict[str, Tensor]:
-    """Return the side inputs that a layer takes, by name. rows: those of the samples that it computes."""
+    """Return the side inputs that a layer takes, by name.
+
+    rows: samples of its activation.
+    group_rows: samples that its tensor-parallel group computes, for `Layer.GROUP_SIDES`.
+    """
     every = sides if keys is None else {"keys": keys, **sides}
-    return {name: every[name][rows] for name in layer.SIDE_INPUTS if name in every}
+    return {
+        name: every[name][group_rows if name in layer.GROUP_SIDES else rows]
+        for name in layer.SIDE_INPUTS
+        if name in every
+    }
 
 
 def zero_sides(config: ModelConfig, rows: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -261,7 +281,7 @@ class LayeredModel(nn.Module):
     def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
         """Return logits, or tokens where the last layer is elsewhere.
 
-        x: images, or tokens where the first layer is elsewhere.
+        x: the model's input (``ModelConfig.input``), or tokens where the first layer is elsewhere.
         keys: int64 [batch], each sample's key for drop-path and dropout (``vitpar.models.keyed_random``).
         sides: other side inputs by name, [batch, …].
         """

@@ -119,7 +119,7 @@ def register(model: type[ModelConfig], name: str | None = None) -> str:
 def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool) -> LayerDescription:
     """Return the description of a layer by running it on the meta device with two samples.
 
-    taken: its input; None for the first layer, which takes images.
+    taken: its input; None for the first layer, which takes the model's (``ModelConfig.input``).
     last: whether it gives logits.
 
     Raises ModelError for a layer that cannot be built or does not keep the contract.
@@ -134,27 +134,33 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
             layer = config.build_layer(name)
             if not isinstance(layer, Layer):
                 raise ModelError(f"{where} is a {type(layer).__name__}: derive its class from vitpar.Layer")
-            side = config.image_size
-            size = (config.channels, side, side) if taken is None else (taken.tokens, taken.features)
-            x = torch.empty(batch, *size)
+            size = config.input.shape if taken is None else (taken.tokens, taken.features)
+            kept = None if taken is not None or config.input.dtype is None else getattr(torch, config.input.dtype)
+            x = torch.empty(batch, *size, dtype=kept, requires_grad=kept is None)
             sides = zero_sides(config, batch, "meta")
-            y, inputs, flops, saved = _traced(layer, x.requires_grad_(), given_sides(layer, None, sides))
+            y, inputs, flops, saved = _traced(layer, x, given_sides(layer, None, sides))
         except ModelError:
             raise
         except Exception as error:  # of the user's code
             raise ModelError(f"{where} fails: {type(error).__name__}: {shown(error)}") from error
-    rank = 2 if last else 3
+    per_token = last and len(config.output_shape) == 2
+    rank = 2 if last and not per_token else 3
     if y.dim() != rank or y.shape[0] != batch:
-        wanted = "[batch, classes]" if last else "[batch, tokens, features]"
+        wanted = "[batch, classes]" if rank == 2 else "[batch, tokens, features]"
         raise ModelError(f"{where} gives a tensor of shape {list(y.shape)} for {batch} samples: give {wanted}")
-    if last and y.shape[1] != config.num_classes:
+    if last and not per_token and y.shape[1] != config.num_classes:
         raise ModelError(
             f"{where} gives {y.shape[1]} logits, but num_classes is {config.num_classes}: build it for that many"
+        )
+    if per_token and y.shape[1:] != config.output_shape:
+        raise ModelError(
+            f"{where} gives logits of shape {list(y.shape[1:])}, but output_shape is {list(config.output_shape)}: make "
+            "them equal"
         )
     if y._is_view() or not y.is_contiguous():
         # FSDP2 and pipelines hold on to what a layer gives, and send it.
         raise ModelError(f"{where} gives a view of another tensor: end its forward with .contiguous() or .clone()")
-    gives = TensorSpec(1, y.shape[1]) if last else TensorSpec(y.shape[1], y.shape[2])
+    gives = TensorSpec(1, y.shape[1]) if rank == 2 else TensorSpec(y.shape[1], y.shape[2])
     parts = tuple(_parts(layer, inputs, batch, where))
     linear = sum(part.flops for part in parts)
     return LayerDescription(
@@ -168,7 +174,7 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
         modes=tuple(
             mode
             for mode in layer.TENSOR_MODES
-            if not last or mode == "1d" or any(part.role == "pooled" for part in parts)
+            if not last or mode == "1d" or any(part.role in ("pooled", "gathered") for part in parts)
         ),
         other_flops=max(0, flops // batch - linear),
         saved=saved // batch,

@@ -51,6 +51,8 @@ ROLES = {
     "pooled": "place between pooling and classifier",
     "representation": "linear layer from pooled features to features",
     "classifier": "linear layer to classes, split over the features that it takes, so that classes need not divide",
+    "gathered": "place before a linear layer with the role output, as pooled, but for all tokens at once",
+    "output": "linear layer to logits of every token, which every rank computes for all samples",
     "table": "small parameter [heads, …] that every rank keeps complete, and of which it uses the rows of its heads",
     "other": "anything else, which only 1d and +sp support",
 }
@@ -95,6 +97,7 @@ SLICE = Exchange(for_input="all_gather")
 GATHER_BATCH = Exchange("all_gather", for_input="reduce_scatter", for_weights="all_gather", dim=0, beside=True)
 GATHER_FEATURES = replace(GATHER_BATCH, dim=-1)
 GATHER_POOLED = Exchange("all_gather", dim=0)
+GATHER_TOKENS = Exchange("all_gather", dim=0)
 STATISTICS = Exchange("all_reduce", for_input="all_reduce")
 # After a product.
 SUM = Exchange("all_reduce")
@@ -180,6 +183,7 @@ TABLE: dict[str, dict[str, TensorRole]] = {
         "inner_norm": _norm("j"),
         **dict.fromkeys(("heads", "norm", "scale", "token", "embedding", "merge", "other"), _PARTIAL),
         "pooled": TensorRole("GatherPooled", before=Message(GATHER_POOLED, "j")),
+        "gathered": TensorRole("GatherPooled", before=Message(GATHER_TOKENS, "j")),
         "classifier": _OF_WHOLE,
     },
     "2d": _2D,

@@ -180,8 +180,8 @@ class ParallelModel:
     ) -> Tensor:
         """Compute the gradients of one step: accumulated over micro-batches, reduced over data-parallel ranks.
 
-        images: this rank's `image_rows` of the batch [rows, channels, size, size], normalised; None where not
-            `takes_images`.
+        images: this rank's `image_rows` of the batch, [rows, …] as ``ModelConfig.input`` says: normalised images, or
+            token ids; None where not `takes_images`.
         targets: those of all ranks, as in `loss`.
         keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
         sides: the model's other side inputs by name, [batch, …], on every rank (``ModelConfig.side_inputs``).
@@ -200,7 +200,7 @@ class ParallelModel:
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
         self._count, self._measured = self._loss.count(targets), None
-        images = None if images is None else images.to(self.precision.compute)
+        images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
@@ -279,13 +279,13 @@ class ParallelModel:
 
     @torch.no_grad()
     def predict(self, images: Tensor | None, batch: int, **sides: Tensor) -> Tensor | None:
-        """Logits of this rank's `logit_rows` [rows, classes] in evaluation mode, or None where not `gives_logits`.
+        """Logits of this rank's `logit_rows` [rows, …] in evaluation mode, or None where not `gives_logits`.
 
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
         any multiple of `smallest_batch`. sides: as in `forward_backward`. Raises ModelError for missing ones.
         """
         self._refuse_missing(sides)
-        images = None if images is None else images.to(self.precision.compute)
+        images = self._as_input(images)
         with self.low_precision_params.in_place():
             x = self._through_stages(images, batch, sides)
         while len(self._sent) > len(self.stages):
@@ -293,11 +293,16 @@ class ParallelModel:
             self._sent.popleft()[0].wait()
         return x if self.gives_logits else None
 
+    def _as_input(self, x: Tensor | None) -> Tensor | None:
+        """Return the model's input in the precision of the model, unless it has a data type of its own."""
+        return x if x is None or self.config.input.dtype is not None else x.to(self.precision.compute)
+
     def _refuse_missing(self, sides: Mapping[str, Tensor]) -> None:
         """Raise ModelError if a side input of the model is missing."""
-        if missing := self.config.side_inputs.keys() - sides.keys():
+        needed = {name for name, side in self.config.side_inputs.items() if not side.optional}
+        if missing := needed - sides.keys():
             raise ModelError(
-                f"{self.config.name} takes {', '.join(sorted(missing))} besides images: pass each by its name, "
+                f"{self.config.name} takes {', '.join(sorted(missing))} besides its input: pass each by its name, "
                 "[batch, …] for all ranks"
             )
 
@@ -389,17 +394,12 @@ class ParallelModel:
 
     def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""
-        c, n = self.config, self.batch.microbatch_rows
-        takes: tuple[int, ...] = (
-            len(self._images[self._stage_rank].row_range(n)),
-            c.channels,
-            c.image_size,
-            c.image_size,
-        )
-        gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), c.num_classes)
+        c, n, dtype = self.config, self.batch.microbatch_rows, self.precision.compute
+        takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), *c.input.shape)
+        gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), *c.output_shape)
+        taken = dtype if c.input.dtype is None else getattr(torch, c.input.dtype)
         if index > 0:
-            takes = self._token_shape(index - 1, n)
+            takes, taken = self._token_shape(index - 1, n), dtype
         if index < self.plan.num_stages - 1:
             gives = self._token_shape(index, n)
-        dtype = self.precision.compute
-        return torch.empty(takes, dtype=dtype, device="meta"), torch.empty(gives, dtype=dtype, device="meta")
+        return torch.empty(takes, dtype=taken, device="meta"), torch.empty(gives, dtype=dtype, device="meta")

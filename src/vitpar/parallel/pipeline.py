@@ -175,6 +175,8 @@ class StageModule(LayeredModel):
         """Redistribution behind the last layer, to the layout in which the tokens are sent."""
         self.rows: dict[str, ActivationPart] = {}
         """This rank's part of the batch in each layer, by name."""
+        self.group_rows: dict[str, ActivationPart] = {}
+        """Part of the batch that the layer's tensor-parallel group computes, by name."""
 
     def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
         """Return this rank's part of the tokens or logits.
@@ -189,8 +191,9 @@ class StageModule(LayeredModel):
         for name, layer in self.layers().items():
             if name in self.before:
                 x = self.before[name](x)
-            rows = self.rows[name].row_range(total)
-            x = layer(x, **given_sides(layer, keys, sides, slice(rows.start, rows.stop)))
+            rows, group = (part[name].row_range(total) for part in (self.rows, self.group_rows))
+            here, inside = slice(rows.start, rows.stop), slice(group.start, group.stop)
+            x = layer(x, **given_sides(layer, keys, sides, here, inside))
         # upstream: zero-bubble schedules call detach_() on a stage's output, which fails on a view. Redistribute
         # returns a new tensor, so no clone is needed.
         return x if self.after is None else self.after(x)

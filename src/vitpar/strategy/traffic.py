@@ -59,12 +59,12 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
         # The lowest trained layer begins with a norm, whose input needs no gradient.
         if layer.backward != "weights" or number > 0 or part.role != "norm":
             backward += sent.for_input
-        last = sent.last if part.product else None if part.role == "scale" else last
+        last = sent.last if part.product else None if part.role in ("scale", "norm") else last
     if layer.backward == "nothing":
         return forward, Counter()
     # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
-    # collective, so recomputation stops before it, unless a factor follows. The selective policy keeps the results of
-    # communication and repeats none.
+    # collective, so recomputation stops before it, unless a factor or a norm follows. The selective policy keeps the
+    # results of communication and repeats none.
     again = forward - Counter([last] if last else []) if strategy.checkpoint == "full" else Counter[Collective]()
     return forward, backward + again
 
@@ -145,6 +145,6 @@ def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: 
     if message.exchange is STATISTICS:  # an RMSNorm has one number; backward sends both in one message
         numbers = 2 if "bias" in part.shapes else 1
         return (tokens, numbers) if purpose == "forward" else (numbers * tokens, 1)
-    taken, given = part.product or (0, 0)
+    taken, given = part.product or (part.width, part.width)
     features = taken if message is role.before else given
     return tokens * features, part.tokens if role.one_by_one else 1

@@ -114,7 +114,8 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
     tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     if tp > 1 and mode not in layer.modes:
         fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
-        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}", fix
+        why = ", whose parts only tp and +sp can split" if layer.modes == ("1d", "sp") else ""
+        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}{why}", fix
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
         shapes = [layer.takes, None if layer.last else layer.gives]

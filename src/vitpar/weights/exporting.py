@@ -19,9 +19,11 @@ from vitpar.data.transforms.names import PILLOW_KERNELS
 from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.limits import MAX_TOML_BYTES
+from vitpar.models.bert.exporting import exported as bert
 from vitpar.models.config import ModelConfig
 from vitpar.models.foreign import Exported, ExportedTensor
 from vitpar.models.swin.exporting import exported as swin
+from vitpar.models.t5.exporting import exported as t5
 from vitpar.models.vit.exporting import exported as vit
 from vitpar.models.vit.to_transformers import labels as transformers_labels
 from vitpar.weights.classes import read_class_names
@@ -30,7 +32,7 @@ from vitpar.weights.hints import IMAGENET
 from vitpar.weights.shards import listed
 
 Format = Literal["timm", "transformers"]
-FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin}
+FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin, "bert": bert, "t5": t5}
 """Functions from a configuration and a format to the exported model, by family."""
 CLASSIFIER = "classifier.safetensors"
 """File of a classifier that the library's model does not have."""
@@ -76,7 +78,7 @@ def export_weights(
         name: 4 * sum(torch.Size(shapes[ours]).numel() for ours in tensor.names)
         for name, tensor in made.tensors.items()
     }
-    images = image_settings(weights)
+    images = image_settings(weights) if weights.config.image_size else {}
     apart = {name: _made(tensor, weights) for name, tensor in made.classifier.items()}
     classifier = {CLASSIFIER: save(apart)} if apart else {}
     files = write_weights(
@@ -130,7 +132,9 @@ def image_settings(weights: Weights) -> dict[str, Any]:
 
 
 def _texts(made: Exported, weights: Weights, format: Format, images: Mapping[str, Any]) -> dict[str, str]:
-    """Return the content of the JSON files, by file name. images: as of `image_settings`."""
+    """Return the content of the JSON files, by file name. images: as of `image_settings`; empty for a model of text."""
+    if not images:
+        return {CONFIG: json.dumps({**made.config, "dtype": "float32"}, indent=1)}
     size, names = weights.config.image_size, images.get("label_names")
     if format == "timm":
         labels = {} if names is None else {"label_names": names}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 
 from vitpar.errors import DataError
+from vitpar.models.bert import foreign as bert
 from vitpar.models.foreign import Renamed, Shapes
 from vitpar.models.swin import foreign as swin
+from vitpar.models.t5 import foreign as t5
 from vitpar.models.vit import foreign as vit
 from vitpar.weights.shards import listed
 
-FAMILIES: tuple[ModuleType, ...] = (swin, vit)
+FAMILIES: tuple[ModuleType, ...] = (bert, t5, swin, vit)
 """Conversions of each family. The patch projection, by which ViT's formats are recognised, is in every family."""
 
 

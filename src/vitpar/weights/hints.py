@@ -59,6 +59,8 @@ class Hints:
     """Epsilon of LayerNorms."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Vision Transformer that no tensor shows (``vitpar.models.vit.foreign.INVISIBLE``), by name."""
+    text: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a model of text that no tensor shows, by name."""
     data: Mapping[str, Any] | None = None
     """Settings of a recipe's section [data]."""
     class_names: tuple[str, ...] | None = None
@@ -88,7 +90,14 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         layer_scale=_measure(config.get("layer_scale")),
         norm_eps=_measure(config.get("norm_eps")),
         fields=_fields(config),
+        text={
+            **{name: number for name in _COUNTS if (number := _number(config.get(name))) is not None},
+            **({"tied": config["tied"]} if isinstance(config.get("tied"), bool) else {}),
+        },
     )
+
+
+_COUNTS = ("tokens", "decoder_tokens", "max_distance")
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,8 +112,11 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints:
     kind = config["model_type"]
+    if kind in ("bert", "t5"):
+        return _bert(config) if kind == "bert" else _t5(config)
     if not isinstance(kind, str) or kind not in _EPS:
-        raise DataError(f"config.json has model_type {literal(kind)}, but only {', '.join(_EPS)} can be imported")
+        known_types = ", ".join((*_EPS, "bert", "t5"))
+        raise DataError(f"config.json has model_type {literal(kind)}, but only {known_types} can be imported")
     tower = config.get("vision_config")
     config = {**config, **(tower if isinstance(tower, dict) else {})}
     activation = config.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
@@ -141,6 +153,27 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         class_names=_class_names(config.get("id2label")),
         notes=notes,
     )
+
+
+def _bert(config: Mapping[str, Any]) -> Hints:
+    _refuse_other(config, {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",)})
+    return Hints(_number(config.get("num_attention_heads")), norm_eps=_measure(config.get("layer_norm_eps")))
+
+
+def _t5(config: Mapping[str, Any]) -> Hints:
+    _refuse_other(config, {"feed_forward_proj": ("relu", "gated-gelu")})
+    # upstream: transformers 5 writes that all are tied, and apart from it whether outputs are scaled.
+    tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)) is not False
+    distance = _number(config.get("relative_attention_max_distance", 128))
+    text = {"tied": tied, **({} if distance is None else {"max_distance": distance})}
+    return Hints(norm_eps=_measure(config.get("layer_norm_epsilon")), text=text)
+
+
+def _refuse_other(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise DataError if a setting is given with another word than the known ones."""
+    for name, words in known.items():
+        if (word := config.get(name, words[0])) not in words:
+            raise DataError(f"config.json has {name} {literal(word)}, but only {', '.join(words)} can be imported")
 
 
 def _crop_of_transformers(kind: str, images: Mapping[str, Any]) -> dict[str, Any]:

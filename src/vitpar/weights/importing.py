@@ -81,9 +81,11 @@ def import_weights(
     (family, renamed), hinted = recognised(path, source.shapes), hints(source.configs)
     there = family.infer_config(path, renamed, hinted, model)
     made, notes = family.parts(renamed, there), [*source.notes, *renamed.notes, *hinted.notes]
-    if hinted.data is None:
+    if not there.image_size and (classes is not None or image_size is not None):
+        raise DataError(f"'{path}' is a model of text: leave --classes and --image-size out")
+    if hinted.data is None and there.image_size:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
-    headless = not any(name in made for name in CLASSIFIERS)
+    headless = bool(there.image_size) and not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
         raise DataError(f"'{path}' has no classifier: set the number of classes of a new one with --classes N")
     needed = parameter_shapes(there, most=len(source.shapes))
@@ -91,7 +93,10 @@ def import_weights(
         needed = {name: shape for name, shape in needed.items() if name not in CLASSIFIERS}
     refuse_other_shapes(path, {name: part.shape for name, part in made.items()}, needed, exactly=True)
 
-    config = replace(there, num_classes=classes or there.num_classes, image_size=image_size or there.image_size)
+    config = there
+    if there.image_size:
+        sizes = {"num_classes": classes or there.num_classes, "image_size": image_size or there.image_size}
+        config = replace(there, **sizes)
     reset = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
     if reset:
         was = "the file has none" if headless else f"the file has {there.num_classes:,}"
@@ -181,7 +186,7 @@ def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any])
     """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
         "model": _section(config),
-        "data": data,
+        **({"data": data} if config.image_size else {}),
         "optimizer": {"lr": 1e-4},
         "train": {"epochs": 10},
     }
@@ -199,6 +204,8 @@ def _section(config: ModelConfig) -> dict[str, Any]:
     # The data determine the number of classes, and images of a recipe have three channels.
     names = [name for name in defaults if name not in ("name", "num_classes", "channels")]
     changed = {name: value for name in names if (value := getattr(config, name)) != plain[name]}
+    if not config.image_size:
+        return {"name": config.name, **({"options": changed} if changed else {})}
     if None in changed.values():  # TOML has no word for what the named model has and this one lacks
         changed = {name: value for name in names if (value := getattr(config, name)) != defaults[name]}
         return {"name": f"{config.FAMILY}_custom", **changed}

@@ -57,6 +57,10 @@ def export_onnx(weights: Weights, folder: Path) -> float:
     Raises DataError if packages of the extra ``onnx`` are missing, or the exported model computes something else.
     Raises CheckpointError for a folder that is not empty and if writing fails.
     """
+    if not weights.config.image_size:
+        raise DataError(
+            f"{weights.config.name} takes token ids, but ONNX is for models of images: use another --format"
+        )
     _refuse_missing()
     refuse_used(folder)
     c, half = weights.config, partial(folder)

@@ -24,7 +24,7 @@ _WORDS = {
     "position": ("learned", "sincos2d", "none"),
     "rope": ("none", "axial", "dinov3"),
     "norm": ("layer", "rms"),
-    "activation": ("gelu", "gelu_tanh", *GATED),
+    "activation": ("gelu", "gelu_tanh", "swiglu", "geglu"),
     "qkv_bias": ("all", "qv", "none"),
     "init": ("jax", "timm", "moco", "perturbed"),
 }

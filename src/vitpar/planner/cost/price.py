@@ -418,5 +418,5 @@ def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[floa
     images = batch.global_batch * image_layout(stages[0][0][1])[0].share
     gradients = [config.kinds[stage[-1][0]].backward != "nothing" for stage in stages]
     buffers = [before + behind * back for (before, behind), back in zip(pairwise(passing), gradients, strict=True)]
-    buffers[0] += images * config.channels * config.image_size**2 * itemsize
+    buffers[0] += images * config.input.bytes(itemsize)
     return buffers

@@ -40,7 +40,7 @@ from vitpar.planner.profile.profiles import (
     always_wrapped,
 )
 from vitpar.sharded import local
-from vitpar.strategy import parse, token_layout, validate
+from vitpar.strategy import logit_layout, parse, token_layout, validate
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
@@ -169,14 +169,20 @@ class LayerBench:
         taken = self.layer.description.takes
         if taken is None:
             here = len(image_layout(self._strategy)[0].row_range(total))
-            shape: tuple[int, ...] = here, config.channels, config.image_size, config.image_size
+            shape: tuple[int, ...] = here, *config.input.shape
         else:
             part = token_layout(self._strategy)[0]
             here = len(part.row_range(total))
             shape = here, taken.tokens, len(part.feature_range(taken.features))
-        self._x = torch.randn(shape, device=self._model.device, dtype=self._model.precision.compute)
-        self._sides = zero_sides(config, here, self._model.device)
-        self._labels = torch.zeros(total, dtype=torch.int64, device=self._model.device)
+        device, dtype = self._model.device, self._model.precision.compute
+        first = taken is None
+        self._x = _input(shape, config, dtype, device) if first else torch.randn(shape, dtype=dtype, device=device)
+        # The group computes samples of which each rank may have a part.
+        group = slice(len(logit_layout(self._strategy)[0].row_range(total)))
+        sides = zero_sides(config, group.stop, self._model.device)
+        self._sides = given_sides(self.layer, None, sides, slice(here), group)
+        targets = total, *config.output_shape[:-1]
+        self._labels = torch.zeros(targets, dtype=torch.int64, device=self._model.device)
         self._gradient: Tensor | None = None  # of the output; the head ends in the loss, which needs none
 
     def forward(self) -> None:
@@ -185,7 +191,7 @@ class LayerBench:
         if self.layer.description.last:
             y = self._model.loss(self.layer(x), self._labels)
         else:
-            y = self.layer(x, **given_sides(self.layer, None, self._sides))
+            y = self.layer(x, **self._sides)
             if self._gradient is None:
                 self._gradient = torch.randn_like(y)
         self._pending.append((x, y))
@@ -379,6 +385,13 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
         return clock.timings(sum(p.numel() for p in parameters), fill, step)[1]
 
 
+def _input(shape: tuple[int, ...], config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an input of the model: random images, or token ids of 0."""
+    if config.input.dtype is None:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=getattr(torch, config.input.dtype), device=device)
+
+
 def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     """Return the seconds of a micro-batch of one image beyond those of its layers."""
     config, layers = subject.config, 0.0
@@ -389,14 +402,14 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     names = tuple(blocks[:1] if fits else blocks)
     counts = Counter(config.layers[name].kind for name in (begin, *names, end))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
-        sides, labels = zero_sides(config, 1, device), torch.zeros(1, dtype=torch.int64, device=device)
+        sides = zero_sides(config, 1, device)
+        labels = torch.zeros((1, *config.output_shape[:-1]), dtype=torch.int64, device=device)
         for kind, times in counts.items():
             bench = LayerBench(model, kind)
             bench.prepare(1)
             layers += times * sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
-        images = torch.randn(1, config.channels, config.image_size, config.image_size, device=device)
-        images = images.to(model.precision.compute)
+        images = _input((1, *config.input.shape), config, model.precision.compute, device)
         keys = sides.pop("keys", None)
         whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys, **sides)).seconds
     return max(0.0, whole - layers)

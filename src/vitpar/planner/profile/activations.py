@@ -31,6 +31,11 @@ def normed_elements(part: Part) -> int:
     return part.tokens * part.shapes["weight"][0]
 
 
+def logits_elements(layer: LayerDescription) -> int:
+    """Return the logits of one row that a last layer gives for every token; 0 for those of a classifier."""
+    return layer.gives.elements if layer.last and layer.gives.tokens > 1 else 0
+
+
 def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:
     """Yield the elements of a row that a block keeps for backward: its output included, its input not."""
     t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode

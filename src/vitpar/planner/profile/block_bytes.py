@@ -12,7 +12,13 @@ import math
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription
-from vitpar.planner.profile.activations import given_elements, normed_elements, of_role, taken_elements
+from vitpar.planner.profile.activations import (
+    given_elements,
+    logits_elements,
+    normed_elements,
+    of_role,
+    taken_elements,
+)
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import multiplies_in_float8
 
@@ -30,7 +36,8 @@ def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
         normed = sum(map(normed_elements, of_role(layer, "norm")))
         forward = (4 * layer.gives.elements + 3 * normed) / parts
     elif layer.last:
-        forward = 3 * (layer.takes or layer.gives).elements / parts
+        # The loss converts logits to float32 and computes logarithms of probabilities, and backward their gradients.
+        forward = 3 * (layer.takes or layer.gives).elements / parts + 5 * logits_elements(layer)
     else:
         rows, merges = of_role(layer, "row"), of_role(layer, "merge")
         forward = sum(4 * given_elements(part) / parts + 2 * taken_elements(part) / t for part in rows)

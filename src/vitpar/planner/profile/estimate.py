@@ -21,6 +21,7 @@ from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
     given_elements,
     kept_elements,
+    logits_elements,
     normed_elements,
     taken_elements,
     transient_elements,
@@ -107,6 +108,17 @@ class _Counts:
     """Elements kept for backward."""
     workspace: float
     """Transient elements on top of `saved`."""
+    logits: int = 0
+    """Logits for every token, of which the loss keeps logarithms of probabilities; 0 for a classifier's, which are few.
+    """
+
+    def saved_bytes(self, itemsize: int) -> float:
+        """Return the bytes kept for backward. itemsize: those of an element."""
+        return self.saved * itemsize + self.logits * max(4, itemsize)
+
+    def workspace_bytes(self, itemsize: int) -> float:
+        """Return the transient bytes on top of `saved_bytes`. The loss has logits or their gradients in float32 too."""
+        return self.workspace * itemsize + self.logits * (itemsize + max(4, itemsize))
 
 
 def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
@@ -196,12 +208,10 @@ def estimate_model(
                             forward=forward.slower(slower),
                             backward=backward.slower(slower),
                             input_share=0.5 if layer.takes else 0.0,
-                            saved=Bytes(fixed=0, per_row=counts.saved * time.itemsize),
+                            saved=Bytes(fixed=0, per_row=counts.saved_bytes(size)),
                             # A weight's gradient is transient until it is accumulated. The largest weight of a block
                             # has about a third of its elements.
-                            workspace=Bytes(
-                                fixed=elements / 3 * time.itemsize, per_row=counts.workspace * time.itemsize
-                            ),
+                            workspace=Bytes(fixed=elements / 3 * size, per_row=counts.workspace_bytes(size)),
                         )
                     )
             moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
@@ -316,7 +326,7 @@ def _counts(
     if layer.last:
         taken = (layer.takes or layer.gives).elements / parts
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
-        return _Counts(products, 0.0, 2 * normed, taken)
+        return _Counts(products, 0.0, 2 * normed, taken, logits_elements(layer))
     kept = sum(kept_elements(layer, strategy, "none")) if layer.saved is None else layer.saved / t
     space = transient_elements(layer, strategy)
     if policy != "none":
@@ -344,6 +354,8 @@ def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: flo
                 yield _Product(part.flops / t, taken / inner, given / outer, float8)
             case "row":
                 yield _Product(part.flops / t, taken / outer, given / inner, float8)
+            case "output":
+                yield _Product(part.flops, taken, given, float8)
             case "classifier":
                 yield _Product(part.flops / t, taken, given / t, float8)
             case "merge":

@@ -390,7 +390,7 @@ class Search:
             ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
-            images=outline.batch_size * config.channels * config.image_size**2 * costs.precision.compute.itemsize,
+            images=outline.batch_size * config.input.bytes(costs.precision.compute.itemsize),
             tokens=tokens * costs.passes_gradients,
         )
 

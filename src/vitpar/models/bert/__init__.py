@@ -1,0 +1,1 @@
+"""BERT: configuration, layers, initial values, and conversion from and to transformers."""

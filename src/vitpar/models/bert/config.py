@@ -1,0 +1,183 @@
+"""Configuration of BERT and the names it goes by, without importing torch (planning needs no tensors).
+
+Sizes are those of arXiv 1810.04805, names vitpar's or the Hugging Face hub's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from vitpar.errors import ModelError
+from vitpar.models.config import Rules, check_ranges, from_torch_module
+from vitpar.models.description import (
+    AttentionShape,
+    LayerDescription,
+    Part,
+    SideInput,
+    TensorSpec,
+    block_name,
+    linear,
+    norm,
+    parameter,
+)
+from vitpar.models.text import MODES, TextConfig, embedding, padding_mask, refuse_missing
+from vitpar.text import shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WORDS = {"init": ("bert", "perturbed")}
+
+
+@dataclass(frozen=True)
+class BertConfig(TextConfig):
+    """Architecture of a BERT with its head for masked language modelling."""
+
+    FAMILY: ClassVar[str] = "bert"
+
+    name: str
+    """Name of the model; only messages use it."""
+    embed_dim: int
+    """Features of a token."""
+    depth: int
+    """Number of blocks."""
+    num_heads: int
+    """Attention heads of a block; divides `embed_dim`."""
+    mlp_hidden_dim: int
+    """Hidden features of a block's MLP."""
+    vocab_size: int = 30522
+    """Number of token ids."""
+    tokens: int = 512
+    """Tokens of a sample."""
+    positions: int = 512
+    """Learned positions; at least `tokens`, which use the first ones."""
+    token_types: int = 2
+    """Number of token types, such as first and second sentence."""
+    norm_eps: float = 1e-12
+    """Epsilon of every LayerNorm."""
+    dropout: float = 0.0
+    """Dropout rate after the embeddings, attention projection and MLP; 0.1 in BERT. Attention weights have none."""
+    init: Literal["bert", "perturbed"] = "bert"
+    """Scheme of initial values: BERT's normal numbers of deviation 0.02. "perturbed" is for tests: no gradient starts
+    at zero."""
+
+    def __post_init__(self) -> None:
+        name = shown(self.name)
+        check_ranges(self, _WORDS)
+        if self.embed_dim % self.num_heads:
+            raise ModelError(
+                f"{self.num_heads} heads do not divide embed_dim {self.embed_dim} of {name}: change one of the two"
+            )
+        if self.positions < self.tokens:
+            raise ModelError(
+                f"{name} has {self.tokens:,} tokens but {shown(self.positions)} positions: use at least as many "
+                "positions"
+            )
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        return name == "bert_custom" or name.removeprefix("google-bert/") in _NAMES
+
+    @classmethod
+    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
+        if name == "bert_custom":
+            refuse_missing(name, options, {"embed_dim", "depth", "num_heads"})
+            usual = {"positions": options.get("tokens", cls.positions)}
+            sizes: dict[str, Any] = {"mlp_hidden_dim": 4 * options["embed_dim"], **usual}
+        else:
+            sizes = dict(_NAMES[name.removeprefix("google-bert/")])
+            if "embed_dim" in options:
+                sizes["mlp_hidden_dim"] = 4 * options["embed_dim"]
+        return cls(name=name, **{**sizes, **options})
+
+    @classmethod
+    def published(cls) -> tuple[str, ...]:
+        return tuple(SIZES)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one attention head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def stochastic(self) -> bool:
+        return self.dropout > 0
+
+    @property
+    def side_inputs(self) -> Mapping[str, SideInput]:
+        types = SideInput((self.tokens,), optional=True)
+        return {"attention_mask": padding_mask(self.tokens), "token_type_ids": types}
+
+    @property
+    def shared(self) -> Mapping[str, str]:
+        return {"head.fc.weight": "embed.word_embeddings.weight"}
+
+    def layers_above(self, parameter: str) -> int:
+        # The head's norm follows a linear layer: it is no part of the last block.
+        return 0 if parameter.startswith("head.norm.") else super().layers_above(parameter)
+
+    @property
+    def tiny(self) -> Self:
+        return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads, vocab_size=64)
+
+    def build_layer(self, name: str) -> nn.Module:
+        layer: nn.Module = from_torch_module("vitpar.models.bert.layers", "build_layer")(self, name)
+        return layer
+
+    def initial_rules(self) -> Rules:
+        rules: Rules = from_torch_module("vitpar.models.bert.initial", "SCHEMES")[self.init]
+        return rules
+
+    def describe(self) -> tuple[LayerDescription, ...]:
+        d, h, s, shape = self.embed_dim, self.mlp_hidden_dim, self.tokens, TensorSpec(self.tokens, self.embed_dim)
+        embed = (
+            embedding("word_embeddings", self.vocab_size, d),
+            parameter("pos_embed", "token", 1, self.positions, d),
+            embedding("token_type_embeddings", self.token_types, d),
+            norm("norm", d, s),
+        )
+        block = (
+            linear("attn.qkv", "column", d, 3 * d, s, stacked=(self.head_dim,) * 3),
+            linear("attn.proj", "row", d, d, s),
+            norm("norm1", d, s),
+            linear("mlp.fc1", "column", d, h, s),
+            linear("mlp.fc2", "row", h, d, s),
+            norm("norm2", d, s),
+        )
+        head = (
+            linear("dense", "other", d, d, s),
+            norm("norm", d, s),
+            Part("gathered", "gathered", tokens=s, width=d),
+            linear("fc", "output", d, self.vocab_size, s),
+        )
+        attention = AttentionShape(s, self.num_heads, self.head_dim)
+        divisible = {"head": self.num_heads, "hidden feature": h}
+        blocks = (
+            LayerDescription(
+                *(block_name(index), "block", shape, shape, block, attention), divisible=divisible, modes=MODES
+            )
+            for index in range(self.depth)
+        )
+        logits = TensorSpec(s, self.vocab_size)
+        return (
+            LayerDescription("embed", "embed", None, shape, embed, modes=MODES),
+            *blocks,
+            LayerDescription("head", "head", shape, logits, head, modes=MODES, last=True),
+        )
+
+
+def _sizes(embed_dim: int, depth: int, num_heads: int, vocab_size: int = 30522) -> dict[str, int]:
+    sizes = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "vocab_size": vocab_size}
+    return {**sizes, "mlp_hidden_dim": 4 * embed_dim}
+
+
+SIZES = {"bert_base": _sizes(768, 12, 12), "bert_large": _sizes(1024, 24, 16)}
+"""Fields by the name of a published model."""
+_NAMES = {
+    **SIZES,
+    **{f"bert-{size}-uncased": SIZES[f"bert_{size}"] for size in ("base", "large")},
+    **{f"bert-{size}-cased": {**SIZES[f"bert_{size}"], "vocab_size": 28996} for size in ("base", "large")},
+}
+"""Fields by name, also the hub's."""

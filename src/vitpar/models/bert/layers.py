@@ -1,0 +1,98 @@
+"""Layers of BERT: embed, blocks.0 …, and a head with logits for every token.
+
+Under tensor parallelism a block may compute only some of its heads and hidden features here.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from vitpar.models.bert.config import BertConfig
+from vitpar.models.description import block_index
+from vitpar.models.layers import MLP, Layer, LayerNorm, for_every_sample
+from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, padding_scores
+
+
+class Embed(TextLayer):
+    """Embedding layer: token ids [batch, tokens] -> tokens [batch, tokens, width]. Sum of three embeddings, norm."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(0, config.dropout)
+        c = config
+        self.word_embeddings = Embedding(c.vocab_size, c.embed_dim)
+        self.pos_embed = nn.Parameter(torch.empty(1, c.positions, c.embed_dim))
+        self.token_type_embeddings = Embedding(c.token_types, c.embed_dim)
+        self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
+
+    def forward(self, ids: Tensor, token_type_ids: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Return the tokens.
+
+        ids: int64 [batch, tokens].
+        token_type_ids: int64 [batch, tokens]; None for 0 everywhere.
+        """
+        types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
+        x = self.word_embeddings(ids) + self.token_type_embeddings(types)
+        return self.dropped(self.norm(x + for_every_sample(self.pos_embed)[:, : ids.shape[1]]), keys, 0)
+
+
+class BertAttention(nn.Module):
+    """Multi-head self-attention.
+
+    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
+        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape. mask: of all samples that `qkv` gives, [batch, tokens]."""
+        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=padding_scores(mask, q.dtype))
+        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
+
+
+class Block(TextLayer):
+    """Post-norm block: tokens [batch, tokens, width] -> the same shape."""
+
+    GROUP_SIDES = ("attention_mask",)
+
+    def __init__(self, config: BertConfig, index: int) -> None:
+        super().__init__(1 + index, config.dropout)
+        self.attn = BertAttention(config)
+        self.norm1 = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim)
+        self.norm2 = LayerNorm(config.embed_dim, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Return the tokens.
+
+        x: [batch, tokens, width].
+        attention_mask: int or bool [samples of the tensor-parallel group, tokens], 0 for padding; None for none.
+        keys: int64 [batch] or None (nothing is dropped).
+        """
+        x = self.norm1(x + self.dropped(self.attn(x, attention_mask), keys, 0))
+        return self.norm2(x + self.dropped(self.mlp(x), keys, 1))
+
+
+class Head(Layer):
+    """Head for masked language modelling: tokens [batch, tokens, width] -> logits [batch, tokens, vocabulary]."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.embed_dim, config.embed_dim)
+        self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.gathered = nn.Identity()  # a place for collectives
+        self.fc = TokenLogits(config.embed_dim, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, width] -> [batch, tokens, vocabulary]."""
+        return self.fc(self.gathered(self.norm(F.gelu(self.dense(x)))))
+
+
+def build_layer(config: BertConfig, name: str) -> Layer:
+    """Return the layer called `name`."""
+    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))

@@ -1,0 +1,167 @@
+"""Weights of BERT and T5 from transformers and back, as files."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.foreign_weights import saved
+from helpers.oracles import transformers
+from helpers.text_models import V1_1, TextModel, bert, conversion, converted, renamed_of, sample, t5, twin
+from helpers.written_weights import weights_of
+from vitpar.errors import DataError
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
+from vitpar.training.recipe import read_recipe
+from vitpar.weights.exporting import export_weights
+from vitpar.weights.folder import Weights, open_weights, parameter_shapes
+from vitpar.weights.importing import import_weights
+from vitpar.weights.onnx import export_onnx
+
+LONG = {"tokens": 512}  # transformers' files do not say how many tokens a T5 is trained with
+MODELS: dict[str, TextModel] = {
+    "bert": bert(tokens=20, token_types=3),
+    "t5": t5(**LONG, decoder_tokens=512, depth=3, decoder_depth=1),
+    "t5 v1.1": t5(**V1_1, **LONG, decoder_tokens=512, max_distance=30),
+}
+
+
+def twins_folder(name: str, folder: Path) -> tuple[nn.Module, Path]:
+    """Return transformers' model, and a folder that it wrote."""
+    model = twin(MODELS[name])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_of_transformers_are_imported(name: str, tmp_path: Path) -> None:
+    config = MODELS[name]
+    theirs, folder = twins_folder(name, tmp_path / "theirs")
+    done = import_weights(folder, tmp_path / "ours")
+    assert done.format == "transformers" and done.config == replace(config, init=type(config).init)
+    found = open_weights(tmp_path / "ours")
+    expected = converted(dict(theirs.named_parameters()), config)
+    assert expected.keys() == parameter_shapes(config, 100).keys()
+    assert all(torch.equal(found.read(key), tensor) for key, tensor in expected.items())
+    recipe = read_recipe(tmp_path / "ours" / "recipe.toml", {"data.path": "none"})
+    assert replace(recipe.config(10), name=config.name) == done.config
+    again = import_weights(tmp_path / "ours", tmp_path / "again")
+    assert (again.format, again.config) == ("vitpar", done.config)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_models_compute_the_same_and_come_back(name: str, tmp_path: Path) -> None:
+    config = MODELS[name]
+    weights, model = written(config, tmp_path / "ours")
+    export_weights(weights, tmp_path / "theirs", "transformers", shard_bytes=10**9)
+    kind = transformers.BertForMaskedLM if name == "bert" else transformers.T5ForConditionalGeneration
+    theirs, report = kind.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    x, sides, _ = sample(config, 3)
+    valid = sides.get("decoder_attention_mask", sides["attention_mask"])
+    with torch.no_grad():
+        expected = theirs.eval()(x, **{key: side.long() for key, side in sides.items()}).logits
+        torch.testing.assert_close(model(x, **sides)[valid], expected[valid], atol=2e-4, rtol=1e-4)
+    import_weights(tmp_path / "theirs", tmp_path / "again")
+    before, after = weights, open_weights(tmp_path / "again")
+    for key in parameter_shapes(config, 100):
+        assert before.read(key).numpy().tobytes() == after.read(key).numpy().tobytes(), key
+
+
+def written(config: TextModel, folder: Path) -> tuple[Weights, LayeredModel]:
+    """Return a folder of weights, and the model that has them."""
+    model = LayeredModel(config).eval()
+    model.tie()
+    initialise(model, 0, config)
+    return weights_of(model, config, folder), model
+
+
+def test_older_files_of_bert_are_imported(tmp_path: Path) -> None:
+    config = MODELS["bert"]
+    theirs, folder = twins_folder("bert", tmp_path / "theirs")
+    state = {
+        re.sub(r"LayerNorm\.(weight|bias)", lambda found: f"LayerNorm.{OLD[found[1]]}", key): tensor.clone()
+        for key, tensor in theirs.state_dict().items()
+        if key != "cls.predictions.bias"
+    }
+    state |= {"bert.pooler.dense.weight": torch.ones(16, 16), "cls.seq_relationship.bias": torch.ones(2)}
+    done = import_weights(
+        saved(tmp_path / "old", state, json.loads((folder / "config.json").read_text())), tmp_path / "a"
+    )
+    assert done.config == replace(config, init="bert")
+    assert done.notes == ["the pooler, next-sentence prediction and second copies of shared tensors are left out"]
+    import_weights(folder, tmp_path / "b")
+    old, new = open_weights(tmp_path / "a"), open_weights(tmp_path / "b")
+    assert all(torch.equal(old.read(key), new.read(key)) for key in parameter_shapes(config, 100))
+
+
+OLD = {"weight": "gamma", "bias": "beta"}
+
+
+def test_numbers_that_no_tensor_shows_come_from_the_name() -> None:
+    nothing = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None, heads=None, text={})
+    for config in (bert(embed_dim=128, num_heads=2), t5(**V1_1)):
+        state = dict(twin(config).named_parameters())
+        found = conversion(config).infer_config("x", renamed_of(state, config), nothing)
+        assert (found.num_heads, found.tokens) == (config.num_heads, 512 if isinstance(config, type(t5())) else 12)
+    small = bert(embed_dim=48, num_heads=2)
+    state = dict(twin(small).named_parameters())
+    with pytest.raises(DataError, match=r"'x' is not a bert_base: its embed_dim is 48 instead of 768: name another"):
+        conversion(small).infer_config("x", renamed_of(state, small), nothing, "bert_base")
+    with pytest.raises(DataError, match=r"'x' is a T5, not a bert_base: name another model, or omit --model"):
+        state = dict(twin(t5()).named_parameters())
+        conversion(t5()).infer_config("x", renamed_of(state, t5()), nothing, "bert_base")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "options", "message"),
+    [
+        ("bert", {"hidden_act": "relu"}, {}, "config.json has hidden_act 'relu', but only gelu can be imported"),
+        (
+            "t5",
+            {"feed_forward_proj": "gated-silu"},
+            {},
+            "feed_forward_proj 'gated-silu', but only relu, gated-gelu can",
+        ),
+        ("bert", {"num_attention_heads": 3}, {}, "3 heads do not divide embed_dim 16 of bert_custom"),
+        ("bert", {}, {"classes": 3}, "is a model of text: leave --classes and --image-size out"),
+    ],
+)
+def test_models_that_compute_otherwise_are_refused(
+    name: str, change: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, folder = twins_folder(name, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=re.escape(message)):
+        import_weights(folder, tmp_path / "ours", **options)
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    weights, _ = written(bert(), tmp_path / "ours")
+    with pytest.raises(DataError, match="bert_custom can be exported to transformers, but not to timm: use --format"):
+        export_weights(weights, tmp_path / "theirs", "timm", shard_bytes=10**9)
+    with pytest.raises(DataError, match="bert_custom takes token ids, but ONNX is for models of images: use another"):
+        export_onnx(weights, tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 0), (1, 2, 3), (7, 5)], ids=str)
+def test_tensors_of_any_shape_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Give every second tensor another shape, and leave out the others, one at a time."""
+    theirs, folder = twins_folder(name, tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    state = {key: tensor.clone() for key, tensor in theirs.named_parameters()}
+    for number, key in enumerate(key for key in state if not re.search(r"\.[1-9]\d*\.", key.replace(".layer.", "."))):
+        changed = {**state, key: torch.ones(shape)} if number % 2 else {k: t for k, t in state.items() if k != key}
+        if name == "t5 v1.1" and key == "lm_head.weight" and key not in changed:
+            continue  # the word embeddings stand in for it
+        source = saved(tmp_path / f"source{number}", changed, config)
+        with pytest.raises(DataError):
+            import_weights(source, tmp_path / f"ours{number}")

@@ -18,19 +18,19 @@ NAMED: list[tuple[str, str]] = []
 """Loaded here: model or task, and FILE.py:NAME. Processes that unpickle its objects load it first."""
 
 
-def load_class(text: str, base: type[T], what: str, error: type[UserError]) -> tuple[type[T], str]:
+def load_class(text: str, base: type[T], what: str, error: type[UserError], derive_from: str) -> tuple[type[T], str]:
     """Run the file of ``FILE.py:NAME`` unless it was, and return its class NAME and a name without the folder.
 
     base: class that it has to derive from, a dataclass.
     what: name of such a thing for messages, such as `model`.
+    derive_from: name of the class that messages recommend to derive from.
     error: raised if the file cannot be run or has no such class.
     """
     file, _, attribute = text.rpartition(":")
     path = Path(file)
     if not path.is_file():
         raise error(
-            f"there is no file '{shown(file)}': name the file of your {what}, as in --{what} my_{what}.py:"
-            f"{base.__name__}"
+            f"there is no file '{shown(file)}': name the file of your {what}, as in --{what} my_{what}.py:{derive_from}"
         )
     module = LOADED.get(path.resolve()) or _run(path, error)
     cls: type[T] | None = getattr(module, attribute, None)
@@ -42,7 +42,7 @@ def load_class(text: str, base: type[T], what: str, error: type[UserError]) -> t
         ]
         raise error(
             f"'{shown(file)}' has no {what} called '{shown(attribute)}'{nearest(attribute, known)}: name a dataclass "
-            f"that derives from vitpar.{base.__name__}{', such as ' + known[0] if known else ''}"
+            f"that derives from vitpar.{derive_from}{', such as ' + known[0] if known else ''}"
         )
     NAMED.append((what, text))
     return cls, f"{path.name}:{attribute}"

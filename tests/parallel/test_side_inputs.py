@@ -82,7 +82,7 @@ def gradients(device: torch.device, mesh: str, more: dict[str, Any]) -> tuple[fl
         assert p.grad is not None, name
         found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     logits = model.predict(rows, BATCH, **sides)
-    right = logits is None or torch.allclose(logits, plain()(images, **sides)[model.logit_rows(BATCH)])
+    right = logits is None or torch.allclose(logits, plain()(images, **sides)[model.output_rows(BATCH)])
     return model.global_loss(part).item(), found, right
 
 

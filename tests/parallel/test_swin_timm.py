@@ -45,7 +45,7 @@ def under_plan(
     for name, p in model.named_parameters():
         assert p.grad is not None, name
         complete[name] = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
-    rows = model.logit_rows(BATCH) if model.gives_logits else []
+    rows = model.output_rows(BATCH) if model.gives_outputs else []
     return rows, logits, complete
 
 

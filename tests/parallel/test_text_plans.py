@@ -81,7 +81,7 @@ def gradients(
         found[parameter_name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     logits, right = model.predict(rows, BATCH, **sides), True
     if logits is not None and precision == "fp64":
-        right = torch.allclose(logits, plain(config).eval()(x, **sides)[model.logit_rows(BATCH)])
+        right = torch.allclose(logits, plain(config).eval()(x, **sides)[model.output_rows(BATCH)])
     return model.global_loss(part).item(), found, right
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.plans import strategies_of
 from helpers.ranks import RankPool
-from vitpar.strategy import Strategy, image_layout, logit_layout, parse, token_layout
+from vitpar.strategy import Strategy, image_layout, output_layout, parse, token_layout
 from vitpar.strategy.layout import Layout, moves, received_share, row_parts
 
 BATCH, TOKENS, WIDTH = 72, 3, 24
@@ -78,12 +78,12 @@ def test_received_share_between_layouts(source: str, target: str, share: float) 
     assert received_share(layout(source), layout(target)) == pytest.approx(share)
 
 
-def test_image_and_logit_layouts() -> None:
+def test_image_and_output_layouts() -> None:
     sequence, cube = parse("dp2xtp2+sp").strategy, parse("tp8+3d").strategy
     assert [part.row for part in image_layout(sequence)] == [0, 1, 2, 3]
-    assert [part.row for part in logit_layout(sequence)] == [0, 0, 1, 1]
-    assert {part.features for part in image_layout(cube)} == {part.features for part in logit_layout(cube)} == {1}
-    assert [part.row for part in logit_layout(cube)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [part.row for part in output_layout(sequence)] == [0, 0, 1, 1]
+    assert {part.features for part in image_layout(cube)} == {part.features for part in output_layout(cube)} == {1}
+    assert [part.row for part in output_layout(cube)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 MESHES = {

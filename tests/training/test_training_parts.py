@@ -211,7 +211,7 @@ def logits_of(device: torch.device, mesh: str, folder: Path) -> tuple[list[int],
     load_weights(model, folder)
     logits = model.predict(IMAGES[model.image_rows(BATCH)] if model.takes_images else None, BATCH)
     model.parameters_changed()
-    return None if logits is None else (model.logit_rows(BATCH), logits.tolist())
+    return None if logits is None else (model.output_rows(BATCH), logits.tolist())
 
 
 @pytest.mark.parametrize(("writes", "reads"), [("tp2xfsdp2", "pp2"), ("dp1", "tp2xfsdp2"), ("pp2xtp2", "fsdp2")])

@@ -96,7 +96,7 @@ def load(text: str) -> str:
 
     Raises ModelError if the file cannot be run or has no such class.
     """
-    family, name = load_class(text, ModelConfig, "model", ModelError)
+    family, name = load_class(text, ModelConfig, "model", ModelError, "OwnModel")
     register(family, name)
     return text
 

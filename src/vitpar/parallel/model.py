@@ -33,7 +33,7 @@ from vitpar.parallel.pipeline import (
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
-from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, logit_layout, stage_layers
+from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, output_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
 from vitpar.strategy.layout import copies
@@ -44,7 +44,7 @@ class ParallelModel:
     """This rank's pipeline stages and how to run them; made by ``vitpar.parallel.parallelize``.
 
     Ranks where `takes_images` pass their own rows of the batch (`image_rows`). Targets and keys are those of
-    the complete batch, on every rank. Ranks where `gives_logits` return logits and losses. `forward_backward`,
+    the complete batch, on every rank. Ranks where `gives_outputs` return outputs and losses. `forward_backward`,
     `global_loss` and `predict` are collective over all ranks of the plan.
 
     executions: rules of every layer of the model, by name (``Execution.layers``).
@@ -84,11 +84,11 @@ class ParallelModel:
         """Context manager that each part of a step runs in, by the part's name."""
         self.batch = batch_arithmetic(plan, self.batch_size)
         self.takes_images = 0 in stages
-        self.gives_logits = plan.num_stages - 1 in stages
+        self.gives_outputs = plan.num_stages - 1 in stages
         strategies = tuple(plan.strategies(config.layer_names).values())
-        self._images, self._logits = image_layout(strategies[0]), logit_layout(strategies[-1])
+        self._images, self._outputs = image_layout(strategies[0]), output_layout(strategies[-1])
         self._stage_rank = pipe.get_local_rank("stage")
-        self._sample_replicas = len(copies(self._logits, self._stage_rank))  # ranks that compute the same logits
+        self._sample_replicas = len(copies(self._outputs, self._stage_rank))  # ranks that compute the same outputs
         self._boundaries = tuple(config.layers[names[-1]].gives for names in stage_layers(config, plan))
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -134,9 +134,9 @@ class ParallelModel:
         """Return the indices, among `batch` images over all ranks, of the images this rank takes, in order."""
         return self._rows(self._images[self._stage_rank], batch)
 
-    def logit_rows(self, batch: int) -> list[int]:
-        """Return the indices, among `batch` images over all ranks, of the logits on this rank, in order."""
-        return self._rows(self._logits[self._stage_rank], batch)
+    def output_rows(self, batch: int) -> list[int]:
+        """Return the indices, among `batch` images over all ranks, of the outputs on this rank, in order."""
+        return self._rows(self._outputs[self._stage_rank], batch)
 
     @property
     def image_groups(self) -> list[list[int]]:
@@ -146,9 +146,9 @@ class ParallelModel:
         return [[first[stage_rank] for stage_rank in group] for group in sorted(groups)]
 
     @property
-    def first_of_logits(self) -> bool:
-        """Whether this rank is the first of those that give the same logits."""
-        return self.gives_logits and copies(self._logits, self._stage_rank)[0] == self._stage_rank
+    def first_of_outputs(self) -> bool:
+        """Whether this rank is the first of those that give the same outputs."""
+        return self.gives_outputs and copies(self._outputs, self._stage_rank)[0] == self._stage_rank
 
     @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
@@ -164,7 +164,7 @@ class ParallelModel:
         outputs: the head's, [this rank's rows, features].
         targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``).
         """
-        rows = self._logits[self._stage_rank].row_range(len(targets))
+        rows = self._outputs[self._stage_rank].row_range(len(targets))
         # Not in 16 bits: the sum over classes and samples would lose precision.
         wide = outputs if outputs.dtype is torch.float64 else outputs.float()
         here = targets[rows.start : rows.stop]
@@ -220,7 +220,7 @@ class ParallelModel:
             return torch.zeros((), device=self.device)
         part = (torch.stack(losses).sum() if len(losses) > 1 else losses[0]).detach()
         part = part / self.loss_scale if self._scales else part
-        # Ranks with the same logits have the same loss: each counts for its share in the sum over ranks.
+        # Ranks with the same outputs have the same loss: each counts for its share in the sum over ranks.
         return part / self._sample_replicas if self._sample_replicas > 1 else part
 
     def global_loss(self, part: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class ParallelModel:
     def run_microbatches(
         self, images: Tensor | None, targets: Tensor, keys: Tensor | None, **sides: Tensor
     ) -> list[Tensor]:
-        """Run forward and backward of all micro-batches, and return their losses (none where not `gives_logits`).
+        """Run forward and backward of all micro-batches, and return their losses (none where not `gives_outputs`).
 
         Call it inside `low_precision_params.in_place()`. Gradients of layers without ``fully_shard`` may not be
         reduced yet, and partial ones are not summed.
@@ -258,7 +258,7 @@ class ParallelModel:
         if self._schedule is not None:
             args = (images,) if self.takes_images else ()
             kwargs: dict[str, Any] = sides if keys is None else {"keys": keys, **sides}
-            if self.gives_logits:
+            if self.gives_outputs:
                 kwargs |= {"target": targets, "losses": losses}
             with self.phase("pipeline"):
                 self._schedule.step(*args, return_outputs=False, **kwargs)
@@ -279,7 +279,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def predict(self, images: Tensor | None, batch: int, **sides: Tensor) -> Tensor | None:
-        """Logits of this rank's `logit_rows` [rows, …] in evaluation mode, or None where not `gives_logits`.
+        """Outputs of this rank's `output_rows` [rows, …] in evaluation mode, or None where not `gives_outputs`.
 
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
         any multiple of `smallest_batch`. sides: as in `forward_backward`. Raises ModelError for missing ones.
@@ -291,7 +291,7 @@ class ParallelModel:
         while len(self._sent) > len(self.stages):
             # Only sends of earlier batches: the next batch may start while this one's are still under way.
             self._sent.popleft()[0].wait()
-        return x if self.gives_logits else None
+        return x if self.gives_outputs else None
 
     def _as_input(self, x: Tensor | None) -> Tensor | None:
         """Return the model's input in the precision of the model, unless it has a data type of its own."""
@@ -396,7 +396,7 @@ class ParallelModel:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""
         c, n, dtype = self.config, self.batch.microbatch_rows, self.precision.compute
         takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), *c.input.shape)
-        gives: tuple[int, ...] = (len(self._logits[self._stage_rank].row_range(n)), *c.output_shape)
+        gives: tuple[int, ...] = (len(self._outputs[self._stage_rank].row_range(n)), *c.output_shape)
         taken = dtype if c.input.dtype is None else getattr(torch, c.input.dtype)
         if index > 0:
             takes, taken = self._token_shape(index - 1, n), dtype

@@ -35,7 +35,7 @@ from vitpar.parallel.precision import PRECISIONS, Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.parallel.shared import sharing_meshes, tables
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
-from vitpar.strategy import Plan, Strategy, image_layout, logit_layout, stage_layers, stages_of_rank, token_layout
+from vitpar.strategy import Plan, Strategy, image_layout, output_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
 from vitpar.strategy.stages import travel_layouts
 from vitpar.strategy.support import refuse_clashes, refuse_unused
@@ -183,8 +183,8 @@ def _connect(
     layout = travel[index - 1] if index > 0 else image_layout(strategies[config.first_layer.name])
     for name in stage.layers():
         wanted = token_layout(strategies[name])
-        # A group's logits are those of all samples that it computes.
-        stage.rows[name], stage.group_rows[name] = wanted[me], logit_layout(strategies[name])[me]
+        # A group's outputs are those of all samples that it computes.
+        stage.rows[name], stage.group_rows[name] = wanted[me], output_layout(strategies[name])[me]
         taken = config.layers[name].takes
         if taken is not None and layout != wanted:
             stage.before[name] = Redistribute(layout, wanted, taken.features, group)

@@ -131,7 +131,7 @@ def build_schedule(
     """Return the plan's schedule over this rank's stages.
 
     microbatches: number of micro-batches in a step.
-    loss: loss of one micro-batch from logits and labels, already divided by the global batch size.
+    loss: loss of one micro-batch from outputs and targets, already divided by the global batch size.
     """
     # scale_grads=False: `loss` divides by the global batch, so the gradients of micro-batches just add up. AdamW and
     # clipping would hide a wrong scale in the loss curve (upstream: torchtitan#2972).
@@ -179,7 +179,7 @@ class StageModule(LayeredModel):
         """Part of the batch that the layer's tensor-parallel group computes, by name."""
 
     def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
-        """Return this rank's part of the tokens or logits.
+        """Return this rank's part of the tokens or outputs.
 
         x: this rank's part of the images or tokens.
         keys: int64 [rows of the micro-batch over all ranks], random keys of the samples; None without drop-path and

@@ -7,7 +7,7 @@ from vitpar.strategy.batch import BatchArithmetic, batch_arithmetic
 from vitpar.strategy.execution import Communication, Execution
 from vitpar.strategy.grammar import parse
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
-from vitpar.strategy.layout import ActivationPart, image_layout, logit_layout, token_layout
+from vitpar.strategy.layout import ActivationPart, image_layout, output_layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES, Schedule
 from vitpar.strategy.stages import (
@@ -41,7 +41,7 @@ __all__ = [
     "batch_arithmetic",
     "coordinates",
     "image_layout",
-    "logit_layout",
+    "output_layout",
     "parse",
     "place_of_rank",
     "rank_grid",

@@ -4,7 +4,7 @@ An activation [batch, tokens, features] between layers is split into equal parts
 and 3d also of its features. Ranks along the other axes hold copies. The parts of the batch follow the rank order: of
 the axes that split it, the leftmost is the outermost, except that j is the innermost.
 
-| axis          | embed to head: rows | features | logits: rows |
+| axis          | embed to head: rows | features | outputs: rows |
 |---------------|--------------------|----------|--------------|
 | dp, fsdp      | yes                |          | yes          |
 | tp 1d         |                    |          |              |
@@ -129,8 +129,8 @@ def image_layout(strategy: Strategy) -> Layout:
 
 
 @cache
-def logit_layout(strategy: Strategy) -> Layout:
-    """Return the layout of the logits that leave the head."""
+def output_layout(strategy: Strategy) -> Layout:
+    """Return the layout of the outputs that leave the head."""
     rows = _token_rows(strategy)
     return _layout(strategy, [name for name in rows if name != "j"] if strategy.sequence_parallel else rows, ())
 

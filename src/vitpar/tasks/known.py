@@ -24,7 +24,7 @@ def load(text: str) -> str:
 
     Raises RecipeError if the file cannot be run or has no such task.
     """
-    task, name = load_class(text, Task, "task", RecipeError)
+    task, name = load_class(text, Task, "task", RecipeError, "Task")
     task.NAME = name
     TASKS[name] = task
     return text

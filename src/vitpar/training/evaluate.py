@@ -83,7 +83,7 @@ def evaluate(
     assert predicted is None or not isinstance(images, StreamSet), "images of a stream have no numbers"
     sums = torch.zeros_like(task.sums(*task.trial())).to(model.device)
     samples = torch.zeros((), dtype=torch.int64, device=model.device)
-    rows = torch.tensor(model.logit_rows(model.batch_size), device=model.device)
+    rows = torch.tensor(model.output_rows(model.batch_size), device=model.device)
     loader = source.eval_batches(images)
     with closing(iter(loader)) as batches:
         progress(0)
@@ -93,7 +93,7 @@ def evaluate(
             samples += (given.labels != IGNORED).sum()
             outputs = model.predict(given.images, len(given.labels), **given.sides)
             mine = None
-            if model.first_of_logits:
+            if model.first_of_outputs:
                 assert outputs is not None
                 mine = outputs.double()
                 sums += task.sums(mine, given.targets[rows])

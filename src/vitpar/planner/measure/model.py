@@ -40,7 +40,7 @@ from vitpar.planner.profile.profiles import (
     always_wrapped,
 )
 from vitpar.sharded import local
-from vitpar.strategy import logit_layout, parse, token_layout, validate
+from vitpar.strategy import output_layout, parse, token_layout, validate
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
@@ -178,7 +178,7 @@ class LayerBench:
         first = taken is None
         self._x = _input(shape, config, dtype, device) if first else torch.randn(shape, dtype=dtype, device=device)
         # The group computes samples of which each rank may have a part.
-        group = slice(len(logit_layout(self._strategy)[0].row_range(total)))
+        group = slice(len(output_layout(self._strategy)[0].row_range(total)))
         sides = zero_sides(config, group.stop, self._model.device)
         self._sides = given_sides(self.layer, None, sides, slice(here), group)
         targets = total, *config.output_shape[:-1]

@@ -66,9 +66,7 @@ def verify(
             for begin in range(0, len(shards), _ROUND):
                 end = min(begin + _ROUND, len(shards))
                 tasks = [range(start, min(start + _TASK, end)) for start in range(begin, end, _TASK)]
-                for task, problems in zip(
-                    tasks, pool.map(partial(_problems, shards, check), tasks), strict=True
-                ):
+                for task, problems in zip(tasks, pool.map(partial(_problems, shards, check), tasks), strict=True):
                     yield from problems
                     if progress:
                         progress(split, task.stop, len(shards))

@@ -71,8 +71,8 @@ class _Batches:
         with closing(self._threaded() if self.workers else self._inline()) as read:
             for number, ((numbers, keys), ids, lengths) in enumerate(read, start=1):
                 samples = self.start + number * self.batch_size
-                arrays = (torch.from_numpy(array) for array in (ids, lengths, keys, numbers))
-                yield TextBatch(*arrays, epoch=samples / len(self.text), samples=samples)
+                tensors = [torch.from_numpy(array) for array in (ids, lengths, keys, numbers)]
+                yield TextBatch(tensors[0], tensors[1], tensors[2], tensors[3], samples / len(self.text), samples)
 
     def _read(self, places: _Places) -> _Read:
         numbers = places[0]
@@ -110,9 +110,7 @@ class TextLoader(_Batches):
     workers: number of reading threads; 0 reads in the calling thread. It changes only the speed.
     """
 
-    def __init__(
-        self, text: TextSet, *, order: SampleOrder, batch_size: int, start: int = 0, workers: int = 1
-    ) -> None:
+    def __init__(self, text: TextSet, *, order: SampleOrder, batch_size: int, start: int = 0, workers: int = 1) -> None:
         assert order.size == len(text), f"an order of {order.size} sequences for {len(text)}"
         super().__init__(text, batch_size, start, workers)
         self._order = order

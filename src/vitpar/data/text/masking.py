@@ -108,9 +108,7 @@ class Spans(NamedTuple):
     """Number of ids in each input, int64 [batch]; 0 for padding of the batch."""
 
 
-def spans(
-    ids: Ids, lengths: Ids, keys: Ids, specials: Specials, rate: float = 0.15, mean_length: float = 3.0
-) -> Spans:
+def spans(ids: Ids, lengths: Ids, keys: Ids, specials: Specials, rate: float = 0.15, mean_length: float = 3.0) -> Spans:
     """Replace random spans of each sequence by sentinels (T5, arXiv:1910.10683).
 
     Spans to keep and to remove alternate, beginning with one to keep, with the lengths of T5's
@@ -216,7 +214,9 @@ def _segments(
 
 
 def _segment_lengths(items: Ids, segments: Ids, scores: NDArray[np.float64], width: int) -> Ids:
-    """Divide `items` of each row into `segments` parts of at least 1, all divisions equally likely: int64 [batch, width].
+    """Return lengths of `segments` parts of at least 1 that sum to `items`, int64 [batch, width].
+
+    All divisions are equally likely.
 
     scores: random numbers, float64 [batch, tokens].
     """

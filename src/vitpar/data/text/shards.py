@@ -1,4 +1,4 @@
-"""Tar shards of text: a member `KEY.npy` for each sequence, a one-dimensional array of its ids, as `numpy.save` does."""
+"""Tar shards of text: for each sequence a member `KEY.npy`, a one-dimensional array that `numpy.load` reads."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def open_text(location: str | Path, documents: Documents | None = None, field: s
         raise DataError(f"--documents {documents} is for .txt files, but '{location}' has {kinds[0]}: leave it out")
     if field is not None and kinds == ["txt"]:
         raise DataError(f"--field {shown(field)} is for JSON lines and Parquet, but '{location}' has txt: leave it out")
-    splits = {split: tuple(files[split]) for split in ("train", "val", "test") if split in files}
+    splits: dict[str, tuple[Path, ...]] = {
+        split: tuple(files[split]) for split in ("train", "val", "test") if split in files
+    }
     return TextSource(str(location), splits, documents or "file", field or "text")
 
 
@@ -139,7 +141,7 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         with open_regular(path) as stored:
             if path.suffix == ".gz":
-                yield stored, io.BufferedReader(_Unpacked(stored), 1 << 18)  # type: ignore[misc]
+                yield stored, io.BufferedReader(_Unpacked(stored), 1 << 18)
             else:
                 yield stored, stored
     except UnicodeDecodeError as error:

@@ -126,7 +126,7 @@ class TextSet(ShardSet):
         return ids[back], lengths[back]
 
     def _spans(self, samples: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return which of `samples`, in stored order, to read together: pairs of first place and place after the last."""
+        """Return which of `samples`, in stored order, to read together: pairs of begin and end."""
         shard, begin = self._shard[samples], self._offset[samples]
         far = (shard[1:] != shard[:-1]) | (begin[1:] - begin[:-1] - self._size[samples[:-1]] > _GAP)
         # Cut where the distance from the first sample of all passes a multiple of the largest read.

@@ -82,9 +82,10 @@ class TokenFile:
             if progress:
                 progress(work, -(-min(read, total) // 1000), -(-total // 1000))
 
-        with self._continued(self._ids, size * self._dtype.itemsize) as ids_file, self._continued(
-            self._ends, state["documents"] * _END.itemsize
-        ) as ends_file:
+        with (
+            self._continued(self._ids, size * self._dtype.itemsize) as ids_file,
+            self._continued(self._ends, state["documents"] * _END.itemsize) as ends_file,
+        ):
             kept = state["documents"]
             for piece in source.pieces(self.split):
                 known, seen = seen < skip, seen + piece.last

@@ -44,7 +44,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
 }
 """Names of special tokens in the vocabularies of BERT, T5, RoBERTa and GPT-like models."""
 _SPACES = " \t\n\r\v\f"
-# Characters of byte-level vocabularies that stand for the bytes of `_SPACES`: GPT-2 maps bytes 0 to 32 to U+0100 onwards.
+# Characters of byte-level vocabularies for the bytes of `_SPACES`: GPT-2 maps bytes 0 to 32 to U+0100 and on.
 _BYTE_SPACES = "".join(chr(0x100 + ord(space)) for space in _SPACES)
 _METASPACE = "▁"
 
@@ -78,16 +78,18 @@ class WordTable:
 class Tokenizer(Protocol):
     """Conversion of texts to ids and back."""
 
-    kind: str
-    """`bytes` or `file`."""
     vocab_size: int
     """Number of tokens in the vocabulary: the largest id plus 1."""
     specials: Specials
     """Special tokens."""
-    words: WordTable
-    """Where words begin, for masking of whole words."""
-    file: bytes | None
-    """Content of the tokenizer's file; None without one."""
+
+    @property
+    def file(self) -> bytes | None:
+        """Content of the tokenizer's file; None without one."""
+
+    @property
+    def words(self) -> WordTable:
+        """Where words begin, for masking of whole words."""
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of all texts one after the other, int64 [ids], and their number in each, int64 [texts].
@@ -102,7 +104,6 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer whose ids 0 to 255 are the bytes of a text in UTF-8, followed by `BYTE_SPECIALS`."""
 
-    kind = BYTES
     vocab_size = BYTE_SPECIALS.all[-1] + 1
     specials = BYTE_SPECIALS
     file = None
@@ -134,8 +135,6 @@ class FileTokenizer:
 
     Raises DataError for content that is no tokenizer or too large, and without the package `tokenizers`.
     """
-
-    kind = "file"
 
     def __init__(self, file: bytes, name: str) -> None:
         try:
@@ -259,7 +258,7 @@ def _specials(vocabulary: Mapping[str, int], added: Mapping[int, str]) -> Specia
     }
     if found["sep"] is None and "<s>" in vocabulary:  # RoBERTa; T5 has no <s>, and its </s> separates nothing
         found["sep"] = vocabulary.get("</s>")
-    sentinels = []
+    sentinels: list[int] = []
     while (number := vocabulary.get(f"<extra_id_{len(sentinels)}>")) is not None:
         sentinels.append(number)
     known = {*found.values(), *sentinels}

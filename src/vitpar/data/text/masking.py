@@ -55,7 +55,7 @@ def mlm(
     if specials.mask is None:
         raise DataError("the tokenizer has no mask token, such as [MASK] or <mask>: use another one, or spans")
     maskable = np.arange(ids.shape[1]) < lengths[:, None]
-    maskable &= ~np.isin(ids, specials.all)
+    maskable &= ~_special_table(vocab_size, specials.all)[ids]
     counts = maskable.sum(1)
     wanted = np.minimum(np.maximum(np.rint(counts * rate).astype(np.int64), 1), counts)
     if whole_words is None:
@@ -63,12 +63,13 @@ def mlm(
         chosen = _ranks(scores) < wanted[:, None]
     else:
         chosen = _whole(whole_words, maskable, wanted, keys)
-    kind = _grid(keys, ids.shape[1], _KIND)
+    rows, places = np.nonzero(chosen)
+    kind = uniforms(keys[rows], _KIND, places)
     plain = _plain_tokens(vocab_size, specials.all)
-    inputs = np.where(chosen & (kind < MASKED), specials.mask, ids)
-    replaced = chosen & (kind >= MASKED) & (kind < MASKED + REPLACED)
-    drawn = plain[(_grid(keys, ids.shape[1], _TOKEN)[replaced] * len(plain)).astype(np.int64)]
-    inputs[replaced] = drawn
+    drawn = plain[(uniforms(keys[rows], _TOKEN, places) * len(plain)).astype(np.int64)]
+    masked, replaced = kind < MASKED, (kind >= MASKED) & (kind < MASKED + REPLACED)
+    inputs = ids.copy()
+    inputs[rows, places] = np.where(masked, specials.mask, np.where(replaced, drawn, ids[rows, places]))
     return inputs, np.where(chosen, ids, IGNORED)
 
 
@@ -266,8 +267,7 @@ def shift_right(targets: Ids, specials: Specials) -> Ids:
 
 def _grid(keys: Ids, tokens: int, which: int) -> NDArray[np.float64]:
     """Return random number `which` of every place of every sequence, uniform in [0, 1): float64 [batch, tokens]."""
-    places = np.tile(np.arange(tokens), len(keys))
-    return uniforms(np.repeat(keys, tokens), which, places).reshape(len(keys), tokens)  # type: ignore[arg-type]
+    return uniforms(keys[:, None], which, np.arange(tokens))
 
 
 def _ranks(scores: NDArray[np.float64]) -> Ids:
@@ -279,7 +279,14 @@ def _ranks(scores: NDArray[np.float64]) -> Ids:
 
 
 @lru_cache(maxsize=8)
+def _special_table(vocab_size: int, special: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return whether each token of a vocabulary is special, bool [vocab_size]."""
+    table = np.zeros(vocab_size, bool)
+    table[[i for i in special if i < vocab_size]] = True
+    return table
+
+
+@lru_cache(maxsize=8)
 def _plain_tokens(vocab_size: int, special: tuple[int, ...]) -> Ids:
     """Return the numbers of all tokens that are not special."""
-    plain: Ids = np.setdiff1d(np.arange(vocab_size), special)
-    return plain
+    return np.flatnonzero(~_special_table(vocab_size, special))

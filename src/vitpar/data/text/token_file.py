@@ -35,7 +35,8 @@ class TokenFile:
     def read(self) -> tuple[np.ndarray, NDArray[np.int64]]:
         """Return the ids, mapped from the file, and the ends of documents that have ids, int64 [documents]."""
         ends = np.fromfile(self._ends, _END).astype(np.int64)
-        return (np.memmap(self._ids, self._dtype, "r") if len(ends) else np.empty(0, self._dtype)), ends
+        ids = np.memmap(self._ids, self._dtype, "r").view(np.ndarray) if len(ends) else np.empty(0, self._dtype)
+        return ids, ends
 
     def fill(
         self, source: TextSource, tokenizer: Tokenizer, separator: int | None, progress: Progress | None = None

@@ -94,7 +94,8 @@ def print_text_survey(content: "TextSurvey") -> None:
     console.print(content["folder"], markup=False, soft_wrap=True)
     words = f"tokenizer {content['tokenizer']} of {count(content['vocab_size'], 'token')}"
     across = ", across documents" * content["cross_documents"]
-    console.print(f"text: {words}, sequences of at most {content['tokens']:,} tokens{across}", markup=False)
+    line = f"text: {words}, sequences of at most {content['tokens']:,} tokens{across}"
+    console.print(line, markup=False, soft_wrap=True)
     table = data_table("split", "documents", "sequences", "tokens", "mean length", "shards", "size")
     for name, split in content["splits"].items():
         counts = (f"{split['documents']:,}", f"{split['samples']:,}", f"{split['ids']:,}")
@@ -106,8 +107,8 @@ def print_text_survey(content: "TextSurvey") -> None:
     names = [f"{name} {number}" for name, number in found.items()]
     if isinstance(sentinels, list) and sentinels:
         names.append(count(len(sentinels), "sentinel"))
-    console.print(f"special tokens: {', '.join(names) or 'none'}", markup=False)
+    console.print(f"special tokens: {', '.join(names) or 'none'}", markup=False, soft_wrap=True)
     for name, split in content["splits"].items():
         for text in split["decoded"]:
             line = printable(text.replace("\n", "⏎"))
-            console.print(f"{name}: {shown(line)}", markup=False, highlight=False)
+            console.print(f"{name}: {shown(line)}", markup=False, highlight=False, soft_wrap=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-WORDS = "the quick brown fox jumps over lazy dogs while seven wizards boxing hex vapour quietly mind unbelievable".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "wizards", "boxing", "unbelievable")
 
 
 def documents(number: int, words: int = 30, seed: int = 0) -> list[str]:

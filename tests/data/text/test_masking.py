@@ -65,7 +65,10 @@ def test_masks_depend_on_the_key_alone():
     assert all(np.array_equal(a[3:5], b) for a, b in zip(whole, part, strict=True))
     assert not np.array_equal(whole[1], mlm(ids, lengths, keys + 1, SPECIALS, VOCABULARY)[1])
     noise = spans(ids, lengths, keys, SPECIALS)
-    assert all(np.array_equal(a[3:5], b) for a, b in zip(noise, spans(ids[3:5], lengths[3:5], keys[3:5], SPECIALS)))
+    assert all(
+        np.array_equal(a[3:5], b)
+        for a, b in zip(noise, spans(ids[3:5], lengths[3:5], keys[3:5], SPECIALS), strict=True)
+    )
 
 
 def test_whole_words_are_chosen_together_in_random_order_until_the_rate():
@@ -131,7 +134,7 @@ def test_inputs_and_targets_of_spans_give_the_text_back():
         noise = min(max(round(length * 0.15), 1), max(length - 1, 0))
         assert [*pieces] == list(SPECIALS.sentinels[: len(pieces)]) == [i for i in inputs if i in SPECIALS.sentinels]
         assert sum(map(len, pieces.values())) == noise and len(pieces) == (max(round(noise / 3), 1) if noise else 0)
-        assert not pieces or inputs[0] == text[0] and all(pieces.values())
+        assert not pieces or (inputs[0] == text[0] and all(pieces.values()))
 
 
 def test_all_divisions_into_spans_are_equally_likely():
@@ -150,8 +153,8 @@ def t5_lengths(inputs_length: int, noise_density: float, mean_noise_span_length:
     """Compute lengths as T5's `compute_input_and_target_lengths`, copied by hand."""
 
     def lengths(tokens_length: int) -> tuple[int, int]:
-        num_noise = int(round(tokens_length * noise_density))
-        num_spans = int(round(num_noise / mean_noise_span_length))
+        num_noise = round(tokens_length * noise_density)
+        num_spans = round(num_noise / mean_noise_span_length)
         return tokens_length - num_noise + num_spans + 1, num_noise + num_spans + 1
 
     tokens_length = inputs_length
@@ -177,5 +180,5 @@ def test_missing_tokens_are_named():
         mlm(ids, lengths, keys, Specials(), VOCABULARY)
     with pytest.raises(DataError, match="no end token"):
         spans(ids, lengths, keys, Specials(sentinels=(9,)))
-    with pytest.raises(DataError, match="64 tokens have 3 masked spans.* only 2 sentinels"):
+    with pytest.raises(DataError, match=r"64 tokens have 3 masked spans.* only 2 sentinels"):
         spans(ids, lengths, keys, Specials(eos=1, sentinels=(9, 8)))

@@ -1,7 +1,7 @@
 """Sources of text: .txt files, JSON lines and Parquet files, read document by document with bounded memory.
 
-Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line if
-there is one, which leaves the words of most tokenizers as they are.
+Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line, or
+before a space, which leaves the words of most tokenizers as they are.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class TextSource:
         return sum(path.stat().st_size for path in self.files[split])
 
     def pieces(self, split: str) -> Iterator[Piece]:
-        """Yield the documents of a split in order, each in one or more pieces.
+        """Yield the documents of a split in order, each in one or more pieces. White space alone counts as empty.
 
         Raises DataError.
         """
-        before = 0
+        before, starts = 0, True
         for path in self.files[split]:
             kind = kind_of(path)
             if kind == "parquet":
@@ -78,7 +78,9 @@ class TextSource:
             else:
                 found = _jsonl(path, self.field) if kind == "jsonl" else _text(path, self.documents)
             for piece in found:
-                yield Piece(piece.text, piece.last, before + piece.read)
+                blank = starts and piece.last and piece.text.isspace()
+                starts = piece.last
+                yield Piece("" if blank else piece.text, piece.last, before + piece.read)
             before += path.stat().st_size
 
     def describe(self) -> list[str]:
@@ -177,11 +179,11 @@ def _text(path: Path, documents: Documents) -> Iterator[Piece]:
 
 
 def _lines(file: io.TextIOBase) -> Iterator[str]:
-    """Yield the lines of a file with their ends; long ones in parts that end with a space if there is one."""
+    """Yield the lines of a file with their ends; long ones in parts that end before a space if there is one."""
     rest = ""
     while part := file.readline(_PIECE):
         part = rest + part
-        cut = len(part) if part.endswith("\n") or len(part) < _PIECE else part.rfind(" ") + 1 or len(part)
+        cut = len(part) if part.endswith("\n") or len(part) < _PIECE else max(part.rfind(" "), 0) or len(part)
         rest = part[cut:]
         yield part[:cut]
     if rest:

@@ -111,7 +111,7 @@ class TextSet(ShardSet):
         ordered = samples[stored]
         lengths = self.lengths[ordered]
         parts: list[memoryview] = []
-        for first, stop in self._spans(ordered):
+        for first, stop in self._spans(ordered) if len(ordered) else ():
             parts += self._read_span(ordered[first:stop])
         flat = np.frombuffer(b"".join(parts), self.text.stored)
         try:

@@ -1,7 +1,7 @@
 """Sources of text: .txt files, JSON lines and Parquet files, read document by document with bounded memory.
 
-Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line, or
-before a space, which leaves the words of most tokenizers as they are.
+Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line
+or before a space, which leaves the words of most tokenizers as they are.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_inputs_and_targets_of_spans_give_the_text_back():
 
 
 def test_all_divisions_into_spans_are_equally_likely():
-    """Of 12 tokens, 6 are removed in 2 spans: 5 divisions of the removed ones times 5 of the kept ones."""
+    """12 tokens, 6 of them removed in 2 spans, have 5 divisions of the removed ones times 5 of the kept ones."""
     size = 10_000
     found = spans(np.full((size, 12), 50), np.full(size, 12), np.arange(size), SPECIALS, rate=0.5)
     divisions: Counter[tuple[int, int]] = Counter()

@@ -225,7 +225,7 @@ def test_text_and_images_are_told_apart_in_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.txt", b"caf\xe9", {}, "is not UTF-8"),
+        ("a.txt", b"na\xefve", {}, "is not UTF-8"),
         ("a.txt", b" \n", {"documents": "line"}, "has no text for the split 'train'"),
         ("a.jpg", b"x", {}, "is no text: use .txt"),
         ("a.jsonl", b'{"text": 1}', {}, "line 1 of .* has no text in a field 'text' .text.: name another"),

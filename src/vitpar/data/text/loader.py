@@ -47,7 +47,7 @@ class TextBatch:
 _Places = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Numbers of sequences and their keys, int64 [batch]."""
 _Read = tuple[_Places, NDArray[np.int64], NDArray[np.int64]]
-"""The same with the ids, int64 [batch, tokens], and lengths, int64 [batch]."""
+"""Places of a batch, its ids, int64 [batch, tokens], and lengths, int64 [batch]."""
 
 
 class _Batches:

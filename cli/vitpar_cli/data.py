@@ -1,11 +1,11 @@
-"""`vitpar data`: pack images into shards, index and verify shards, and describe their content."""
+"""`vitpar data`: pack images or text into shards, index and verify shards, and describe their content."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from vitpar.limits import MAX_JSON_BYTES
 from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar.training.recipe.request import RecipeRequest
+from vitpar_cli.data_text import pack_text_command, print_text_survey, refuse_options
 from vitpar_cli.outputs import data_table, refuse_unwritable, warn
 from vitpar_cli.recipe_options import Assignments, RecipeFile
 
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Pack images into shards, index and verify shards, and say what they hold.\n\n"
+    help="Pack images or text into shards, index and verify shards, and say what they hold.\n\n"
     "Example: vitpar data pack digits data_shards/digits",
-    short_help="Pack images into shards, index and verify shards, and say what they hold.",
+    short_help="Pack images or text into shards, index and verify shards, and say what they hold.",
 )
 
 SHOWN_ALWAYS = 1000
@@ -72,7 +73,8 @@ def pack_command(
             help="A folder with train/CLASS/ and val/CLASS/, or with CLASS/ alone; a folder with ImageNet's archives "
             "(ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit), with train.zip, val.zip, train_map.txt "
             "and val_map.txt, with TFRecords, or with Hugging Face's Parquet files; an archive of "
-            "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`.",
+            "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`. "
+            "With --tokens: a .txt, .jsonl or .parquet file of text, or a folder of these.",
         ),
     ],
     destination: Annotated[Path | None, typer.Argument(metavar="DST", help="Folder to create.")] = None,
@@ -80,10 +82,12 @@ def pack_command(
         float | None,
         typer.Option(
             help="Fraction of each class used as `val` if SRC has no val split; 0: none, runs do not evaluate.",
-            show_default="0.2",
+            show_default="0.2; text: 0.05",
         ),
     ] = None,
-    shard_samples: Annotated[int, typer.Option(help="Images per shard.")] = 5000,
+    shard_samples: Annotated[
+        int | None, typer.Option(help="Images or sequences per shard.", show_default="5000; text: 50000")
+    ] = None,
     short_side: Annotated[
         int | None,
         typer.Option(help="Resize larger images to this shorter side, as JPEG.", show_default="unchanged"),
@@ -108,8 +112,26 @@ def pack_command(
     no_decode: Annotated[
         bool, typer.Option("--no-decode", help="Do not decode every image, which finds damaged ones.")
     ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Pack text, in sequences of at most this many tokens.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="bytes|FILE", help="Tokenizer of text: bytes or a tokenizer.json.", show_default="bytes"),
+    ] = None,
+    documents: Annotated[
+        Literal["file", "paragraph", "line"] | None,
+        typer.Option(help="Content of a document of a .txt file.", show_default="file"),
+    ] = None,
+    field: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Field or column with the text in .jsonl and .parquet.", show_default="text"),
+    ] = None,
+    cross_documents: Annotated[
+        bool, typer.Option("--cross-documents", help="Let sequences of text continue over the ends of documents.")
+    ] = False,
 ) -> None:
-    """Pack images into WebDataset shards and write an index of them.
+    """Pack images, or with --tokens text, into WebDataset shards and write an index of them.
 
     Images are not re-encoded unless --short-side is given. An interrupted command continues where it stopped when it is
     run again.
@@ -117,9 +139,34 @@ def pack_command(
     Example: vitpar data pack digits data_shards/digits
 
     Example: vitpar data pack photos --dry-run
+
+    Example: vitpar data pack corpus.txt data_shards/corpus --tokens 128
     """
+    of_text = {"--tokenizer": tokenizer, "--documents": documents, "--field": field}
+    if tokens is None:
+        refuse_options(of_text | {"--cross-documents": cross_documents}, "is for text: add --tokens N, or leave it out")
+    else:
+        of_images = {"--short-side": short_side, "--quality": quality, "--skip-damaged": skip_damaged}
+        refuse_options(of_images | {"--no-decode": no_decode}, "is for images: leave it out, or --tokens")
+        refuse_options({"--workers": workers}, "is for images, since tokenizers use all cores: set RAYON_NUM_THREADS")
+        pack_text_command(
+            source,
+            destination,
+            tokens,
+            tokenizer=tokenizer,
+            documents=documents,
+            field=field,
+            cross_documents=cross_documents,
+            val_fraction=val_fraction,
+            shard_samples=shard_samples,
+            seed=seed,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=_progress,
+        )
+        return
     from vitpar.data import Reencode, pack
-    from vitpar.data.shards.pack import SKIPPED
+    from vitpar.data.shards.pack import SHARD_SAMPLES, SKIPPED
     from vitpar.data.sources import Source, open_source
     from vitpar.data.sources.contents import describe
     from vitpar.data.survey import survey
@@ -142,7 +189,7 @@ def pack_command(
             source,
             destination,
             val_fraction=val_fraction,
-            shard_samples=shard_samples,
+            shard_samples=SHARD_SAMPLES if shard_samples is None else shard_samples,
             reencode=None if short_side is None else Reencode(short_side, 90 if quality is None else quality),
             seed=seed,
             overwrite=overwrite,
@@ -255,9 +302,19 @@ def info_command(
 ) -> None:
     """Show the content of a data set: splits, samples, shards, bytes, image sizes and classes.
 
+    Of text: documents, sequences, tokens, their mean number, and the first sequences of each split.
+
     Example: vitpar data info data_shards/digits --preview digits.png --set augment.policy=rand-m9-n2
     """
-    read_manifest(folder)  # refuses before torch is imported, which takes seconds
+    text = read_manifest(folder).text  # refuses before torch is imported, which takes seconds
+    if text is not None:
+        given = {"--preview": preview, "--recipe": recipe, "--set": assignments or None}
+        refuse_options(given, f"is for images, but '{folder}' holds text: leave it out")
+        from vitpar.data.text.survey import text_survey
+
+        content_of_text = text_survey(folder)
+        typer.echo(json.dumps(content_of_text)) if as_json else print_text_survey(content_of_text)
+        return
     from vitpar.data.survey import survey
 
     if preview is None and (recipe is not None or assignments):

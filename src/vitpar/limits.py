@@ -31,7 +31,7 @@ MAX_CLASSES = _most(1_000_000, "classes of a model or data set")
 MAX_WIDTH = _most(131_072, "`embed_dim` and `mlp_hidden_dim` of a model")
 MAX_IMAGE_SIZE = _most(16_384, "image and patch size of a model", "pixels")
 MAX_CHANNELS = _most(1_024, "channels of a model's images")
-MAX_TOKENS = _most(1 << 20, "tokens of an image")
+MAX_TOKENS = _most(1 << 20, "tokens of an image or a sequence of text")
 MAX_BATCH_SIZE = _most(1 << 24, "images in a global batch")
 MAX_STRATEGY_CHARS = _most(64 * KIB, "length of a strategy string", "characters")
 MAX_POLICY_OPERATIONS = _most(64, "operations of an augmentation policy")
@@ -93,6 +93,13 @@ MAX_KIT_BYTES = _most(
     16 * MIB, "content of ImageNet's development kit; a quarter of it for the list of classes", "bytes"
 )
 MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
+
+# Text.
+MAX_VOCABULARY = _most(1 << 24, "tokens in a vocabulary")
+MAX_TOKENIZER_BYTES = _most(128 * MIB, "tokenizer.json", "bytes")
+MAX_DOCUMENT_BYTES = _most(16 * MIB, "document in a line of JSON or a row of a Parquet file", "bytes")
+MAX_DOCUMENTS = _most(1 << 28, "documents of a source of text")
+MAX_TEXT_EXPANSION = _most(200, "unpacked size of a `.gz` file of text above 64 MiB, in units of its size")
 
 # Images.
 MAX_IMAGE_BYTES = _most(256 * MIB, "encoded image", "bytes")

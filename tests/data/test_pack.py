@@ -21,6 +21,7 @@ from vitpar.data import Reencode, ShardSet, pack, verify
 from vitpar.data.shards.pack import SKIPPED
 from vitpar.data.sources import open_source
 from vitpar.data.survey import survey
+from vitpar.data.text.pack import SHARD_SEQUENCES
 from vitpar.errors import DataError
 from vitpar_cli.data import app, pack_command
 
@@ -414,7 +415,8 @@ def test_pack_and_info_commands_describe_the_data(tmp_path):
         "image_bytes": json.loads(shown.output)["splits"]["val"]["image_bytes"],
     }
     default = inspect.signature(pack).parameters["shard_samples"].default
-    assert inspect.signature(pack_command).parameters["shard_samples"].default == default
+    option = inspect.signature(pack_command).parameters["shard_samples"].annotation.__metadata__[0]
+    assert option.show_default == f"{default}; text: {SHARD_SEQUENCES}"
     again = CliRunner().invoke(app, ["pack", str(tmp_path / "source"), str(tmp_path / "packed")])
     assert isinstance(again.exception, DataError)
 

@@ -61,10 +61,10 @@ def sample_keys(
     return (hash_numbers(seed, epochs, samples, repeats) >> np.uint64(1)).view(np.int64)
 
 
-def uniforms(keys: NDArray[np.int64], *which: int) -> NDArray[np.float64]:
+def uniforms(keys: NDArray[np.int64], *which: NDArray[np.int64] | int) -> NDArray[np.float64]:
     """Return random number `which` of every key, uniform in [0, 1): float64 [n].
 
-    keys: int64 [n].
+    keys: int64 [n]; or any shape, with which the arrays in `which` are broadcast.
     """
     return (hash_numbers(keys, *which) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -223,6 +223,9 @@ def index(
     `classes`.
     """
     folder = Path(folder)
+    old = read_any_manifest(folder)
+    if old.text is not None:
+        raise DataError(f"'{folder}' holds text, which cannot be indexed again: restore its files or pack it again")
     files = _files(folder, splits)
     by_split: dict[str, dict[Path, Scan]] = {split: {} for split in files}
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-index") as pool:
@@ -232,7 +235,6 @@ def index(
                 if progress:
                     progress(split, len(by_split[split]), len(paths))
     scans = [(path, one) for split in by_split.values() for path, one in split.items()]
-    old = read_any_manifest(folder)
     names = _classes([one for _, one in scans], classes, old.classes)
     check_number_of_classes(names)
     empty = next((path for path, one in scans if not len(one.rows)), None)

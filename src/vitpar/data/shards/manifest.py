@@ -5,6 +5,8 @@ folder/
   train-000000.tar …    00000000.cls, 00000000.jpg, 00000001.cls, 00000001.png, …
   train.index.npy       one ROW per sample, in shard order: place of its image, label and checksum
   val-000000.tar …, val.index.npy
+
+Shards of text have 00000000.npy, … instead, and the labels in their index are 0 (`vitpar.data.text`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pydantic import (
     model_validator,
 )
 
+from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_json, write_text
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_SHARDS
@@ -68,7 +71,7 @@ class SplitEntry(Record):
     samples: NonNegativeInt = Field(le=MAX_INT64)
     """Number of samples in all shards."""
     per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES, fail_fast=True)
-    """Number of samples of each class, in label order."""
+    """Number of samples of each class, in label order; of text, that of all."""
     index_sha256: str
     """SHA-256 of the index file, in hexadecimal."""
 
@@ -86,6 +89,8 @@ class Manifest(Record):
     """Place of the labels in the shards, in the syntax of `vitpar data index --label`."""
     splits: Annotated[dict[str, SplitEntry], table_of(SplitEntry.model_validate)]
     """Splits by name."""
+    text: TextSection | None = None
+    """Tokenizer and counts of a data set of text; None for images."""
 
     @field_validator("splits")
     @classmethod
@@ -112,6 +117,8 @@ class AnyManifest(BaseModel):
     """Same field as in `Manifest`; None if missing."""
     class_names: list[str] | None = Field(default=None, fail_fast=True)
     """Same field as in `Manifest`."""
+    text: object = None
+    """Same field as in `Manifest`, in any format."""
 
 
 def read_any_manifest(folder: Path) -> AnyManifest:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,13 +17,12 @@ from PIL import Image
 
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.destination import check_destination, put_in_place, stamps, workplace
 from vitpar.data.shards.index import scan
 from vitpar.data.shards.manifest import (
-    MANIFEST,
     ROW,
     Manifest,
     SplitEntry,
-    read_any_manifest,
     write_manifest,
     write_split,
 )
@@ -117,19 +113,19 @@ def pack(
     if shard_samples < 1:
         raise DataError(f"shard size {shard_samples} is not a positive number of samples")
     target = Path(destination).resolve()
-    _check_destination(target, overwrite)
+    check_destination(target, overwrite)
     try:
         contents = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
-        settings = [shard_samples, seed, reencode and asdict(reencode), _stamps(Path(source)), decode_images]
+        settings = [shard_samples, seed, reencode and asdict(reencode), stamps(Path(source)), decode_images]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
     opened(contents)
     try:
-        with _workplace(target, contents, settings) as partial:
+        with workplace(target, _digest(contents, settings)) as partial:
             settings_of_shards = (shard_samples, reencode, seed, progress, skip_damaged, decode_images)
             manifest = _Packing(contents, partial, *settings_of_shards).run(workers)
-            _check_destination(target, overwrite)  # again, since packing may have taken hours
-            _put_in_place(partial, target)
+            check_destination(target, overwrite)  # again, since packing may have taken hours
+            put_in_place(partial, target)
     except OSError as error:
         raise DataError(
             f"cannot write '{destination}': {error.strerror or error}; rerun the command to resume"
@@ -137,79 +133,14 @@ def pack(
     return manifest
 
 
-def _check_destination(target: Path, overwrite: bool) -> None:
-    if target.exists() and not target.is_dir():
-        raise DataError(f"'{target}' is a file: choose a folder to pack into")
-    if os.path.ismount(target):
-        raise DataError(f"'{target}' is a mount point and cannot be replaced: choose a folder inside it")
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    if not (target / MANIFEST).exists():
-        raise DataError(f"'{target}' is not empty and not a data set: choose another folder")
-    if not overwrite:
-        raise DataError(f"'{target}' is an existing data set: choose another folder, or replace it with --overwrite")
-    if read_any_manifest(target).vitpar_dataset is None:
-        raise DataError(f"'{target / MANIFEST}' was not written by vitpar: choose another folder")
-
-
-def _stamps(source: Path) -> list[tuple[str, int, int]]:
-    """Return the files of a source with sizes in bytes and modification times in ns.
-
-    They identify the source and reveal changes to it.
-    """
-    paths = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
-    return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in paths if path.is_file()] + [
-        (str(source.resolve()), 0, 0)
-    ]
-
-
-@contextmanager
-def _workplace(target: Path, source: Source, settings: list) -> Iterator[Path]:
-    """Lock a folder next to `target` and yield its path.
-
-    It contains the shards of an interrupted run if that had the same source and settings, and is emptied otherwise.
-
-    Raises DataError if another process holds the lock.
-    """
+def _digest(source: Source, settings: list) -> str:
+    """Return a checksum of the source's files and of the settings that decide the bytes of the shards."""
     digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
     for name, split in source.splits.items():
         digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
         for image in split.names:
             digest.update(os.fsencode(f"{image}\n"))
-    partial = target.with_name(f".{target.name}.packing")
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
-        except OSError:  # the file system has no locks
-            pass
-        lock.seek(0)
-        if lock.read() != digest.hexdigest():
-            for path in partial.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-            lock.truncate(0)
-            lock.write(digest.hexdigest())
-            lock.flush()
-        try:
-            yield partial
-        finally:
-            if partial.exists() and not any(partial.glob("*.tar")):
-                shutil.rmtree(partial)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    old = None
-    if target.exists() and any(target.iterdir()):
-        old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-        target.rename(old)
-    partial.replace(target)
-    for path in (target / "lock", *target.glob("*.rows"), *target.glob("*.skipped")):
-        path.unlink()
-    if old is not None:
-        shutil.rmtree(old)
+    return digest.hexdigest()
 
 
 class _Stopped(Exception):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
+from vitpar.data.shards.manifest import Manifest, SplitEntry, read_manifest, read_rows
 from vitpar.errors import DataError
 from vitpar.io import open_regular, stat_regular
 from vitpar.text import nearest, shown
@@ -65,12 +65,9 @@ class ShardSet:
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
-        if split not in manifest.splits:
-            known = shown(", ".join(manifest.splits) or "none")
-            raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
-        entry = manifest.splits[split]
-        if not entry.samples:
-            raise DataError(f"split '{split}' of '{folder}' is empty: pack it again from a source with images")
+        if manifest.text is not None:
+            raise DataError(f"'{folder}' holds text, but images are needed: name a data set of images")
+        entry = filled_split(folder, split, manifest)
         if len(entry.per_class) != len(manifest.classes):
             raise DataError(
                 f"split '{split}' of '{folder}' has {len(entry.per_class)} classes but the manifest names "
@@ -80,7 +77,7 @@ class ShardSet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder, the split and another numbering of the classes: the set is opened again."""
-        return _reopened, (self.folder, self.split, self.fingerprint, self._renumbered)
+        return _reopened, (type(self), self.folder, self.split, self.fingerprint, self._renumbered)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -172,13 +169,31 @@ class ShardSet:
 
 
 def _reopened(
-    folder: Path, split: str, fingerprint: str, renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None
+    kind: type[ShardSet],
+    folder: Path,
+    split: str,
+    fingerprint: str,
+    renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None,
 ) -> ShardSet:
     """Open a set that was pickled. Raises DataError if it cannot be opened, or was replaced since."""
-    shards = ShardSet.open(folder, split)
+    shards = kind.open(folder, split)
     if shards.fingerprint != fingerprint:
         raise DataError(f"'{folder}' was replaced while the command started: start again")
     return shards if renumbered is None else shards.relabelled(*renumbered)
+
+
+def filled_split(folder: Path, split: str, manifest: Manifest) -> SplitEntry:
+    """Return the manifest's entry of a split.
+
+    Raises DataError for an unknown or empty split.
+    """
+    if split not in manifest.splits:
+        known = shown(", ".join(manifest.splits) or "none")
+        raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
+    entry = manifest.splits[split]
+    if not entry.samples:
+        raise DataError(f"split '{split}' of '{folder}' is empty: pack it again from a source with images or text")
+    return entry
 
 
 Stamp = tuple[int, int]

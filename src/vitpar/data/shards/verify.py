@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ from vitpar.data.shards.index import Labels, scan
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources.source import Progress
+from vitpar.data.text.shards import scan_text
+from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
 
 _TASK, _ROUND = 64, 1 << 14  # samples in a task of the thread pool, and samples that are submitted at a time
@@ -43,16 +45,17 @@ def verify(
     its members or their labels differ from the index. A sample has a problem if its bytes are not those that were
     indexed.
 
-    pixels: whether to decode every image too; one that cannot be decoded is a problem.
+    pixels: whether to decode every image too; one that cannot be decoded is a problem. Text is always decoded.
     workers: number of threads.
     progress: called as shards and samples are verified.
 
     Raises DataError if the data set cannot be opened.
     """
     manifest = read_manifest(folder)
-    labels = Labels.parse(manifest.labels)
+    labels = Labels() if manifest.text else Labels.parse(manifest.labels)
     for split in manifest.splits:
-        shards = ShardSet.open(folder, split)
+        shards: ShardSet = TextSet.open(folder, split) if manifest.text else ShardSet.open(folder, split)
+        check = shards.ids if isinstance(shards, TextSet) else partial(_image_check, shards, pixels)
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-verify") as pool:
             numbers = range(len(shards.files))
             for number, problem in enumerate(pool.map(partial(_shard_problem, shards, labels=labels), numbers), 1):
@@ -63,9 +66,7 @@ def verify(
             for begin in range(0, len(shards), _ROUND):
                 end = min(begin + _ROUND, len(shards))
                 tasks = [range(start, min(start + _TASK, end)) for start in range(begin, end, _TASK)]
-                for task, problems in zip(
-                    tasks, pool.map(partial(_problems, shards, pixels=pixels), tasks), strict=True
-                ):
+                for task, problems in zip(tasks, pool.map(partial(_problems, shards, check), tasks), strict=True):
                     yield from problems
                     if progress:
                         progress(split, task.stop, len(shards))
@@ -75,7 +76,10 @@ def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | N
     """Return the problem of shard `number` as a tar file, found from its headers and labels; None if there is none."""
     path, expected = shards.files[number], shards.rows_of(number)
     try:
-        rows = scan(path, labels, checksums=False).numbered(shards.classes)
+        if isinstance(shards, TextSet):
+            rows = scan_text(path, checksums=False)
+        else:
+            rows = scan(path, labels, checksums=False).numbered(shards.classes)
         same = len(rows) == len(expected) and all(
             np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
         )
@@ -85,13 +89,19 @@ def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | N
     return None if what is None else Problem(shards.split, None, path.name, what)
 
 
-def _problems(shards: ShardSet, samples: range, pixels: bool) -> list[Problem]:
+def _image_check(shards: ShardSet, pixels: bool, i: int) -> None:
+    """Raise DataError if image `i` is damaged."""
+    data = shards.read(i)
+    if pixels:
+        decode(data)
+
+
+def _problems(shards: ShardSet, check: Callable[[int], object], samples: range) -> list[Problem]:
+    """Return the problems of `samples`, for which `check` raises DataError."""
     problems = []
     for i in samples:
         try:
-            data = shards.read(i)
-            if pixels:
-                decode(data)
+            check(i)
         except DataError as error:  # BadImage is one
             problems.append(Problem(shards.split, i, shards.name(i), str(error)))
     return problems

@@ -95,7 +95,7 @@ class _File:
 
         self.path = path
         try:
-            self.size = _checked_size(path)
+            self.size = checked_size(path)
             self._most = min(MAX_RECORD_BYTES, max(_SMALL, _EXPANSION * self.size))
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
@@ -153,7 +153,7 @@ class _File:
             raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
 
 
-def _checked_size(path: Path) -> int:
+def checked_size(path: Path) -> int:
     """Return the bytes of a Parquet file, after checking that its end, with its schema and metadata, is not long.
 
     pyarrow and JSON take many times the memory.

@@ -1,0 +1,94 @@
+"""Folder that a data set is packed into: written under a hidden name next to it, and renamed when complete."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
+from vitpar.errors import DataError
+
+LEFTOVERS = ("lock", "*.rows", "*.skipped")
+"""Patterns of files of a packing run that are not part of the data set."""
+
+
+def check_destination(target: Path, overwrite: bool) -> None:
+    """Raise DataError unless a data set may be packed into `target`.
+
+    overwrite: whether to replace an existing data set.
+    """
+    if target.exists() and not target.is_dir():
+        raise DataError(f"'{target}' is a file: choose a folder to pack into")
+    if os.path.ismount(target):
+        raise DataError(f"'{target}' is a mount point and cannot be replaced: choose a folder inside it")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not (target / MANIFEST).exists():
+        raise DataError(f"'{target}' is not empty and not a data set: choose another folder")
+    if not overwrite:
+        raise DataError(f"'{target}' is an existing data set: choose another folder, or replace it with --overwrite")
+    if read_any_manifest(target).vitpar_dataset is None:
+        raise DataError(f"'{target / MANIFEST}' was not written by vitpar: choose another folder")
+
+
+def stamps(source: Path) -> list[tuple[str, int, int]]:
+    """Return the files of a source with sizes in bytes and modification times in ns.
+
+    They identify the source and reveal changes to it.
+    """
+    paths = [source, *(sorted(source.iterdir()) if source.is_dir() else ())]
+    return [(str(path.resolve()), (s := path.stat()).st_size, s.st_mtime_ns) for path in paths if path.is_file()] + [
+        (str(source.resolve()), 0, 0)
+    ]
+
+
+@contextmanager
+def workplace(target: Path, digest: str, keep: Sequence[str] = ("*.tar",)) -> Iterator[Path]:
+    """Lock a folder next to `target` and yield its path.
+
+    It contains the files of an interrupted run if that had the same `digest`, and is emptied otherwise. If the run
+    fails, the folder stays if it has files that match one of the patterns `keep`.
+
+    digest: checksum of the source and the settings.
+
+    Raises DataError if another process holds the lock.
+    """
+    partial = target.with_name(f".{target.name}.packing")
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
+        except OSError:  # the file system has no locks
+            pass
+        lock.seek(0)
+        if lock.read() != digest:
+            for path in partial.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            lock.truncate(0)
+            lock.write(digest)
+            lock.flush()
+        try:
+            yield partial
+        finally:
+            if partial.exists() and not any(path for pattern in keep for path in partial.glob(pattern)):
+                shutil.rmtree(partial)
+
+
+def put_in_place(partial: Path, target: Path, leftovers: Sequence[str] = LEFTOVERS) -> None:
+    """Rename the complete folder `partial` to `target`, in place of what is there, and remove `leftovers` from it."""
+    old = None
+    if target.exists() and any(target.iterdir()):
+        old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        target.rename(old)
+    partial.replace(target)
+    for path in [path for pattern in leftovers for path in target.glob(pattern)]:
+        path.unlink()
+    if old is not None:
+        shutil.rmtree(old)

@@ -1,0 +1,290 @@
+"""Sources of text: .txt files, JSON lines and Parquet files, read document by document with bounded memory.
+
+Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line
+or before a space, which leaves the words of most tokenizers as they are.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import itertools
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from vitpar.data.sources.parquet import checked_size
+from vitpar.data.sources.source import by_split
+from vitpar.errors import DataError
+from vitpar.io import open_regular, parse_json
+from vitpar.limits import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, MAX_TEXT_EXPANSION, MIB
+from vitpar.text import count, either, shown
+from vitpar.text import size as shown_size
+
+Documents = Literal["file", "paragraph", "line"]
+"""Content of a document of a .txt file: the complete file, what blank lines surround, or a line."""
+
+_PIECE = 1 << 20  # characters
+_ROWS = 64  # most rows of a Parquet file that are read at a time
+_SMALL = 64 * MIB  # unpacked bytes that any file may have
+_KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_HINT = "use .txt, .jsonl (also .gz) or .parquet files, or a folder of one of these"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Document, or a part of a long one."""
+
+    text: str
+    """Text of the piece."""
+    last: bool
+    """Whether the document ends with it."""
+    read: int
+    """Bytes of the split's files that were read so far, for progress."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Files of text by split."""
+
+    location: str
+    """Path as given, for messages."""
+    files: Mapping[str, tuple[Path, ...]]
+    """Files of each split, in order."""
+    documents: Documents = "file"
+    """Content of a document of a .txt file."""
+    field: str = "text"
+    """Field or column with the text in JSON lines and Parquet files."""
+
+    def bytes(self, split: str) -> int:
+        """Return the size of a split's files."""
+        return sum(path.stat().st_size for path in self.files[split])
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        """Yield the documents of a split in order, each in one or more pieces. White space alone counts as empty.
+
+        Raises DataError.
+        """
+        before, starts = 0, True
+        for path in self.files[split]:
+            kind = kind_of(path)
+            if kind == "parquet":
+                found = _parquet(path, self.field)
+            else:
+                found = _jsonl(path, self.field) if kind == "jsonl" else _text(path, self.documents)
+            for piece in found:
+                blank = starts and piece.last and piece.text.isspace()
+                starts = piece.last
+                yield Piece("" if blank else piece.text, piece.last, before + piece.read)
+            before += path.stat().st_size
+
+    def describe(self) -> list[str]:
+        """Return lines on what was found."""
+        lines = [f"{shown(self.location)}: text"]
+        for split, paths in self.files.items():
+            lines.append(f"  {split}: {count(len(paths), 'file')}, {shown_size(self.bytes(split))}")
+        return lines
+
+
+def kind_of(path: Path) -> str | None:
+    """Return `txt`, `jsonl` or `parquet` by the name of a file; None for another."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    kind = _KINDS.get(plain.suffix.lower())
+    return None if kind == "parquet" and plain is not path else kind
+
+
+def open_text(location: str | Path, documents: Documents | None = None, field: str | None = None) -> TextSource:
+    """Find the text at `location`, a file or a folder of files of one kind.
+
+    The splits are those in the names of files, or else of their folders; all files are `train` without.
+
+    documents: content of a document of a .txt file; `file` if None.
+    field: field or column with the text in JSON lines and Parquet files; `text` if None.
+
+    Raises DataError, also for an option that the kind of files does not have.
+    """
+    path = Path(location)
+    if path.is_file():
+        files: dict[str, list[Path]] = {"train": [path]}
+        if kind_of(path) is None:
+            raise DataError(f"'{shown(location)}' is no text: {_HINT}")
+    elif path.is_dir():
+        found = [file for depth in ("*", "*/*") for file in path.glob(depth) if not file.name.startswith(".")]
+        files = by_split((file for file in found if kind_of(file) and file.is_file()), path)
+    else:
+        raise DataError(f"no folder or file '{shown(location)}' to pack: {_HINT}")
+    kinds = sorted({kind_of(file) or "" for paths in files.values() for file in paths})
+    if len(kinds) != 1:
+        what = f"{either(kinds).replace(' or ', ' and ')} files" if kinds else "no text"
+        raise DataError(f"'{shown(location)}' has {what}: {_HINT}")
+    if "train" not in files:
+        raise DataError(f"'{location}' has {', '.join(files)} but no training split: add files named train")
+    if documents is not None and kinds != ["txt"]:
+        raise DataError(f"--documents {documents} is for .txt files, but '{location}' has {kinds[0]}: leave it out")
+    if field is not None and kinds == ["txt"]:
+        raise DataError(f"--field {shown(field)} is for JSON lines and Parquet, but '{location}' has txt: leave it out")
+    splits: dict[str, tuple[Path, ...]] = {
+        split: tuple(files[split]) for split in ("train", "val", "test") if split in files
+    }
+    return TextSource(str(location), splits, documents or "file", field or "text")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file, which may be compressed by gzip. Yield the file as stored, and its content.
+
+    Raises DataError in place of an error of reading within the context.
+    """
+    try:
+        with open_regular(path) as stored:
+            if path.suffix == ".gz":
+                yield stored, io.BufferedReader(_Unpacked(stored), 1 << 18)
+            else:
+                yield stored, stored
+    except UnicodeDecodeError as error:
+        raise DataError(f"'{path}' is not UTF-8 ({error.reason}): convert it, as with iconv") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or shown(error)
+        raise DataError(f"cannot read '{path}' ({reason}): fetch it again") from None
+
+
+class _Unpacked(io.RawIOBase):
+    """Content of a gzip file, of limited size."""
+
+    def __init__(self, stored: BinaryIO) -> None:
+        self._file = gzip.GzipFile(fileobj=stored)
+        self._left = _SMALL + MAX_TEXT_EXPANSION * os.fstat(stored.fileno()).st_size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        number = self._file.readinto(buffer)
+        self._left -= number
+        if self._left < 0:
+            raise OSError(errno.EFBIG, f"it unpacks to more than {MAX_TEXT_EXPANSION} times its size")
+        return number
+
+
+def _text(path: Path, documents: Documents) -> Iterator[Piece]:
+    with _readable(path) as (stored, content):
+        file = io.TextIOWrapper(content, encoding="utf-8-sig")  # kept, since it closes `stored` when it is gone
+        for text, last in _DOCUMENTS[documents](_lines(file)):
+            yield Piece(text, last, stored.tell())
+
+
+def _lines(file: io.TextIOBase) -> Iterator[str]:
+    """Yield the lines of a file with their ends; long ones in parts that end before a space if there is one."""
+    rest = ""
+    while part := file.readline(_PIECE):
+        part = rest + part
+        cut = len(part) if part.endswith("\n") or len(part) < _PIECE else max(part.rfind(" "), 0) or len(part)
+        rest = part[cut:]
+        yield part[:cut]
+    if rest:
+        yield rest
+
+
+def _complete(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield one document in pieces, and whether each is the last."""
+    held: list[str] = []
+    size = 0
+    for line in lines:
+        if size and size + len(line) > _PIECE:
+            yield "".join(held), False
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
+    yield "".join(held), True
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    for blank, group in itertools.groupby(lines, key=str.isspace):
+        if not blank:
+            for text, last in _complete(group):
+                yield text.removesuffix("\n") if last else text, last
+
+
+def _each_line(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    last = True
+    for line in lines:
+        last = line.endswith("\n")
+        yield line.removesuffix("\n"), last
+    if not last:
+        yield "", True
+
+
+_DOCUMENTS = {"file": _complete, "paragraph": _paragraphs, "line": _each_line}
+
+
+def _cut(text: str, read: int) -> Iterator[Piece]:
+    """Yield the document `text`, in pieces if it is long."""
+    found = _complete(_lines(io.StringIO(text))) if len(text) > _PIECE else [(text, True)]
+    for piece, last in found:
+        yield Piece(piece, last, read)
+
+
+def _jsonl(path: Path, field: str) -> Iterator[Piece]:
+    with _readable(path) as (stored, content):
+        for number in itertools.count(1):
+            line = content.readline(MAX_DOCUMENT_BYTES + 1)
+            if not line:
+                return
+            where = f"line {number} of '{path}'"
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise DataError(f"{where} has more than {MAX_DOCUMENT_BYTES:,} bytes: split its document")
+            if not line.isspace():
+                yield from _cut(_field(line, field, where), stored.tell())
+
+
+def _field(line: bytes, field: str, where: str) -> str:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise DataError(f"{where} is not a JSON object ({shown(error)}): correct it") from None
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        names = ", ".join(map(str, record)) if isinstance(record, dict) else "no fields"
+        raise DataError(f"{where} has no text in a field '{shown(field)}' ({shown(names)}): name another with --field")
+    text: str = record[field]
+    return text
+
+
+def _parquet(path: Path, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow.parquet as library
+    except ImportError:
+        raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
+    try:
+        size = checked_size(path)
+        most = min(MAX_RECORD_BYTES, max(_SMALL, MAX_TEXT_EXPANSION * size))
+        with library.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):
+                raise DataError(
+                    f"'{path}' has no column '{shown(field)}' of text ({shown(', '.join(names))}): name another with "
+                    "--field"
+                )
+            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
+            if max(groups, default=0) > most:
+                raise DataError(
+                    f"'{path}' has a row group of {max(groups):,} bytes: write groups of at most {most:,} bytes"
+                )
+            # Few rows at a time if groups are large: the file may store a repeated text once, memory every copy.
+            rows, done = min(_ROWS, max(1, most // 4 // max(1, *groups, 1))), 0
+            for batch in file.iter_batches(rows, columns=[field]):
+                if batch.nbytes > most:
+                    raise DataError(f"rows of '{path}' have more than {most:,} bytes: split their documents")
+                for text in batch.column(0).to_pylist():
+                    done += 1
+                    if text is not None and len(text) > MAX_DOCUMENT_BYTES:
+                        raise DataError(f"row {done - 1} of '{path}' has over {MAX_DOCUMENT_BYTES:,} bytes: split it")
+                    yield from _cut(text or "", size * done // max(1, file.metadata.num_rows))
+    except DataError:
+        raise
+    except Exception as error:  # damaged files make pyarrow raise nearly anything
+        raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None

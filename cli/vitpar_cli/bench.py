@@ -9,7 +9,7 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
-from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks import Task, task_of
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
@@ -81,15 +81,16 @@ def bench(
     # A recipe must have a length, although a benchmark does not use it.
     asked = o.request(bench, locals(), {"train.steps": 1})
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
-    from vitpar.tasks.image_data import open_split, transform_settings
+    from vitpar.tasks.data import open_split
+    from vitpar.tasks.image_data import transform_settings
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
-    labels = LabelSet.of(images) if images is not None else LabelSet(classes_of(merged, num_classes, CLASSES))
-    trained = task_of(merged, labels)
-    config = merged.config(trained.outputs)
-    if images is not None:
+    trained = task_of(merged, classes_of(merged, num_classes, CLASSES) if images is None else images)
+    config = merged.config(trained.outputs, trained.model_options)
+    trained.refuse_model(config)
+    if images is not None and trained.INPUT == "images":
         transform_settings(merged, config.image_size)
     chosen = choose_plan(merged, config, device_type)
     if profile is not None:

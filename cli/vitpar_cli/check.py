@@ -9,7 +9,7 @@ import typer
 from vitpar.launch.resources import choose_device
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.ranks import choose_plan, resolve
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vitpar.check import CheckResult
     from vitpar.models import ModelConfig
 
+VOCABULARY = 64
+"""Default number of tokens in the vocabulary of text."""
 ROWS_SHOWN = 4
 """Rows of the table that are printed for each quantity."""
 
@@ -92,8 +94,10 @@ def check(
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     merged = on_device(merged, device_type)
-    checked = task_of(merged, LabelSet(classes_of(merged, num_classes, 10)))
-    config = merged.config(checked.outputs)
+    usual = 10 if task_class(merged).INPUT == "images" else VOCABULARY
+    checked = task_of(merged, classes_of(merged, num_classes, usual))
+    config = merged.config(checked.outputs, checked.model_options)
+    checked.refuse_model(config)
     chosen = choose_plan(merged, config, device_type)
     run_in_world(chosen.plan.world_size, device_type, _check, merged, config, checked, chosen, tolerance, as_json)
 

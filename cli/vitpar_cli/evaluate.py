@@ -76,7 +76,7 @@ def evaluate(
     refuse_unwritable(predictions)
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh)
     from vitpar.data import ShardSet
-    from vitpar.tasks.image_data import open_split
+    from vitpar.tasks.data import open_split
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}

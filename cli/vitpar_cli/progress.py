@@ -219,7 +219,8 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
     yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
-    yield "data", f"{recipe.data_name}: {header.train_samples:,} training and {header.val_samples:,} validation images"
+    samples = f"{header.train_samples:,} training and {header.val_samples:,} validation {header.task.SAMPLE}s"
+    yield "data", f"{recipe.data_name}: {samples}"
     yield "batch", batch_words(batch)
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)

@@ -12,7 +12,7 @@ import typer
 from vitpar.errors import DataError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
-from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks import Task, task_of
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device
@@ -57,7 +57,7 @@ class SavedModel:
 
         Raises RecipeError for a task of the user whose file was not named.
         """
-        return task_of(self.recipe, LabelSet(self.config.num_classes))
+        return task_of(self.recipe, self.config.num_classes)
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
         """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
@@ -95,7 +95,8 @@ class SavedModel:
 
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)
-        transform_settings(recipe, self.config.image_size)
+        if self.config.input.dtype is None:
+            transform_settings(recipe, self.config.image_size)
         chosen = choose_plan(recipe, self.config, device_type)
         return PlannedModel(self.folder, self.config, recipe, device_type, chosen)
 
@@ -117,7 +118,7 @@ class PlannedModel:
 
     def task(self, images: ImageSet | None = None) -> Task:
         """Return the task that the model was trained for, for the labels of `images` (None: of its training)."""
-        return task_of(self.recipe, LabelSet(self.config.num_classes) if images is None else LabelSet.of(images))
+        return task_of(self.recipe, self.config.num_classes if images is None else images)
 
     def run(self, work: Callable[..., int], *arguments: object) -> None:
         """Call ``work(device, self, *arguments)`` on every rank of the plan, as `run_in_world` does."""

@@ -17,7 +17,7 @@ from bench.one_gpu import settle
 from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from vitpar.data import pack
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.tasks.image_data import open_split
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.recipe import Recipe
@@ -54,7 +54,7 @@ def beside_synthetic(
                 "train": {"batch_size": size, "precision": "bf16", "steps": 1},
             }
         )
-        given = ImageInput(recipe, step.model, task_of(recipe, LabelSet(step.model.config.num_classes)))
+        given = ImageInput(recipe, step.model, task_of(recipe, step.model.config.num_classes))
         with closing(iter(given.train_batches(open_split(recipe, "train")))) as batches:
 
             def real() -> None:

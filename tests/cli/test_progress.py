@@ -9,7 +9,7 @@ from rich.console import Console
 
 from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.defaults import recipe_for
@@ -49,7 +49,7 @@ class Shown:
         self.reporter.started(
             RunHeader(
                 recipe=recipe,
-                task=task_of(recipe, LabelSet(10)),
+                task=task_of(recipe, 10),
                 config=config,
                 plan=plan,
                 device="cuda:0",

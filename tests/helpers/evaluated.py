@@ -9,7 +9,7 @@ import torch
 from helpers.small_data import CLASSES
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.parallel import Execution, ParallelModel, parallelize
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.recipe import read_recipe
 
@@ -45,4 +45,4 @@ def built(
     model = parallelize(config, plan, Execution(BATCH, seed=SEED), device)
     options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
     recipe = read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH})
-    return model, ImageInput(recipe, model, task_of(recipe, LabelSet(CLASSES)))
+    return model, ImageInput(recipe, model, task_of(recipe, CLASSES))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
 from vitpar.strategy import Plan
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.tasks.image_data import open_data
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import Prepared
@@ -63,7 +63,7 @@ def prepared(recipe: Recipe, plan: Plan, **more: Any) -> Prepared:
     """Return a run of `recipe` under `plan` without the checks of `prepare`. more: further fields of `Prepared`."""
     recipe = replace_auto_precision(recipe, "cpu")
     train_set, val_set = open_data(recipe)
-    task = task_of(recipe, LabelSet.of(train_set))
+    task = task_of(recipe, train_set)
     return Prepared(recipe, recipe.config(task.outputs), task, plan, train_set, val_set, **more)
 
 

@@ -20,7 +20,7 @@ from vitpar.models.layers import LayeredModel
 from vitpar.models.own import load
 from vitpar.parallel.attention import choose_attention, use_attention
 from vitpar.parallel.precision import resolve_precision
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
@@ -282,7 +282,7 @@ def test_images_of_other_channels_are_refused(alone: None) -> None:
     model = parallelize(mixer(channels=1), parse("dp1"), Execution(8), "cpu")
     with pytest.raises(ModelError, match=r"takes images of 1 channel, but images are decoded to 3, grey ones too"):
         recipe = read_recipe(None, {"data.path": "none", "train.steps": 1})
-        ImageInput(recipe, model, task_of(recipe, LabelSet(4)))
+        ImageInput(recipe, model, task_of(recipe, 4))
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

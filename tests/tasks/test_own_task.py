@@ -121,7 +121,7 @@ def test_what_does_not_fit_a_task_is_refused(settings: dict[str, Any], words: st
     load(TASK)
     recipe = read_recipe(None, {"data.path": "x", "train.steps": 1, "task.name": TASK, **settings})
     with pytest.raises(RecipeError, match=words):
-        task_of(recipe, LabelSet(4))
+        task_of(recipe, 4)
 
 
 def test_file_that_fails_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vitpar.data import Labels, index
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
-from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks import task_of
 from vitpar.tasks.image_data import open_data
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, evaluate
@@ -103,7 +103,7 @@ def built(device: torch.device, recipe: Recipe, mesh: str) -> tuple[Any, ImageIn
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2}
     config = model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
     model = parallelize(config, validate(parse(mesh), config, BATCH), Execution(BATCH), device)
-    return model, ImageInput(recipe, model, task_of(recipe, LabelSet(model.config.num_classes)))
+    return model, ImageInput(recipe, model, task_of(recipe, model.config.num_classes))
 
 
 def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list[int], list[int]]]:

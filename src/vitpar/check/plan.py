@@ -20,7 +20,7 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
-from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks import Task, task_of
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
@@ -106,7 +106,7 @@ def check_plan(
     recipe = replace_auto_precision(recipe, device.type)
     recipe.refuse_clashes(plan, recipe.communication_under(plan))
     return compare_with_one_process(
-        *(recipe, config, plan, device, task or task_of(recipe, LabelSet(config.num_classes))),
+        *(recipe, config, plan, device, task or task_of(recipe, config.num_classes)),
         tolerance=tolerance,
         sgd_steps=sgd_steps,
         recipe_steps=recipe_steps,

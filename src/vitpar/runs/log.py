@@ -16,7 +16,7 @@ from vitpar.runs.lines import lines_of
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
 _START = re.compile(
     r"start  (?P<model>.+?), (?P<parameters>[\d,]+) parameters, (?P<plan>.+) on (?P<device>\S+), "
-    r"(?P<train>[\d,]+) training images, (?P<val>[\d,]+) validation images, "
+    r"(?P<train>[\d,]+) training \w+, (?P<val>[\d,]+) validation \w+, "
     r"(?P<steps>[\d,]+) steps of batch size (?P<batch>[\d,]+)"
 )
 _RESUMED = re.compile(r"resuming from .+: (\d{1,18}) steps? done")

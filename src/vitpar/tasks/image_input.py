@@ -33,7 +33,7 @@ from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
-from vitpar.tasks.input import Batches, EvalInput
+from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
@@ -161,14 +161,14 @@ class ImageInput:
         numbers = torch.arange(size, device=device)
         return StepInput(images, self.task.counted_targets(numbers % self.task.labels.count), numbers)
 
-    def skipped(self, loader: Batches) -> Skipped:
+    def skipped(self, loader: Loader) -> Skipped:
         """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
         everyone = all_gather_json(asdict(loader.skipped))
         return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
 
-    def warning(self, loader: Batches) -> str | None:
+    def warning(self, loader: Loader) -> str | None:
         """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
         skipped = self.skipped(loader)
         counts = {"images": skipped.times, "shards": skipped.shards}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from vitpar.data import Batch, Skipped
+from vitpar.data import Skipped
 from vitpar.launch.local_ranks import LocalRanks
-from vitpar.tasks.task import StepInput, Task
+from vitpar.tasks.task import StepInput
 
 
 class EvalInput(NamedTuple):
@@ -31,17 +31,14 @@ class EvalInput(NamedTuple):
 class Batches(Protocol):
     """Loader of batches."""
 
-    skipped: Skipped
-    """Bad samples that were skipped so far."""
-
-    def __iter__(self) -> Generator[Batch]:
+    def __iter__(self) -> Generator[Any]:
         """Begin anew."""
 
 
 class Input(Protocol):
     """Input of one rank of a model. All ranks make it together, and call its methods together."""
 
-    task: Task
+    task: Any
     """Says what labels are to the loss."""
     workers: int
     """Threads that prepare samples."""
@@ -54,20 +51,20 @@ class Input(Protocol):
     def train_batches(self, data: Any, start: int = 0) -> Batches:
         """Return a loader of all global batches after `start` samples, without end."""
 
-    def train_step(self, batch: Batch) -> StepInput:
+    def train_step(self, batch: Any) -> StepInput:
         """Return the input of a step."""
 
     def eval_batches(self, data: Any) -> Batches:
         """Return a loader of the complete set in batches of the training shape. The last one is padded."""
 
-    def eval_step(self, batch: Batch) -> EvalInput | None:
+    def eval_step(self, batch: Any) -> EvalInput | None:
         """Return the input of an evaluation batch; None when no rank has samples left."""
 
     def synthetic(self) -> StepInput:
         """Return random input of a batch, to time steps with."""
 
-    def skipped(self, loader: Batches) -> Skipped:
+    def skipped(self, loader: Any) -> Skipped:
         """Return what all ranks skipped together."""
 
-    def warning(self, loader: Batches) -> str | None:
+    def warning(self, loader: Any) -> str | None:
         """Return a warning about what all ranks skipped together; None if nothing."""

@@ -4,9 +4,13 @@ from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.input import Input
 from vitpar.tasks.task import Task
+from vitpar.tasks.text import TextTask
+from vitpar.tasks.text_input import TextInput
 from vitpar.training.recipe import Recipe
 
 
 def build_input(recipe: Recipe, model: ParallelModel, task: Task) -> Input:
     """Return the input of this rank of `model`. Collective. Raises ModelError for a model that takes another input."""
+    if isinstance(task, TextTask):
+        return TextInput(recipe, model, task)
     return ImageInput(recipe, model, task)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import RecipeError
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.mlm import MaskedLanguage
+from vitpar.tasks.span import Spans
 from vitpar.tasks.task import LabelSet, Task
+from vitpar.tasks.text import TextFacts, TextTask
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
+    from vitpar.data.classes import NamedClasses
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify,)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MaskedLanguage, Spans)}
 """Tasks by name. `load` adds those of the user."""
 
 
@@ -30,45 +34,62 @@ def load(text: str) -> str:
     return text
 
 
-def task_of(recipe: Recipe, labels: LabelSet) -> Task:
-    """Return the task of a recipe for data with `labels`.
-
-    Raises RecipeError for an unknown task or option, and for settings that the task does not support.
-    """
-    section, train = recipe.task, recipe.train
-    task = TASKS.get(PurePath(section.name).name)
-    if task is None and ".py:" in section.name:
+def task_class(recipe: Recipe) -> type[Task]:
+    """Return the class of a recipe's task. Raises RecipeError for an unknown one."""
+    name = recipe.task.name
+    task = TASKS.get(PurePath(name).name)
+    if task is None and ".py:" in name:
         raise RecipeError(
-            f"the task is {shown(section.name)}, one of your own, and its file is run only if you name it: give --task "
-            f"{shown(section.name)}"
+            f"the task is {shown(name)}, one of your own, and its file is run only if you name it: give --task "
+            f"{shown(name)}"
         )
     if task is None:
         raise RecipeError(
-            f"unknown task '{shown(section.name)}'{nearest(section.name, TASKS)}: use {', '.join(TASKS)}, or one of "
-            "your own with --task FILE.py:NAME"
+            f"unknown task '{shown(name)}'{nearest(name, TASKS)}: use {', '.join(TASKS)}, or one of your own with "
+            "--task FILE.py:NAME"
         )
-    options = dict(section.options or {})
-    known = {field.name for field in dataclasses.fields(task)} - {"labels"}
+    return task
+
+
+def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
+    """Return the task of a recipe.
+
+    data: data set, or its labels; or without one the number of the model's outputs, such as classes.
+
+    Raises RecipeError for an unknown task or option, and for settings that the task does not support.
+    """
+    task, name, train = task_class(recipe), shown(recipe.task.name), recipe.train
+    options: dict[str, Any] = dict(recipe.task.options or {})
+    known = {field.name for field in dataclasses.fields(task)} - {"labels", "text"}
     if unknown := options.keys() - known:
         option = min(unknown)
         raise RecipeError(
-            f"task.options has '{shown(option)}', which {shown(section.name)} does not{nearest(option, known)}: leave "
-            "it out"
+            f"task.options has '{shown(option)}', which {name} does not{nearest(option, known)}: leave it out"
         )
     if "label_smoothing" in known:
         options["label_smoothing"] = train.label_smoothing
     elif train.label_smoothing:
         raise RecipeError(
-            f"train.label_smoothing is {train.label_smoothing}, which task '{shown(section.name)}' does not have: set "
-            "it to 0"
+            f"train.label_smoothing is {train.label_smoothing}, which task '{name}' does not have: set it to 0"
         )
-    for name in ("mixup", "cutmix"):
-        if getattr(recipe.augment, name) and not task.MIXES:
-            raise RecipeError(
-                f"augment.{name} is {getattr(recipe.augment, name)}, but task '{shown(section.name)}' does not mix "
-                "images: set it to 0"
-            )
+    for mixing in ("mixup", "cutmix"):
+        if (alpha := getattr(recipe.augment, mixing)) and not task.MIXES:
+            raise RecipeError(f"augment.{mixing} is {alpha}, but task '{name}' does not mix images: set it to 0")
+    if issubclass(task, TextTask):
+        options["text"] = _facts(data, bool(options.get("whole_words")))
+    else:
+        labels = LabelSet(data) if isinstance(data, int) else data
+        options["labels"] = labels if isinstance(labels, LabelSet) else LabelSet.of(labels)
     try:
-        return task(labels=labels, **options)
+        return task(**options)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"task '{shown(section.name)}' cannot be made: {shown(error)}: correct its options") from None
+        raise RecipeError(f"task '{name}' cannot be made: {shown(error)}: correct its options") from None
+
+
+def _facts(data: NamedClasses | LabelSet | int, words: bool) -> TextFacts:
+    from vitpar.data.text.text_set import TextSet
+
+    if isinstance(data, int):
+        return TextFacts.synthetic(data)
+    assert isinstance(data, TextSet), "a task of text opens text"
+    return TextFacts.of(data, words)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from vitpar.errors import RecipeError
 from vitpar.models.config import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitpar.data.classes import ClassMatch, NamedClasses
+    from vitpar.models.config import ModelConfig
 
 
 _LONGEST = 60
@@ -104,12 +106,18 @@ class Task:
 
     NAME: ClassVar[str] = ""
     """Name in recipes."""
+    INPUT: ClassVar[Literal["images", "text"]] = "images"
+    """Kind of data."""
+    SAMPLE: ClassVar[str] = "image"
+    """Word for a sample, for messages."""
     OUTPUT: ClassVar[str] = "output"
     """Word for one output of the model, for messages."""
     METRICS: ClassVar[tuple[Metric, ...]] = ()
     """Metrics besides the loss. The first decides which checkpoint is the best; without any, the loss does."""
     TRAINING_METRICS: ClassVar[tuple[Metric, ...]] = ()
     """Metrics of training steps besides the loss, which `measure` returns."""
+    PREDICTS: ClassVar[bool] = True
+    """Whether `predict` says something about each sample."""
     MIXES: ClassVar[bool] = False
     """Whether images may be mixed (mixup, CutMix). Targets of mixed ones are those of `vitpar.data.Mixed`."""
     OUTPUTS_ARE_LABELS: ClassVar[bool] = False
@@ -137,6 +145,19 @@ class Task:
         """Return the metrics of a training step as text; empty if its row has none. brief: as for `Metric.shown`."""
         there = [metric for metric in self.TRAINING_METRICS if metric.name in row]
         return "  ".join(f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in there)
+
+    @property
+    def model_options(self) -> Mapping[str, Any]:
+        """Fields of the model that follow from the data unless the recipe sets them, besides `outputs`."""
+        return {}
+
+    def refuse_model(self, config: ModelConfig) -> None:
+        """Raise RecipeError for a model that does not fit the task or the data."""
+        if config.input.dtype is not None:
+            raise RecipeError(
+                f"task '{self.NAME}' reads images, but {config.name} takes text: name a model of images, or a task of "
+                "text, such as --task mlm"
+            )
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the targets of samples, [batch] or [batch, …], on the device of `labels`.

@@ -20,7 +20,7 @@ from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
-from vitpar.tasks import LabelSet, Task, task_of
+from vitpar.tasks import Task, task_of
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
@@ -115,13 +115,13 @@ def build(
     recipe: with its precision resolved.
     config: ``recipe.config`` for the classes of the data.
     plan: of ``recipe.chosen``: validated against `config` and the recipe's batch, and compared with its settings.
-    task: what is trained; None for the recipe's, with as many labels as the model has outputs.
+    task: what is trained; None for the recipe's, for as many labels as the model has outputs.
     data: data sets that the training reads, by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
     layers that do not exist.
     """
-    task = task or task_of(recipe, LabelSet(config.num_classes))
+    task = task or task_of(recipe, config.num_classes)
     refuse_wrong_task(task)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)

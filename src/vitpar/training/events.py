@@ -88,9 +88,10 @@ class Logged(Reporter):
         self._log, self._shown, self._task = folder.log, shown, task
 
     def started(self, header: RunHeader) -> None:
+        sample = self._task.SAMPLE
         self._log(
             f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
-            f"{header.train_samples:,} training images, {header.val_samples:,} validation images, "
+            f"{header.train_samples:,} training {sample}s, {header.val_samples:,} validation {sample}s, "
             f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
         )
         self._shown.started(header)

@@ -17,8 +17,9 @@ from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
-from vitpar.tasks import LabelSet, Task, task_of
-from vitpar.tasks.image_data import ImageSet, open_data, order_of, transform_settings
+from vitpar.tasks import Task, task_of
+from vitpar.tasks.data import open_data
+from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
@@ -129,9 +130,11 @@ def prepare(
             f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to false, or "
             "pack the data with one"
         )
-    task = task_of(recipe, LabelSet.of(train_set))
-    config = recipe.config(task.outputs)
-    transform_settings(recipe, config.image_size)
+    task = task_of(recipe, train_set)
+    config = recipe.config(task.outputs, task.model_options)
+    task.refuse_model(config)
+    if task.INPUT == "images":
+        transform_settings(recipe, config.image_size)
     order_of(recipe, len(train_set))
     refuse_huge_batch(recipe, config)
     searched = recipe.parallel.mesh == AUTO

@@ -12,6 +12,7 @@ from vitpar.errors import RecipeError
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.support import Effect, refuse_idle
 from vitpar.training.optim.loss_scale import LossScaleSection
+from vitpar.training.recipe.sections.input import TEXT, AugmentSection
 
 if TYPE_CHECKING:
     from vitpar.training.recipe.recipe import Recipe
@@ -123,6 +124,16 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         STREAM_CANNOT,
         lambda recipe: not recipe.stream,
         "{key} is {value}, which a stream does not support: leave it out, or index the shards",
+    ),
+    Effect(
+        _keys(
+            augment=" ".join(AugmentSection.model_fields),
+            data="crop_scale crop_ratio flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
+            stream="train val samples val_samples classes label shuffle_buffer allow_pipe",
+            train="label_smoothing",
+        ),
+        lambda recipe: recipe.task.name not in TEXT,
+        "{key} is {value!r}, which task '{case.task.name}' does not use: leave it out",
     ),
     Effect(
         _keys(track="project name"),

@@ -30,7 +30,8 @@ _ALTERNATIVES = (
 )
 _SIZES = (
     *("image_size", "patch_size", "embed_dim", "depth", "depths", "num_heads"),
-    *("window_size", "mlp_ratio", "mlp_hidden_dim"),
+    *("window_size", "mlp_ratio", "mlp_hidden_dim", "vocab_size", "tokens", "positions", "token_types"),
+    *("decoder_depth", "decoder_tokens", "head_dim", "num_buckets", "max_distance", "tied"),
 )
 """Settings of [model] that another model replaces by its own."""
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}

@@ -120,12 +120,14 @@ class Recipe(Section):
         assert train is not None
         return train if isinstance(train, str) else ", ".join(train)
 
-    def config(self, num_classes: int) -> ModelConfig:
+    def config(self, num_classes: int, usual: Mapping[str, Any] = {}) -> ModelConfig:
         """Return the configuration of the model with `num_classes` outputs (``Task.outputs``).
+
+        usual: further fields, for those that the recipe does not set (``Task.model_options``).
 
         Raises ModelError.
         """
-        fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
+        fields = {**usual, **self.model.model_dump(exclude_none=True, exclude={"weights"})}
         own = fields.pop("options", {})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
 

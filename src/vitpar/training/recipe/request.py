@@ -14,7 +14,7 @@ from vitpar.training.recipe.defaults import with_defaults
 from vitpar.training.recipe.effects import COMMANDS
 from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
 from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import AUTO
+from vitpar.training.recipe.sections import AUTO, TEXT
 from vitpar.training.tracking.tracked_run import refuse_missing
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ class RecipeRequest:
         if self.path is not None or not self.names_data:
             return self.read(without), None, None
         begun = read_recipe(None, self.given, self.assignments, needs_length=False)
-        if begun.model.weights is not None:  # the defaults are for training from scratch
+        if (
+            begun.model.weights is not None or begun.task.name in TEXT
+        ):  # the defaults are for training from scratch on images
             return read_recipe(None, self.given, self.assignments), None, None
         if begun.data.path is None:
             streamed = begun.stream.samples

@@ -7,6 +7,7 @@ running: [checkpoint], [faults], [parallel], [communication], [track].
 from vitpar.training.recipe.sections.base import Section
 from vitpar.training.recipe.sections.input import (
     CLASSIFY,
+    TEXT,
     AugmentSection,
     DataSection,
     ModelSection,
@@ -33,6 +34,7 @@ from vitpar.training.recipe.sections.training import (
 __all__ = [
     "AUTO",
     "CLASSIFY",
+    "TEXT",
     "AdjustLr",
     "AugmentSection",
     "CheckpointSection",

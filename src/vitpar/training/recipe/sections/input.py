@@ -19,15 +19,18 @@ from vitpar.training.recipe.sections.base import Section
 
 CLASSIFY = "classify"
 """Name of the task that recipes have by default."""
+TEXT = ("mlm", "span")
+"""Names of the tasks of text."""
 
 
 class TaskSection(Section):
     """The task: meaning of the labels, loss, metrics and predictions."""
 
     name: str = CLASSIFY
-    """classify, or a task of your own as FILE.py:NAME (docs/own-task.md)."""
+    """classify; mlm (masked language modelling, BERT) or span (span corruption, T5) for packed text; or a task of your
+    own as FILE.py:NAME (docs/own-task.md)."""
     options: dict[str, int | float | bool | str] | None = None
-    """Fields of a task of your own, by name."""
+    """Fields of the task by name: rate and whole_words of mlm, rate and mean_length of span, or those of your own."""
 
 
 class ModelSection(Section):
@@ -55,8 +58,29 @@ class ModelSection(Section):
     """Hidden features of a block's MLP for each of its features (Swin)."""
     mlp_hidden_dim: int | None = None
     """Number of hidden features of a block's MLP."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] | None = None
-    """Activation of the MLP. gelu_tanh approximates GELU; swiglu and geglu gate half of the features by the others."""
+    vocab_size: int | None = None
+    """Number of token ids; that of the data if unset (text)."""
+    tokens: int | None = None
+    """Tokens of a sample, in T5 those of the encoder; as many as the data need if unset (text)."""
+    positions: int | None = None
+    """Number of learned positions, at least `tokens` (BERT)."""
+    token_types: int | None = None
+    """Number of token types (BERT)."""
+    decoder_depth: int | None = None
+    """Number of blocks of the decoder; `depth` if unset (T5)."""
+    decoder_tokens: int | None = None
+    """Tokens of a sample in the decoder; as many as the data need if unset (T5)."""
+    head_dim: int | None = None
+    """Number of features of an attention head (T5)."""
+    num_buckets: int | None = None
+    """Number of relative positions with a bias of their own (T5)."""
+    max_distance: int | None = None
+    """Distance from which on relative positions share a bias (T5)."""
+    tied: bool | None = None
+    """Whether the output multiplies by the word embeddings (T5)."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "relu", "geglu_tanh"] | None = None
+    """Activation of the MLP. gelu_tanh approximates GELU; swiglu, geglu and geglu_tanh gate half of the features by the
+    others; relu and geglu_tanh are T5's."""
     parallel_blocks: bool | None = None
     """Whether attention and MLP of a block are computed side by side, from one norm (ViT-22B)."""
     pool: Literal["cls", "avg", "map"] | None = None
@@ -100,7 +124,7 @@ class ModelSection(Section):
     """Probability that the last block's residual branches are dropped for a sample; it rises linearly over blocks."""
     dropout: float | None = None
     """Probability that an activation is dropped after the position embedding, projections and MLP layers."""
-    init: Literal["jax", "timm", "moco"] | None = None
+    init: Literal["jax", "timm", "moco", "bert", "t5"] | None = None
     """Scheme of initial values (docs/models.md)."""
     options: dict[str, int | float | bool | str] | None = None
     """Fields of a model of your own (docs/own-model.md), by name."""

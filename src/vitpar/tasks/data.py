@@ -1,0 +1,44 @@
+"""Data sets of a recipe's task, opened without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vitpar.data.shards.manifest import read_manifest
+from vitpar.errors import RecipeError
+from vitpar.tasks import image_data
+from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.known import task_class
+from vitpar.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vitpar.data.text.text_set import TextSet
+
+
+def open_split(recipe: Recipe, split: str) -> ImageSet | TextSet:
+    """Return one split of a recipe's data; a stream has `train` and `val`.
+
+    Raises DataError, and RecipeError for a stream of text.
+    """
+    if task_class(recipe).INPUT == "images":
+        return image_data.open_split(recipe, split)
+    from vitpar.data.text.text_set import TextSet
+
+    if recipe.data.path is None:
+        raise RecipeError(f"task '{recipe.task.name}' reads packed text, not a stream: name a folder with --data")
+    return TextSet.open(Path(recipe.data.path), split)
+
+
+def open_data(
+    recipe: Recipe, train: ImageSet | TextSet | None = None
+) -> tuple[ImageSet | TextSet, ImageSet | TextSet | None]:
+    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
+
+    train: training set if it is open already.
+
+    Raises DataError and RecipeError.
+    """
+    path = recipe.data.path
+    has_val = path is None or "val" in read_manifest(path).splits
+    return train or open_split(recipe, "train"), open_split(recipe, "val") if has_val else None

@@ -1,0 +1,162 @@
+"""Base of the tasks of text: the loss and accuracy of predicted tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from vitpar.data.text.section import Specials
+from vitpar.errors import RecipeError
+from vitpar.tasks.task import LOSS, Metric, Task
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from vitpar.data.text.text_set import TextSet
+    from vitpar.data.text.tokenizer import WordTable
+    from vitpar.models.config import ModelConfig
+    from vitpar.parallel.vocabulary import VocabularyPart
+
+SYNTHETIC_TOKENS = 14
+"""Ids of a sequence where there are no data."""
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    """Facts about packed text that tasks need."""
+
+    vocab_size: int
+    """Number of tokens in the vocabulary."""
+    tokens: int
+    """Largest number of ids in a sequence, without special tokens."""
+    specials: Specials
+    """Special tokens."""
+    words: WordTable | None = field(default=None, compare=False, repr=False)
+    """Places where words begin, for masking of whole words; None if they are not needed."""
+
+    @classmethod
+    def of(cls, text: TextSet, words: bool) -> TextFacts:
+        """Return the facts about a data set. words: whether words are needed."""
+        return cls(text.vocab_size, text.tokens, text.specials, text.tokenizer.words if words else None)
+
+    @classmethod
+    def synthetic(cls, vocab_size: int) -> TextFacts:
+        """Return facts about text without data, for checks and benchmarks.
+
+        Raises RecipeError for a vocabulary that is too small for special tokens.
+        """
+        if vocab_size < 16:
+            raise RecipeError(f"a vocabulary of {vocab_size} tokens is too small: use at least 16")
+        sentinels = tuple(range(vocab_size - vocab_size // 4, vocab_size))
+        return cls(vocab_size, SYNTHETIC_TOKENS, Specials(pad=0, cls=1, sep=2, mask=3, eos=2, sentinels=sentinels))
+
+
+class Prepared(NamedTuple):
+    """Batch of text as a model takes it, for all ranks."""
+
+    inputs: NDArray[np.int64]
+    """Token ids, int64 [batch, …]."""
+    lengths: NDArray[np.int64]
+    """Ids of each input; what follows is padding, int64 [batch]."""
+    targets: NDArray[np.int64]
+    """Ids to predict, int64 [batch, …], IGNORED elsewhere."""
+    sides: Mapping[str, NDArray[np.int64]]
+    """Further inputs by name, int64 [batch, …]."""
+
+
+@dataclass(frozen=True)
+class TextTask(Task):
+    """Base of tasks that predict tokens. The loss is the mean over all tokens to predict in a step."""
+
+    INPUT: ClassVar[Literal["images", "text"]] = "text"
+    SAMPLE: ClassVar[str] = "sequence"
+    OUTPUT: ClassVar[str] = "token"
+    METRICS: ClassVar[tuple[Metric, ...]] = (Metric("accuracy", share=True),)
+    TRAINING_METRICS: ClassVar[tuple[Metric, ...]] = METRICS
+    PREDICTS: ClassVar[bool] = False
+    MODELS: ClassVar[str] = ""
+    """Examples of models for the task, for messages."""
+
+    text: TextFacts = field(default_factory=lambda: TextFacts.synthetic(64))
+    """Facts about the data."""
+
+    @property
+    def outputs(self) -> int:
+        return self.text.vocab_size
+
+    @property
+    @abstractmethod
+    def model_options(self) -> Mapping[str, Any]:
+        """Fields of the model that follow from the data unless the recipe sets them."""
+
+    @abstractmethod
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> Prepared:
+        """Return the inputs and targets of a batch.
+
+        ids: int64 [batch, tokens], without special tokens.
+        lengths: ids of each sequence, int64 [batch].
+        keys: random key of each sequence, int64 [batch].
+        """
+
+    def refuse_model(self, config: ModelConfig) -> None:
+        """Raise RecipeError for a model that does not fit the task or the data."""
+        if config.input.dtype is None:
+            raise RecipeError(
+                f"task '{self.NAME}' reads text, but {config.name} takes images: name a model of text, such as "
+                f"--model {self.MODELS}"
+            )
+        if config.num_classes < self.text.vocab_size:
+            raise RecipeError(
+                f"{config.name} has a vocabulary of {config.num_classes:,} tokens, but the text has "
+                f"{self.text.vocab_size:,}: set model.vocab_size to at least that, or leave it out"
+            )
+        for name, needed in self.model_options.items():
+            if name != "vocab_size" and getattr(config, name, needed) < needed:
+                raise RecipeError(
+                    f"{config.name} has {name} {getattr(config, name):,}, but the task needs {needed:,} for sequences "
+                    f"of {self.text.tokens:,} ids: set model.{name} to at least that, or leave it out"
+                )
+
+    def count(self, targets: Tensor) -> Tensor:
+        """Return the number of tokens to predict, at least 1."""
+        return (targets != -1).sum().clamp(min=1)
+
+    def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
+        """Return the sum of the losses of all tokens to predict. part: of the vocabulary that `outputs` are."""
+        from vitpar.parallel.vocabulary import token_losses
+
+        return token_losses(outputs, targets, part).sum()
+
+    def measure(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
+        import torch
+
+        from vitpar.parallel.vocabulary import first_hits
+
+        return torch.stack([(targets != -1).sum(), first_hits(outputs, targets, part).sum()]).double()
+
+    def sums(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
+        """Return sums over tokens to predict: their number, the loss, the hits."""
+        import torch
+
+        number, hits = self.measure(outputs, targets, part)
+        return torch.stack([number, self.total(outputs, targets, part).double(), hits])
+
+    def result(self, sums: Tensor) -> dict[str, float]:
+        number, loss, hits = sums.tolist()
+        number = max(number, 1.0)
+        return {LOSS.name: loss / number, "accuracy": hits / number}
+
+    def reference(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return log Σ exp(x) - x of the target's logit x, summed over the tokens to predict of each sequence."""
+        wanted = targets != -1
+        chosen = outputs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return ((outputs.logsumexp(-1) - chosen) * wanted).sum(-1)
+
+    def trial(self) -> tuple[Tensor, Tensor]:
+        import torch
+
+        return torch.zeros(1, 1, self.outputs).double(), torch.zeros(1, 1, dtype=torch.int64)

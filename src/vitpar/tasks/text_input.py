@@ -1,0 +1,102 @@
+"""Input of text: every rank reads the complete batch, because ids are small, and masks it by the sequences' keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data import Skipped
+from vitpar.data.text.loader import TextBatch, TextEvalLoader, TextLoader
+from vitpar.data.text.text_set import TextSet
+from vitpar.launch.local_ranks import local_ranks
+from vitpar.models.config import IGNORED
+from vitpar.parallel import ParallelModel
+from vitpar.tasks.image_data import order_of
+from vitpar.tasks.input import EvalInput
+from vitpar.tasks.task import StepInput
+from vitpar.tasks.text import Prepared, TextTask
+from vitpar.training.recipe import Recipe
+
+THREADS = 1
+"""Reading threads by default."""
+
+
+class TextInput:
+    """Input of one rank of a model of text, as ``vitpar.tasks.input.Input`` describes it."""
+
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: TextTask) -> None:
+        task.refuse_model(model.config)
+        self._recipe, self._model, self.task = recipe, model, task
+        self.local = local_ranks()
+        self.workers = THREADS if recipe.data.workers is None else recipe.data.workers
+        self._rows = torch.tensor(model.image_rows(model.batch_size)) if model.takes_images else None
+
+    def cache(self, *sets: TextSet | None) -> None:
+        """Keep nothing: files of text are small, and the system caches them."""
+
+    def train_batches(self, data: TextSet, start: int = 0) -> TextLoader:
+        order = order_of(self._recipe, len(data))
+        return TextLoader(data, order=order, batch_size=self._model.batch_size, start=start, workers=self.workers)
+
+    def train_step(self, batch: TextBatch) -> StepInput:
+        return self._given(batch.ids.numpy(), batch.lengths.numpy(), batch.keys)
+
+    def eval_batches(self, data: TextSet) -> TextEvalLoader:
+        return TextEvalLoader(data, batch_size=self._model.batch_size, workers=self.workers)
+
+    def eval_step(self, batch: TextBatch) -> EvalInput:
+        given = self._given(batch.ids.numpy(), batch.lengths.numpy(), batch.keys)
+        labels = batch.numbers.clamp(max=0)  # IGNORED for padding, else 0
+        return EvalInput(given.images, given.targets, self._sent(labels), given.sides)
+
+    def synthetic(self) -> StepInput:
+        """Return random ids of a batch, to time steps with."""
+        text, size = self.task.text, self._model.batch_size
+        draw = np.random.default_rng(0)
+        plain = np.setdiff1d(np.arange(text.vocab_size), text.specials.all)
+        ids, keys = draw.choice(plain, (size, text.tokens)), torch.arange(size)
+        return self._given(ids, np.full(size, text.tokens), keys)
+
+    def given(self, prepared: Prepared, keys: Tensor) -> StepInput:
+        """Return a prepared batch as this rank's tensors, padded to the sizes of the model."""
+        config, specials = self._model.config, self.task.text.specials
+        (tokens,), targets = config.input.shape, config.output_shape[0]
+        sides: dict[str, NDArray[Any]] = {"attention_mask": np.arange(tokens) < prepared.lengths[:, None]}
+        for name, ids in prepared.sides.items():
+            sides[name] = _padded(ids, config.side_inputs[name].shape[0], specials.padding)
+        inputs = torch.from_numpy(_padded(prepared.inputs, tokens, specials.padding))
+        known = {name: side for name, side in sides.items() if name in config.side_inputs}
+        return StepInput(
+            None if self._rows is None else self._sent(inputs[self._rows]),
+            self._sent(torch.from_numpy(_padded(prepared.targets, targets, IGNORED))),
+            self._sent(keys),
+            {name: self._sent(torch.from_numpy(side)) for name, side in known.items()},
+        )
+
+    def _given(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: Tensor) -> StepInput:
+        return self.given(self.task.prepare(ids, lengths, keys.numpy()), keys)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        if self._model.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._model.device, non_blocking=True)
+
+    def skipped(self, loader: object) -> Skipped:
+        """Return nothing: damaged text ends a run."""
+        return Skipped()
+
+    def warning(self, loader: object) -> None:
+        """Return no warning."""
+
+
+def _padded(ids: NDArray[np.int64], tokens: int, padding: int) -> NDArray[np.int64]:
+    """Return ids [batch, tokens], with `padding` after the given ones."""
+    if ids.shape[1] == tokens:
+        return ids
+    whole = np.full((len(ids), tokens), padding, np.int64)
+    whole[:, : ids.shape[1]] = ids
+    return whole

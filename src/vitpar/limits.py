@@ -98,7 +98,7 @@ MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
 MAX_VOCABULARY = _most(1 << 24, "tokens in a vocabulary")
 MAX_TOKENIZER_BYTES = _most(64 * MIB, "tokenizer.json", "bytes")
 MAX_TOKENIZER_COMMAS = _most(
-    1 << 21, "commas in a tokenizer.json: twice as many as 250,000 tokens and 600,000 merges need"
+    1 << 21, "commas in a tokenizer.json, which bound its values"
 )
 MAX_DOCUMENT_BYTES = _most(12 * MIB, "document in a line of JSON or a row of a Parquet file", "bytes")
 MAX_DOCUMENTS = _most(1 << 28, "documents of a source of text")

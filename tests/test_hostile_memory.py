@@ -1,5 +1,6 @@
 """Memory that hostile files make their readers take, in a fork: at most half a gigabyte above what it had."""
 
+import gzip
 import struct
 import zipfile
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from helpers.tiny_images import write_zips
 from vitpar.checkpoint.index import INDEX, read_index
 from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.data.sources import open_source
+from vitpar.data.text import open_tokenizer
+from vitpar.data.text.sources import open_text
 from vitpar.errors import UserError
 from vitpar.weights.sources import open_source as open_weights
 
@@ -69,6 +72,23 @@ def text(name: str, content: bytes, place: Path) -> None:
     (place / name).write_bytes(content)
 
 
+def parquet_text(place: Path, text: str, rows: int) -> None:
+    """Write a Parquet file that has one text `rows` times."""
+    texts = pa.array([text]).take(pa.array(np.zeros(rows, np.int64)))
+    pq.write_table(pa.table({"text": texts}), place / "t.parquet", compression="zstd", row_group_size=8)
+
+
+def read_text(path: Path) -> None:
+    """Read at most 64 MiB of the text at `path`."""
+    read = 0
+    for piece in open_text(path).pieces("train"):
+        read += len(piece.text)
+        if read > 64 * MIB:
+            return
+
+
+TOKENIZER = b'{"version":"1.0","model":["' + b"x" * (55 * MIB) + b'"' + b',"a"' * (2 * MIB - 9) + b"]}"
+"""Tokenizer that is a long text and a list."""
 OBJECTS = b"\x80\2(" + b"]" * (12 * MIB) + b"t."
 """Pickle that makes a list for each byte."""
 COPIES = b"\x80\2c_codecs\nencode\nq\0X" + struct.pack("<I", 2 * MIB) + b"abc " * (MIB // 2)
@@ -110,6 +130,10 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any], str]] = {
     ),
     "listing of a zip file": (partial(listing, entries=2_000_000), open_source, "in"),
     "index": (partial(text, INDEX, b"[" + b"{}," * (8 * MIB) + b"0]"), read_index, ""),
+    "tokenizer": (partial(text, "t.json", TOKENIZER), lambda path: open_tokenizer(str(path)), "t.json"),
+    "line of JSON": (partial(text, "t.jsonl", b'{"x":[' + b"{}," * (4 * MIB - 8) + b"0]}"), read_text, "t.jsonl"),
+    "repeated text": (partial(parquet_text, text="x" * (8 * MIB), rows=96), read_text, "t.parquet"),
+    "unpacked text": (lambda place: text("t.txt.gz", gzip.compress(bytes(512 * MIB), 1), place), read_text, "t.txt.gz"),
     "manifest": (partial(text, MANIFEST, b'{"x":[' + b"{}," * (8 * MIB) + b"0]}"), read_manifest, ""),
 }
 """Function that writes the file, the reader, and the name that it is given."""

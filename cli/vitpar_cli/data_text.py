@@ -65,7 +65,7 @@ def pack_text_command(
 
     chosen = tokenizer or "bytes"
     if dry_run:
-        print_contents(*open_all(source, chosen, documents, field, val_fraction))
+        print_contents(*open_all(source, chosen, documents, field, cross_documents, val_fraction))
         return
     if destination is None:
         raise DataError("DST is missing: name the folder to create, or use --dry-run")

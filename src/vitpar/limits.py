@@ -96,8 +96,9 @@ MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
 
 # Text.
 MAX_VOCABULARY = _most(1 << 24, "tokens in a vocabulary")
-MAX_TOKENIZER_BYTES = _most(128 * MIB, "tokenizer.json", "bytes")
-MAX_DOCUMENT_BYTES = _most(16 * MIB, "document in a line of JSON or a row of a Parquet file", "bytes")
+MAX_TOKENIZER_BYTES = _most(64 * MIB, "tokenizer.json", "bytes")
+MAX_TOKENIZER_COMMAS = _most(1 << 21, "commas in a tokenizer.json, which bound its values")
+MAX_DOCUMENT_BYTES = _most(12 * MIB, "document in a line of JSON or a row of a Parquet file", "bytes")
 MAX_DOCUMENTS = _most(1 << 28, "documents of a source of text")
 MAX_TEXT_EXPANSION = _most(200, "unpacked size of a `.gz` file of text above 64 MiB, in units of its size")
 

@@ -141,15 +141,19 @@ def test_splits_are_those_of_names(tmp_path):
     }
 
 
-@pytest.mark.parametrize("work", ["train: kB of text", "train", "val"])
-def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, work):
+@pytest.mark.parametrize(
+    ("work", "time"), [*(("train: kB of text", time) for time in (2, 3, 4, 5)), ("train", 3), ("val", 1)]
+)
+def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, work, time):
+    """Documents take several pieces, so some interruptions are within one."""
+    monkeypatch.setattr(sources, "_PIECE", 50)
     monkeypatch.setattr(token_file, "_TEXTS", 4)
     source = write_corpus(tmp_path, "jsonl", TEXTS)
     calls = []
 
     def interrupt(description: str, done: int, total: int) -> None:
         calls.append(description)
-        if description == work and calls.count(work) == (3 if work != "val" else 1):
+        if description == work and calls.count(work) == time:
             raise KeyboardInterrupt
 
     settings: dict[str, Any] = {"tokens": 16, "shard_samples": 20, "cross_documents": True}
@@ -220,6 +224,10 @@ def test_text_and_images_are_told_apart_in_one_sentence(tmp_path):
     with pytest.raises(DataError, match="holds text, which cannot be indexed again"):
         index(tmp_path / "text")
     assert "text" not in json.loads((tmp_path / "pictures" / MANIFEST).read_text()), "older versions read it"
+    manifest = tmp_path / "text" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"vocab_size": 362', '"vocab_size": 361'))
+    with pytest.raises(DataError, match="a special token is outside the vocabulary of 361"):
+        TextSet.open(tmp_path / "text", "train")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_texts_come_back_and_cannot_forge_special_tokens(tmp_path, kind):
     specials = set(tokenizer.specials.all) - {tokenizer.specials.unk}
     assert not specials & set(ids.tolist())
     parts = np.split(ids, np.cumsum(lengths)[:-1])
-    assert [tokenizer.decode(part.tolist()) for part in parts[:20]] == texts[:20]
+    back = [tokenizer.decode(part.tolist()) for part in parts]
+    assert back[:20] == texts[:20] and (back == texts or kind in ("bert", "t5")), "those two lack some characters"
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "gpt"])
@@ -75,14 +76,15 @@ def test_settings_of_another_program_are_dropped(tmp_path):
     [
         (b"{", "is not a tokenizer.json"),
         (b'{"model": 1}', "is not a tokenizer.json"),
-        (b"[" * 100_000, "is not a tokenizer.json .*nested too deeply"),
+        (b"[" * 100_000, "is not a tokenizer.json"),
         (b"\xff\xfe\xff", "is not a tokenizer.json"),
         (None, "cannot read the tokenizer '.*No such file.*give `bytes`"),
-        (b" " * 2000, "has more than|too large"),
+        (b" " * 2000, "cannot read the tokenizer"),
+        (b"[" + b"0," * (1 << 21) + b"0,0]", "has 2,097,153 commas: use a vocabulary"),
     ],
 )
 def test_damaged_tokenizers_are_refused_in_one_sentence(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 1000 if content == b" " * 2000 else 1 << 20)
+    monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 1000 if content == b" " * 2000 else 1 << 23)
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)

@@ -152,9 +152,7 @@ def pack_text(
         raise DataError(f"shard size {shard_samples} is not a positive number of samples")
     target = Path(destination).resolve()
     check_destination(target, overwrite)
-    text, words = open_all(source, tokenizer, documents, field, val_fraction)
-    if cross_documents and words.specials.end is None:
-        raise DataError(f"--cross-documents needs a token eos or sep, which '{tokenizer}' lacks: leave it out")
+    text, words = open_all(source, tokenizer, documents, field, cross_documents, val_fraction)
     opened(text, words)
     files = [stamps(path)[0] for paths in text.files.values() for path in paths]
     content = None if words.file is None else hashlib.sha256(words.file).hexdigest()
@@ -178,18 +176,19 @@ def open_all(
     tokenizer: str = BYTES,
     documents: Documents | None = None,
     field: str | None = None,
+    cross_documents: bool = False,
     val_fraction: float | None = None,
 ) -> tuple[TextSource, Tokenizer]:
-    """Open source and tokenizer, with the arguments of `pack_text`.
-
-    Raises DataError.
-    """
+    """Open source and tokenizer, with the arguments of `pack_text`. Raises DataError."""
     if val_fraction is not None and not 0 <= val_fraction < 1:
         raise DataError(f"val fraction {val_fraction} is out of range: choose a number from 0 (no val) to below 1")
     text = open_text(source, documents, field)
     if "val" in text.files and val_fraction is not None:
         raise DataError(f"'{source}' already has a val split: remove the val fraction {val_fraction}")
-    return text, open_tokenizer(tokenizer)
+    words = open_tokenizer(tokenizer)
+    if cross_documents and words.specials.end is None:
+        raise DataError(f"--cross-documents needs a token eos or sep, which '{tokenizer}' lacks: leave it out")
+    return text, words
 
 
 @dataclass

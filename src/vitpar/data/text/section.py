@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, NonNegativeInt, field_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from vitpar.limits import MAX_INT64, MAX_TOKENS, MAX_VOCABULARY
 from vitpar.records import Record
@@ -84,6 +84,12 @@ class TextSection(Record):
         if name is not None and (not name or PurePosixPath(name).name != name or name == ".."):
             raise ValueError(f"the tokenizer '{shown(name)}' is not a file name")
         return name
+
+    @model_validator(mode="after")
+    def _specials_are_tokens(self) -> Self:
+        if max(self.specials.all, default=0) >= self.vocab_size:
+            raise ValueError(f"a special token is outside the vocabulary of {self.vocab_size:,}")
+        return self
 
     @property
     def stored(self) -> np.dtype:

@@ -64,7 +64,9 @@ def text_survey(folder: str | Path) -> TextSurvey:
     Raises DataError as `TextSet.open` does, and for damaged samples or another tokenizer.
     """
     splits: dict[str, TextSplitSurvey] = {}
-    for name in read_manifest(folder).splits:
+    manifest = read_manifest(folder)
+    assert manifest.text is not None, "the caller has looked"
+    for name in manifest.splits:
         text = TextSet.open(folder, name)
         try:
             decoded = [text.decode(i) for i in range(min(SAMPLES, len(text)))]
@@ -81,7 +83,7 @@ def text_survey(folder: str | Path) -> TextSurvey:
             "fingerprint": text.fingerprint,
             "decoded": decoded,
         }
-    section = text.text  # a manifest without splits has no text either
+    section = manifest.text
     return {
         "folder": str(folder),
         "tokens": section.tokens,

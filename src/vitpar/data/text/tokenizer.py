@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
-from vitpar.io import parse_json, read_bytes
-from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_VOCABULARY
+from vitpar.io import read_bytes
+from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_COMMAS, MAX_VOCABULARY
 from vitpar.text import shown
 
 BYTES = "bytes"
@@ -142,9 +142,11 @@ class FileTokenizer:
         except ImportError:
             raise DataError(f"'{name}' needs the package tokenizers: pip install tokenizers") from None
         self.file, self._name = file, name
+        # The library takes up to 70 bytes for each value of the JSON.
+        if (commas := file.count(b",")) > MAX_TOKENIZER_COMMAS:
+            raise DataError(f"'{name}' has {commas:,} commas: use a vocabulary with at most {MAX_TOKENIZER_COMMAS:,}")
         try:
-            parse_json(file)  # refuses what the library would take long to say
-            self._library = tokenizers.Tokenizer.from_str(file.decode("utf-8"))
+            self._library = tokenizers.Tokenizer.from_buffer(file)
             # Settings of another program: long padding would fill the memory, and truncation lose text.
             self._library.no_padding()
             self._library.no_truncation()

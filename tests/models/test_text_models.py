@@ -253,7 +253,9 @@ REFUSED: tuple[tuple[Callable[..., TextModel], dict[str, Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("model", "options", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("model", "options", "message"), REFUSED, ids=[f"{row[0].__name__}-{row[1]}" for row in REFUSED]
+)
 def test_sizes_that_do_not_fit_are_refused(
     model: Callable[..., TextModel], options: dict[str, Any], message: str
 ) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vitpar.errors import DataError
+from vitpar.tasks import Task
 from vitpar.text import printable
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
@@ -21,7 +22,6 @@ from vitpar_cli.saved_model import CheckpointDir, PlannedModel, saved_model
 if TYPE_CHECKING:
     import torch
 
-    from vitpar.tasks import Metric
     from vitpar.tasks.image_data import ImageSet
     from vitpar.training.evaluate import Evaluation, Predictions
     from vitpar.training.prediction_file import PredictionFile
@@ -84,6 +84,8 @@ def evaluate(
     for name, images in sets.items():
         sets[name], note = saved.labelled(images)
         notes.append(note)
+        if predictions is not None and not saved.task().PREDICTS:
+            raise DataError(f"--predictions has nothing to write for task '{saved.recipe.task.name}': leave it out")
         if predictions is not None and not isinstance(images, ShardSet):
             raise DataError("--predictions needs packed data, since a stream has no order: index its shards")
     if predictions is not None:
@@ -111,7 +113,6 @@ def _evaluate(
 
     model, warning = planned.built(device, sets)
     task, reports = planned.task(), dist.get_rank() == 0
-    source = build_input(planned.recipe, model, task)
     results: dict[str, Evaluation] = {}
     with ExitStack() as stack:
         file = None
@@ -122,13 +123,12 @@ def _evaluate(
         show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
         for name, images in sets.items():
             add = None if predictions is None else _adding(file, name, images)
-            results[name] = evaluate(
-                model, source, images, planned.task(images), partial(_progress, show, len(images)), add
-            )
+            source = build_input(planned.recipe, model, planned.task(images))
+            results[name] = evaluate(model, source, images, partial(_progress, show, len(images)), add)
     if reports:
         warnings = {name: one.warning for name, one in results.items() if one.warning}
         warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
-        _print(results, task.METRICS, split, as_json)
+        _print(results, task, split, as_json)
     return 0
 
 
@@ -150,8 +150,9 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
     return add
 
 
-def _print(results: "Mapping[str, Evaluation]", metrics: "Sequence[Metric]", split: str, as_json: bool) -> None:
+def _print(results: "Mapping[str, Evaluation]", task: Task, split: str, as_json: bool) -> None:
     """Print the result for each data set: one line or JSON object for one of them, a table or a list for several."""
+    metrics, sample = task.METRICS, task.SAMPLE
     if as_json:
         figures = [{"data": printable(name), **one.figures} for name, one in results.items()]
         typer.echo(json.dumps({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures))
@@ -159,9 +160,9 @@ def _print(results: "Mapping[str, Evaluation]", metrics: "Sequence[Metric]", spl
         (one,) = results.values()
         words = [f"{metric.words} {metric.shown(one.metrics[metric.name])}" for metric in metrics]
         words += [f"loss {one.metrics['loss']:.4f}"]
-        typer.echo(f"{one.samples} images of '{split}': {', '.join(words)}")
+        typer.echo(f"{one.samples} {sample}s of '{split}': {', '.join(words)}")
     else:
-        table = data_table("data", "images", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'")
+        table = data_table("data", f"{sample}s", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'")
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         table.columns[0].overflow = "fold"

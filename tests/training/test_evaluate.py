@@ -38,7 +38,7 @@ def evaluated(
         columns = (found.samples, found.labels, found.values["top5_classes"], found.values["top5_probabilities"])
         rows.extend(zip(*(column.tolist() for column in columns), strict=True))
 
-    return rows, evaluate(model, source, ShardSet.open(data, split), source.task, predicted=add)
+    return rows, evaluate(model, source, ShardSet.open(data, split), predicted=add)
 
 
 def by_hand(data: Path, split: str, without: tuple[str, ...] = ()) -> tuple[Rows, Evaluation]:
@@ -147,7 +147,7 @@ def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any],
         seen += [hashlib.blake2b(tensor.numpy().tobytes(), digest_size=6).hexdigest() for tensor in tensors]
         optimizer.step(0.01)
         if between and step < 2:
-            assert evaluate(model, source, val, source.task).samples == VAL
+            assert evaluate(model, source, val).samples == VAL
     return seen
 
 

@@ -153,7 +153,7 @@ def test_fewer_shards_than_decoding_ranks_are_refused_on_every_rank(
 
 def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
     model, source = built(device, recipe, mesh)
-    return evaluate(model, source, open_data(recipe)[1], source.task)
+    return evaluate(model, source, open_data(recipe)[1])
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "pp2", "tp2xdp2", "dp4"])

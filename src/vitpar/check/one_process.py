@@ -10,6 +10,7 @@ LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.169
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitpar.check.samples import Drawn, Pixels, Samples
 from vitpar.data import Mixed
-from vitpar.data.randomness import sample_keys
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import layer_of
 from vitpar.models.initial import initialise
@@ -28,8 +29,6 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import order_of
-from vitpar.tasks.image_input import mixing
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import OptimizerSection
 
@@ -104,9 +103,8 @@ class OneProcess:
         """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
         trace, gradients = Trace(), dict[str, Tensor]()
         begin = self._copies()
-        for step, (images, labels, keys) in enumerate(samples.plain, start=1):
-            images = self._noisy(images.to(self._numbers.parameters), self._noise)
-            trace.numbers[f"loss of SGD step {step}"], gradients = self._backward(images, [(labels, None)], keys)
+        for step, drawn in enumerate(samples.plain, start=1):
+            trace.numbers[f"loss of SGD step {step}"], gradients = self._of(drawn)
             if step == 1:
                 trace.tensors["gradient"] = dict(gradients)
             for name, p in self._parameters.items():
@@ -116,13 +114,12 @@ class OneProcess:
         trace.parameters = self._parameters
         if self._has_frozen:
             trace.numbers[FROZEN] = 0.0
-        if not samples.pixels:
+        if not samples.further:
             return trace
         begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config)
         average, decay = self._copies(), self._recipe.train.ema_decay
-        for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
-            images, targets = self._mixed(pixels, labels, samples.mixed[step - 1])
-            loss, gradients = self._backward(self._noisy(images, max(self._noise, _NORMALISED)), targets, keys)
+        for step, given in enumerate(samples.further, start=1):
+            loss, gradients = self._of_pixels(given) if isinstance(given, Pixels) else self._of(given)
             norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
             limit = self._recipe.train.clip_grad_norm
             factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
@@ -138,24 +135,41 @@ class OneProcess:
             trace.tensors["average"] = {name: value - begin[name] for name, value in average.items()}
         return trace
 
-    def _backward(self, images: Tensor, targets: Weighted, keys: Tensor) -> tuple[float, dict[str, Tensor]]:
+    def _of(self, drawn: Drawn) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss and the gradients for samples as the model takes them."""
+        inputs = drawn.inputs
+        if inputs.is_floating_point():
+            inputs = self._noisy(inputs.to(self._numbers.parameters), self._noise)
+        return self._backward(inputs, [(drawn.labels, None)], drawn.keys, drawn.sides)
+
+    def _of_pixels(self, given: Pixels) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss and the gradients for images that are not normalised and mixed yet."""
+        images, targets = self._mixed(given.images, given.labels, given.mixed)
+        return self._backward(self._noisy(images, max(self._noise, _NORMALISED)), targets, given.keys, {})
+
+    def _backward(
+        self, inputs: Tensor, targets: Weighted, keys: Tensor, sides: Mapping[str, Tensor]
+    ) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and the gradients of trained parameters by name.
 
-        images: [batch, channels, size, size].
-        targets: labels, int64 [batch], with their weights in each sample's loss, float64 [batch]; None for 1.
+        inputs: [batch, channels, size, size] or [batch, tokens].
+        targets: labels, int64 [batch, …], with their weights in each sample's loss, float64 [batch]; None for 1.
         keys: int64 [batch], random keys of the samples.
+        sides: further inputs of the model by name.
         """
         compute = self._numbers.compute
-        inputs = (images.to(self._device, compute), keys.to(self._device) if self._config.stochastic else None)
+        taken = inputs.to(self._device, compute if inputs.is_floating_point() else inputs.dtype)
+        arguments = (taken, keys.to(self._device) if self._config.stochastic else None)
+        beside = {name: side.to(self._device) for name, side in sides.items()}
         computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
         # Not the kernel under test: on GPUs the reference computes attention by matrix products.
         with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
-            outputs = functional_call(self._model, computed, inputs).to(self._numbers.parameters)
+            outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
         loss = outputs.new_zeros(())
         for labels, weights in targets:
             losses = self._task.reference(outputs, self._task.targets(labels.to(self._device)))
             loss = loss + (losses if weights is None else weights.to(losses) * losses).sum()
-        loss = loss / len(images)
+        loss = loss / self._task.count(targets[0][0])
         self._model.zero_grad()
         (loss * self._scale).backward()
         gradients = {}
@@ -281,43 +295,3 @@ class Updates:
             polynomial = -4.7750 * square + 2.0315 * square @ square
             x = 3.4445 * x + (polynomial @ x if rows <= columns else x @ polynomial)
         return factor * x.to(matrix.dtype)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Input of all steps of a check, for all ranks."""
-
-    plain: list[tuple[Tensor, Tensor, Tensor]]
-    """Images, float32 [batch, channels, size, size], labels and keys, int64 [batch], of each SGD step. All samples
-    differ, so that the check finds a micro-batch or slice that is used twice."""
-    pixels: list[tuple[Tensor, Tensor, Tensor]]
-    """Images as uint8, labels and keys of each step of the recipe. Repeats of a sample follow each other, as many as
-    the recipe sets."""
-    mixed: list[Mixed | None]
-    """Mixing of the images in `pixels`, by step; None for no mixing."""
-
-
-def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, further: int) -> Samples:
-    """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
-    batch, draws = recipe.train.batch_size, torch.Generator().manual_seed(recipe.train.seed)
-    shape = (config.channels, config.image_size, config.image_size)
-    first = [
-        (
-            torch.randn(batch, *shape, generator=draws),
-            torch.randint(0, task.labels.count, (batch,), generator=draws),
-            torch.randint(0, 2**62, (batch,), generator=draws),
-        )
-        for _ in range(plain)
-    ]
-    count = batch * max(1, further)
-    order, mix = order_of(recipe, count), mixing(recipe)
-    pixels = torch.randint(0, 256, (count, *shape), generator=draws, dtype=torch.uint8)
-    labels = torch.randint(0, task.labels.count, (count,), generator=draws)
-    then, mixed = [], []
-    for step in range(further):
-        epochs, samples, repeats = order.batch(step * batch, batch)
-        keys = sample_keys(recipe.train.seed, epochs, samples, repeats)
-        chosen = torch.from_numpy(samples)
-        then.append((pixels[chosen], labels[chosen], torch.from_numpy(keys)))
-        mixed.append(mix(keys, config.image_size) if mix else None)
-    return Samples(first, then, mixed)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare, compare_numbers, noise_of
-from vitpar.check.one_process import FROZEN, OneProcess, Samples, Trace, draw_samples
+from vitpar.check.one_process import FROZEN, OneProcess, Trace
+from vitpar.check.samples import Drawn, Pixels, Samples, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import all_reduce_, broadcast_json
 from vitpar.models.config import ModelConfig, field_names
@@ -22,16 +23,18 @@ from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
+from vitpar.tasks.task import StepInput
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.effects import OF_CLASSES
+from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.machine import replace_auto_precision
-from vitpar.training.recipe.sections import CLASSIFY, OptimizerSection
+from vitpar.training.recipe.sections import CLASSIFY, TEXT, OptimizerSection
 
 LEARNING_RATE = 0.05
 """Learning rate of the SGD steps."""
@@ -42,7 +45,13 @@ EMA_DECAY = 0.9
 NOISY_RUNS = 3
 """Number of runs in one process with random changes of the size of rounding."""
 UNCHECKED = "data order, decoding, crops, flips, policies and erasing; learning-rate schedule; evaluation; checkpoints"
-_DEFAULTS: Mapping[str, Any] = {
+_TEXT_MODEL = {"model.embed_dim": 48, "model.num_heads": 12, "model.depth": 4}
+_TEXT_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "mlm": {"model.name": "bert_custom", **_TEXT_MODEL},
+    "span": {"model.name": "t5_custom", **_TEXT_MODEL, "model.decoder_depth": 3, "model.head_dim": 4},
+}
+"""Default models of tasks of text."""
+_DEFAULTS: dict[str, Any] = {
     "data.path": "unused",  # no data is read
     "train.steps": 1,
     "train.batch_size": 16,
@@ -66,13 +75,15 @@ def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Se
     """
     given = {key: value for key, value in (options or {}).items() if value is not None}
     assigned = dict(assignment.partition("=")[::2] for assignment in assignments)
-    others = (assigned.get("task.name") or given.get("task.name") or CLASSIFY) != CLASSIFY
-    name = assigned.get("model.name") or given.get("model.name") or _DEFAULTS["model.name"]
-    known = field_names(family_of(str(name).strip()))
+    task = str(assigned.get("task.name") or given.get("task.name") or CLASSIFY)
+    unused = OF_IMAGES if task in TEXT else OF_CLASSES if task != CLASSIFY else ()
+    named = assigned.get("model.name") or given.get("model.name")
+    usual = {**_DEFAULTS, **(_TEXT_MODELS[task] if task in TEXT and not named else {})}
+    known = field_names(family_of(str(named or usual["model.name"]).strip()))
     defaults = {
         key: value
-        for key, value in _DEFAULTS.items()
-        if (not key.startswith("model.") or key.removeprefix("model.") in known) and not (others and key in OF_CLASSES)
+        for key, value in usual.items()
+        if (not key.startswith("model.") or key.removeprefix("model.") in known) and key not in unused
     }
     return read_recipe(None, {**defaults, **given}, assignments)
 
@@ -163,11 +174,9 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     model.loss_scale = scale
     sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)
     plain = ShardedOptimizer(parameters.items(), sgd)
-    rows = model.image_rows(model.batch_size)
-    for step, (images, labels, keys) in enumerate(samples.plain, start=1):
-        x = images[rows].to(model.device) if model.takes_images else None
-        targets = task.counted_targets(labels.to(model.device))
-        part = model.forward_backward(x, targets, keys.to(model.device))
+    for step, drawn in enumerate(samples.plain, start=1):
+        x, targets, keys, sides = _given(model, task, drawn)
+        part = model.forward_backward(x, targets, keys, **sides)
         trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
         if scale != 1.0:
             multiply_(plain.gradients(), 1 / scale)
@@ -177,18 +186,25 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
             }
         plain.step(LEARNING_RATE)
     trace.tensors["SGD update"] = _since(begin, parameters)
-    if not samples.pixels:
+    if not samples.further:
         trace.numbers |= _changed(trained, before, frozen)
         return trace
 
     begin = _copies(parameters)
     if trained.ema:
         trained.ema.restart()
-    source, take = ImageInput(trained.recipe, model, task), trained.step()
-    decoded, clipped = source.train_rows, _clipped_norms(trained)
-    for step, (pixels, labels, keys) in enumerate(samples.pixels, start=1):
-        batch = Batch(pixels[decoded] if decoded else None, labels, keys, epoch=0.0, samples=step * model.batch_size)
-        done = take(step, trained.recipe.optimizer.lr, *source.train_step(batch))
+    source, take = build_input(trained.recipe, model, task), trained.step()
+    clipped = _clipped_norms(trained)
+    for step, given in enumerate(samples.further, start=1):
+        if isinstance(given, Pixels):
+            assert isinstance(source, ImageInput), "there are pixels only for images"
+            decoded = source.train_rows
+            pixels = given.images[decoded] if decoded else None
+            batch = Batch(pixels, given.labels, given.keys, epoch=0.0, samples=step * model.batch_size)
+            step_input = source.train_step(batch)
+        else:
+            step_input = _given(model, task, given)
+        done = take(step, trained.recipe.optimizer.lr, *step_input)
         trace.numbers[f"loss of step {step}"] = model.global_loss(done.loss).item()
         trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
         trace.numbers[f"clipped norm of step {step}"] = clipped[-1].item()
@@ -199,6 +215,17 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
         trace.tensors["average"] = _since(begin, averages)
     trace.numbers |= _changed(trained, before, frozen)
     return trace
+
+
+def _given(model: ParallelModel, task: Task, drawn: Drawn) -> StepInput:
+    """Return the samples of a step as this rank's input."""
+    rows = model.image_rows(model.batch_size) if model.takes_images else None
+    return StepInput(
+        None if rows is None else drawn.inputs[rows].to(model.device),
+        task.counted_targets(drawn.labels.to(model.device)),
+        drawn.keys.to(model.device),
+        {name: side.to(model.device) for name, side in drawn.sides.items()},
+    )
 
 
 def _clipped_norms(trained: TrainingComponents) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from vitpar.data.text.section import Specials
 from vitpar.errors import RecipeError
+from vitpar.models.config import IGNORED
 from vitpar.tasks.task import LOSS, Metric, Task
 
 if TYPE_CHECKING:
@@ -68,6 +69,17 @@ class Prepared(NamedTuple):
     """Further inputs by name, int64 [batch, …]."""
 
 
+class Given(NamedTuple):
+    """Batch of text as tensors, for all ranks."""
+
+    inputs: Tensor
+    """Token ids, int64 [batch, tokens]."""
+    targets: Tensor
+    """Ids to predict, int64 [batch, …], IGNORED elsewhere."""
+    sides: Mapping[str, Tensor]
+    """Side inputs of the model by name."""
+
+
 @dataclass(frozen=True)
 class TextTask(Task):
     """Base of tasks that predict tokens. The loss is the mean over all tokens to predict in a step."""
@@ -102,6 +114,24 @@ class TextTask(Task):
         keys: random key of each sequence, int64 [batch].
         """
 
+    def given(self, prepared: Prepared, config: ModelConfig) -> Given:
+        """Return a prepared batch as tensors, padded to the sizes of the model."""
+        import numpy as np
+        import torch
+
+        (tokens,), targets, padding = config.input.shape, config.output_shape[0], self.text.specials.padding
+        sides: dict[str, NDArray[Any]] = {"attention_mask": np.arange(tokens) < prepared.lengths[:, None]}
+        for name, ids in prepared.sides.items():
+            sides[name] = _padded(ids, config.side_inputs[name].shape[0], padding)
+        return Given(
+            torch.from_numpy(_padded(prepared.inputs, tokens, padding)),
+            torch.from_numpy(_padded(prepared.targets, targets, IGNORED)),
+            {name: torch.from_numpy(side) for name, side in sides.items() if name in config.side_inputs},
+        )
+
+    def counted_targets(self, labels: Tensor) -> Tensor:
+        return labels
+
     def refuse_model(self, config: ModelConfig) -> None:
         """Raise RecipeError for a model that does not fit the task or the data."""
         if config.input.dtype is None:
@@ -123,7 +153,7 @@ class TextTask(Task):
 
     def count(self, targets: Tensor) -> Tensor:
         """Return the number of tokens to predict, at least 1."""
-        return (targets != -1).sum().clamp(min=1)
+        return (targets != IGNORED).sum().clamp(min=1)
 
     def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
         """Return the sum of the losses of all tokens to predict. part: of the vocabulary that `outputs` are."""
@@ -136,7 +166,7 @@ class TextTask(Task):
 
         from vitpar.parallel.vocabulary import first_hits
 
-        return torch.stack([(targets != -1).sum(), first_hits(outputs, targets, part).sum()]).double()
+        return torch.stack([(targets != IGNORED).sum(), first_hits(outputs, targets, part).sum()]).double()
 
     def sums(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
         """Return sums over tokens to predict: their number, the loss, the hits."""
@@ -152,7 +182,7 @@ class TextTask(Task):
 
     def reference(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return log Σ exp(x) - x of the target's logit x, summed over the tokens to predict of each sequence."""
-        wanted = targets != -1
+        wanted = targets != IGNORED
         chosen = outputs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
         return ((outputs.logsumexp(-1) - chosen) * wanted).sum(-1)
 
@@ -160,3 +190,10 @@ class TextTask(Task):
         import torch
 
         return torch.zeros(1, 1, self.outputs).double(), torch.zeros(1, 1, dtype=torch.int64)
+
+
+def _padded(ids: NDArray[np.int64], tokens: int, padding: int) -> NDArray[np.int64]:
+    """Return ids [batch, tokens], with `padding` after the given ones."""
+    import numpy as np
+
+    return np.pad(ids, ((0, 0), (0, tokens - ids.shape[1])), constant_values=padding)

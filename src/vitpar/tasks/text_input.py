@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,12 +11,11 @@ from vitpar.data import Skipped
 from vitpar.data.text.loader import TextBatch, TextEvalLoader, TextLoader
 from vitpar.data.text.text_set import TextSet
 from vitpar.launch.local_ranks import local_ranks
-from vitpar.models.config import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_data import order_of
 from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput
-from vitpar.tasks.text import Prepared, TextTask
+from vitpar.tasks.text import TextTask
 from vitpar.training.recipe import Recipe
 
 THREADS = 1
@@ -61,24 +58,14 @@ class TextInput:
         ids, keys = draw.choice(plain, (size, text.tokens)), torch.arange(size)
         return self._given(ids, np.full(size, text.tokens), keys)
 
-    def given(self, prepared: Prepared, keys: Tensor) -> StepInput:
-        """Return a prepared batch as this rank's tensors, padded to the sizes of the model."""
-        config, specials = self._model.config, self.task.text.specials
-        (tokens,), targets = config.input.shape, config.output_shape[0]
-        sides: dict[str, NDArray[Any]] = {"attention_mask": np.arange(tokens) < prepared.lengths[:, None]}
-        for name, ids in prepared.sides.items():
-            sides[name] = _padded(ids, config.side_inputs[name].shape[0], specials.padding)
-        inputs = torch.from_numpy(_padded(prepared.inputs, tokens, specials.padding))
-        known = {name: side for name, side in sides.items() if name in config.side_inputs}
-        return StepInput(
-            None if self._rows is None else self._sent(inputs[self._rows]),
-            self._sent(torch.from_numpy(_padded(prepared.targets, targets, IGNORED))),
-            self._sent(keys),
-            {name: self._sent(torch.from_numpy(side)) for name, side in known.items()},
-        )
-
     def _given(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: Tensor) -> StepInput:
-        return self.given(self.task.prepare(ids, lengths, keys.numpy()), keys)
+        whole = self.task.given(self.task.prepare(ids, lengths, keys.numpy()), self._model.config)
+        return StepInput(
+            None if self._rows is None else self._sent(whole.inputs[self._rows]),
+            self._sent(whole.targets),
+            self._sent(keys),
+            {name: self._sent(side) for name, side in whole.sides.items()},
+        )
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if self._model.device.type != "cuda":
@@ -91,12 +78,3 @@ class TextInput:
 
     def warning(self, loader: object) -> None:
         """Return no warning."""
-
-
-def _padded(ids: NDArray[np.int64], tokens: int, padding: int) -> NDArray[np.int64]:
-    """Return ids [batch, tokens], with `padding` after the given ones."""
-    if ids.shape[1] == tokens:
-        return ids
-    whole = np.full((len(ids), tokens), padding, np.int64)
-    whole[:, : ids.shape[1]] = ids
-    return whole

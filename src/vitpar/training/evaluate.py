@@ -67,13 +67,12 @@ def evaluate(
     model: ParallelModel,
     source: Input,
     images: ImageSet,
-    task: Task,
     progress: Callable[[int], None] = lambda images: None,
     predicted: Callable[[Predictions], None] | None = None,
 ) -> Evaluation:
     """Evaluate `model` on all of `images`. Collective; equal results on every rank.
 
-    task: for the labels of `images`.
+    source: for the task of the labels of `images`.
     progress: called before every batch and after the last, with the number of images evaluated so far.
     predicted: called on rank 0 with the predictions of each batch, in order. Give it on all ranks, or on none, and
     not for a stream, whose images have no numbers.
@@ -81,6 +80,7 @@ def evaluate(
     Raises DataError if bad samples are skipped and all of them are bad.
     """
     assert predicted is None or not isinstance(images, StreamSet), "images of a stream have no numbers"
+    task = source.task
     sums = torch.zeros_like(task.sums(*task.trial())).to(model.device)
     samples = torch.zeros((), dtype=torch.int64, device=model.device)
     rows = torch.tensor(model.output_rows(model.batch_size), device=model.device)

@@ -259,7 +259,7 @@ class Trainer:
             self.reporter.evaluating(done, len(images))
 
         with self.ema.averaged() if self.ema else nullcontext():
-            return evaluate(self.model, self.input, images, self.task, progress)
+            return evaluate(self.model, self.input, images, progress)
 
     @property
     def _paths(self) -> dict[str, Any]:

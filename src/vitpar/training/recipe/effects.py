@@ -57,6 +57,14 @@ STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache
 OF_CLASSES = (*_keys(train="label_smoothing"), *_keys(augment="mixup cutmix mixup_prob mixup_switch_prob"))
 """Settings of classification. Another task drops those of a recipe file, and has no defaults for them."""
 
+OF_IMAGES = _keys(
+    augment=" ".join(AugmentSection.model_fields),
+    data="crop_scale crop_ratio flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
+    stream="train val samples val_samples classes label shuffle_buffer allow_pipe",
+    train="label_smoothing",
+)
+"""Settings of images, which tasks of text do not use."""
+
 EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("train.ema_warmup",),
@@ -126,12 +134,7 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "{key} is {value}, which a stream does not support: leave it out, or index the shards",
     ),
     Effect(
-        _keys(
-            augment=" ".join(AugmentSection.model_fields),
-            data="crop_scale crop_ratio flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
-            stream="train val samples val_samples classes label shuffle_buffer allow_pipe",
-            train="label_smoothing",
-        ),
+        OF_IMAGES,
         lambda recipe: recipe.task.name not in TEXT,
         "{key} is {value!r}, which task '{case.task.name}' does not use: leave it out",
     ),

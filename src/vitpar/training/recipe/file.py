@@ -16,10 +16,10 @@ from vitpar.errors import RecipeError
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
-from vitpar.training.recipe.effects import OF_CLASSES
+from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES, OTHER_VALUES
 from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import CLASSIFY, DataSection
+from vitpar.training.recipe.sections import CLASSIFY, TEXT, DataSection
 
 # Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
@@ -58,8 +58,8 @@ def read_recipe(
     needs_length: whether epochs or steps have to be given.
 
     A later model.name, if it differs from the file's, brings its own sizes. A later task.name drops the file's label
-    smoothing and mixing of images. A later train.precision drops the file's
-    train.reduce_dtype and [loss_scale].
+    smoothing and mixing of images, and all settings of images if it is a task of text. A later train.precision drops
+    the file's train.reduce_dtype and [loss_scale].
 
     Raises RecipeError that names the key, its value and the fix.
     """
@@ -103,7 +103,7 @@ def read_recipe(
             # Another model brings its own sizes; the file keeps other settings (pooling, positions, drop-path, …).
             values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
         if key == "task.name" and value not in (CLASSIFY, values["task"].get("name")):
-            for setting in OF_CLASSES:
+            for setting in OF_IMAGES if value in TEXT else OF_CLASSES:
                 part, _, known = setting.partition(".")
                 values.get(part, {}).pop(known, None)
         if key == "train.precision" and value != values["train"].get("precision"):

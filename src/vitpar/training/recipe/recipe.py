@@ -16,9 +16,9 @@ import tomli_w
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitpar.errors import RecipeError, StrategyError
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.description import layer_of
-from vitpar.models.families import model_config
+from vitpar.models.families import family_of, model_config
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.plan_json import read_plan
@@ -127,7 +127,9 @@ class Recipe(Section):
 
         Raises ModelError.
         """
-        fields = {**usual, **self.model.model_dump(exclude_none=True, exclude={"weights"})}
+        fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
+        known = field_names(family_of(fields["name"]))
+        fields = {**{name: value for name, value in usual.items() if name in known}, **fields}
         own = fields.pop("options", {})
         return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
 

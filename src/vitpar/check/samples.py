@@ -1,0 +1,107 @@
+"""Random samples of a check, equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitpar.data import Mixed
+from vitpar.data.randomness import sample_keys
+from vitpar.models.config import ModelConfig
+from vitpar.tasks import Task
+from vitpar.tasks.image_data import order_of
+from vitpar.tasks.image_input import mixing
+from vitpar.tasks.text import TextTask
+from vitpar.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of one step, for all ranks. All differ, so that a micro-batch or slice that is used twice is found."""
+
+    inputs: Tensor
+    """Images, float32 [batch, channels, size, size], or token ids, int64 [batch, tokens]."""
+    labels: Tensor
+    """Labels, int64 [batch], or ids to predict, int64 [batch, tokens]."""
+    keys: Tensor
+    """Random keys, int64 [batch]."""
+    sides: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further inputs of the model by name."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images of one step of the recipe, before they are normalised and mixed."""
+
+    images: Tensor
+    """Images, uint8 [batch, channels, size, size]. Repeats of a sample follow each other, as many as the recipe sets.
+    """
+    labels: Tensor
+    """Labels, int64 [batch]."""
+    keys: Tensor
+    """Random keys, int64 [batch]."""
+    mixed: Mixed | None
+    """Mixing of the images; None for no mixing."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Input of all steps of a check."""
+
+    plain: list[Drawn]
+    """Samples of the SGD steps."""
+    further: Sequence[Drawn | Pixels]
+    """Samples of the steps of the recipe."""
+
+
+def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, further: int) -> Samples:
+    """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
+    draws = torch.Generator().manual_seed(recipe.train.seed)
+    if isinstance(task, TextTask):
+        steps = [_text(recipe, config, task, draws) for _ in range(plain + further)]
+        return Samples(steps[:plain], steps[plain:])
+    return Samples(
+        [_images(recipe, config, task, draws) for _ in range(plain)], _pixels(recipe, config, task, further, draws)
+    )
+
+
+def _images(recipe: Recipe, config: ModelConfig, task: Task, draws: torch.Generator) -> Drawn:
+    batch = recipe.train.batch_size
+    return Drawn(
+        torch.randn(batch, config.channels, config.image_size, config.image_size, generator=draws),
+        torch.randint(0, task.labels.count, (batch,), generator=draws),
+        torch.randint(0, 2**62, (batch,), generator=draws),
+    )
+
+
+def _text(recipe: Recipe, config: ModelConfig, task: TextTask, draws: torch.Generator) -> Drawn:
+    """Return masked sequences of different lengths. They are masked by the task, whose masking has tests of its own."""
+    text, batch = task.text, recipe.train.batch_size
+    plain = torch.from_numpy(np.setdiff1d(np.arange(text.vocab_size), text.specials.all))
+    ids = plain[torch.randint(0, len(plain), (batch, text.tokens), generator=draws)]
+    lengths = torch.randint(max(1, text.tokens // 2), text.tokens + 1, (batch,), generator=draws)
+    ids[torch.arange(text.tokens) >= lengths[:, None]] = text.specials.padding
+    keys = torch.randint(0, 2**62, (batch,), generator=draws)
+    given = task.given(task.prepare(ids.numpy(), lengths.numpy(), keys.numpy()), config)
+    return Drawn(given.inputs, given.targets, keys, given.sides)
+
+
+def _pixels(recipe: Recipe, config: ModelConfig, task: Task, further: int, draws: torch.Generator) -> list[Pixels]:
+    batch = recipe.train.batch_size
+    count = batch * max(1, further)
+    order, mix = order_of(recipe, count), mixing(recipe)
+    shape = (count, config.channels, config.image_size, config.image_size)
+    pixels = torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
+    labels = torch.randint(0, task.labels.count, (count,), generator=draws)
+    steps = []
+    for step in range(further):
+        epochs, samples, repeats = order.batch(step * batch, batch)
+        keys = sample_keys(recipe.train.seed, epochs, samples, repeats)
+        chosen = torch.from_numpy(samples)
+        mixed = mix(keys, config.image_size) if mix else None
+        steps.append(Pixels(pixels[chosen], labels[chosen], torch.from_numpy(keys), mixed))
+    return steps

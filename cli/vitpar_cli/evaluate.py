@@ -162,7 +162,9 @@ def _print(results: "Mapping[str, Evaluation]", task: Task, split: str, as_json:
         words += [f"loss {one.metrics['loss']:.4f}"]
         typer.echo(f"{one.samples} {sample}s of '{split}': {', '.join(words)}")
     else:
-        table = data_table("data", f"{sample}s", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'")
+        table = data_table(
+            "data", f"{sample}s", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'"
+        )
         for column in table.columns[1:]:
             column.justify, column.no_wrap = "right", True
         table.columns[0].overflow = "fold"

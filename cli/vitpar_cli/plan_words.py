@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from vitpar.planner.describe import Redistribution
 
 
-def batch_words(batch: BatchArithmetic) -> str:
+def batch_words(batch: BatchArithmetic, sample: str = "image") -> str:
     """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
 
-    Divisions by 1 are left out.
+    Divisions by 1 are left out. sample: word for a sample.
     """
-    words = f"{batch.global_batch:,} images"
+    words = f"{batch.global_batch:,} {sample}s"
     if batch.data_parallel > 1:
         words += f" = {batch.data_parallel} data-parallel parts x {batch.local_batch:,}"
     if batch.microbatches > 1:

@@ -88,7 +88,7 @@ class ConsoleReporter(Reporter):
             (1, scale),
             (3, self._header.task.training_words(row, brief=True)),
             (4, f"lr {row['lr']:.3g}"),
-            (2, _rate(row["images_per_second"])),
+            (2, self._rate(row["images_per_second"])),
             (7, f"step {_ms(row['step_ms'])}"),
             (6, f"data {_ms(row['data_ms'])}"),
             (5, f"elapsed {_duration(now - self._begun)}"),
@@ -104,7 +104,7 @@ class ConsoleReporter(Reporter):
 
     def evaluating(self, images: int, total: int) -> None:
         """Show the progress of an evaluation: always on a terminal, otherwise one line per CADENCE seconds."""
-        line = f"evaluating {images:,}/{total:,} images"
+        line = f"evaluating {images:,}/{total:,} {self._header.task.SAMPLE}s"
         if self._live:
             self._live.show(None, line)
         elif 0 < images < total and self._due(self._clock()):
@@ -126,7 +126,7 @@ class ConsoleReporter(Reporter):
         """Print the course of the loss, the result, the path of the weights and the command that evaluates them."""
         self.close()
         rate = summary["images_per_second"]
-        average = f", {_rate(rate)} on average" if rate else ""
+        average = f", {self._rate(rate)} on average" if rate else ""
         recipe = self._header.recipe
         arguments = ["--checkpoint", summary["weights"]]
         for option, name in (("--model", recipe.model.name), ("--task", recipe.task.name)):
@@ -146,6 +146,9 @@ class ConsoleReporter(Reporter):
         if "loss" in summary:
             self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
         self._print(f"report     {shlex.join(['vitpar', 'report', self._header.folder])}")
+
+    def _rate(self, rate: float) -> str:
+        return f"{rate:,.{0 if rate >= 100 else 1}f} {self._header.task.SAMPLE}s/s"
 
     def close(self) -> None:
         """Stop the live line."""
@@ -221,7 +224,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
     samples = f"{header.train_samples:,} training and {header.val_samples:,} validation {header.task.SAMPLE}s"
     yield "data", f"{recipe.data_name}: {samples}"
-    yield "batch", batch_words(batch)
+    yield "batch", batch_words(batch, header.task.SAMPLE)
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder
@@ -249,10 +252,6 @@ def _fitting(parts: list[tuple[int, str]], width: int | None = None) -> str:
             break
         kept = [part for part in kept if part[0] != least]
     return "  ".join(text for _, text in kept)
-
-
-def _rate(images_per_second: float) -> str:
-    return f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f} images/s"
 
 
 def _ms(milliseconds: float) -> str:

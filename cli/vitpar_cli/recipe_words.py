@@ -20,7 +20,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     yield "lr", lr_words(recipe, header.train_samples)
     if recipe.train.freeze is not None:
         yield "frozen", recipe.train.freeze
-    yield "augment", augment_words(recipe)
+    if header.task.INPUT == "images":
+        yield "augment", augment_words(recipe)
     # Not every family drops paths or features.
     rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
     if words := regularisation_words(recipe, *rates):

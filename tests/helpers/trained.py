@@ -10,9 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
-from vitpar.strategy import Plan
 from vitpar.tasks import task_of
-from vitpar.tasks.image_data import open_data
+from vitpar.tasks.data import open_data
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe import Recipe, read_recipe
@@ -59,17 +58,18 @@ def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
     return read_recipe(None, {**values, **changed})
 
 
-def prepared(recipe: Recipe, plan: Plan, **more: Any) -> Prepared:
-    """Return a run of `recipe` under `plan` without the checks of `prepare`. more: further fields of `Prepared`."""
+def prepared(recipe: Recipe, **more: Any) -> Prepared:
+    """Return a run of `recipe` without the checks of `prepare`. more: further fields of `Prepared`."""
     recipe = replace_auto_precision(recipe, "cpu")
     train_set, val_set = open_data(recipe)
     task = task_of(recipe, train_set)
-    return Prepared(recipe, recipe.config(task.outputs), task, plan, train_set, val_set, **more)
+    config = recipe.config(task.outputs, task.model_options)
+    return Prepared(recipe, config, task, recipe.plan(config), train_set, val_set, **more)
 
 
 def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
     for_run = {name: more.pop(name) for name in ("resume", "allow_change") if name in more}
-    run = prepared(recipe, recipe.plan(recipe.config(7)), run_dir=run_dir, **for_run)
+    run = prepared(recipe, run_dir=run_dir, **for_run)
     trainer = Trainer(run, CPU, reporter=Reporter(), **more)
     trainer.open()
     return trainer

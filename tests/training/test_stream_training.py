@@ -19,7 +19,7 @@ from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
 from vitpar.tasks import task_of
-from vitpar.tasks.image_data import open_data
+from vitpar.tasks.data import open_data
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.recipe import Recipe, read_recipe

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
-from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
@@ -17,18 +16,6 @@ from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
 """Data set with `len()`, `num_classes`, and `place` for messages."""
-
-
-def open_data(recipe: Recipe, train: ImageSet | None = None) -> tuple[ImageSet, ImageSet | None]:
-    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
-
-    train: training set if it is open already.
-
-    Raises DataError.
-    """
-    path = recipe.data.path
-    has_val = path is None or "val" in read_manifest(path).splits
-    return train or open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
 
 
 def open_split(recipe: Recipe, split: str) -> ImageSet:

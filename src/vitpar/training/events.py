@@ -103,7 +103,8 @@ class Logged(Reporter):
         measured = measured and f"{measured}  "
         self._log(
             f"step {row['step']:,}  loss {loss:.4f}  {measured}lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
-            f"{row['images_per_second']:,.1f} images/s  step {row['step_ms']:,.1f} ms  data {row['data_ms']:,.1f} ms"
+            f"{row['images_per_second']:,.1f} {self._task.SAMPLE}s/s  step {row['step_ms']:,.1f} ms  "
+            f"data {row['data_ms']:,.1f} ms"
         )
         self._shown.stepped(row)
 

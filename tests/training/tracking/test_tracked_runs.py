@@ -41,7 +41,7 @@ class Notes(Reporter):
 def trained(recipe: Recipe, run: Path, **more: Any) -> list[str]:
     """Train in this process and return the warnings."""
     reporter = Notes()
-    Trainer(prepared(recipe, recipe.plan(recipe.config(7)), run_dir=run, **more), CPU, reporter=reporter).run()
+    Trainer(prepared(recipe, run_dir=run, **more), CPU, reporter=reporter).run()
     return reporter.notes
 
 

@@ -1,0 +1,203 @@
+"""Tasks of text: inputs and targets by hand, training under plans, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from helpers.ranks import RankPool
+from helpers.trained import rows, train
+from vitpar import parse, validate
+from vitpar.check import CheckResult, check_plan, recipe_to_check
+from vitpar.data.text import TextEvalLoader, TextSet, pack_text
+from vitpar.data.text.masking import span_lengths
+from vitpar.errors import RecipeError
+from vitpar.models import IGNORED
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
+from vitpar.tasks import task_of
+from vitpar.tasks.text import TextTask
+from vitpar.training.prepare import prepare
+from vitpar.training.recipe import Recipe, read_recipe
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "nine",
+    "mice",
+    "run",
+    "past",
+    "its",
+    "tail",
+    "in",
+    "one",
+    "long",
+    "quiet",
+    "line",
+]
+MODELS: dict[str, dict[str, Any]] = {
+    "mlm": {"model.name": "bert_custom", "model.embed_dim": 16, "model.depth": 3, "model.num_heads": 4},
+    "span": {
+        **{"model.name": "t5_custom", "model.embed_dim": 16, "model.depth": 2, "model.num_heads": 4},
+        **{"model.head_dim": 4, "model.decoder_depth": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return packed text of 60 documents of different lengths, and a last validation batch that is not full."""
+    place, draw = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
+    for split, number in (("train", 60), ("val", 21)):
+        lines = [" ".join(draw.choice(WORDS, draw.integers(3, 9))) for _ in range(number)]
+        (place / f"{split}.txt").write_text("\n".join(lines))
+    pack_text(place, place / "packed", 20, documents="line")
+    return place / "packed"
+
+
+def recipe_of(text: Path, task: str, mesh: str, **more: Any) -> Recipe:
+    values = {"data.path": str(text), "task.name": task, **MODELS[task], "parallel.mesh": mesh}
+    values |= {"train.batch_size": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 2}
+    return read_recipe(None, {**values, "train.precision": "fp64", "checkpoint.every_steps": 2, **more})
+
+
+@pytest.mark.parametrize("task", ["mlm", "span"])
+def test_every_token_is_in_the_inputs_or_the_targets(task: str, text: Path) -> None:
+    """Filling the gaps of the inputs with the targets gives the sequence between its special tokens."""
+    shards = TextSet.open(text, "train")
+    trained = task_of(recipe_of(text, task, "dp1"), shards)
+    assert isinstance(trained, TextTask)
+    ids, lengths = shards.read_batch(np.arange(8))
+    prepared = trained.prepare(ids, lengths, np.arange(8))
+    specials = shards.specials
+    for row in range(8):
+        inputs = prepared.inputs[row][: prepared.lengths[row]].tolist()
+        targets = [number for number in prepared.targets[row].tolist() if number != IGNORED]
+        if task == "mlm":
+            assert inputs[0] == specials.cls and inputs[-1] == specials.end
+            whole = [old if new == IGNORED else new for old, new in zip(inputs, prepared.targets[row], strict=False)]
+            assert whole[1:-1] == ids[row][: lengths[row]].tolist()
+            assert len(targets) == max(1, round(0.15 * lengths[row]))
+        else:
+            assert inputs[-1] == targets[-1] == specials.end
+            shifted = prepared.sides["decoder_input_ids"][row].tolist()
+            assert shifted[0] == specials.padding and shifted[1 : len(targets)] == targets[:-1]
+            spans: dict[int, list[int]] = {}
+            for number in targets[:-1]:
+                if number in specials.sentinels:
+                    spans[number] = []
+                else:
+                    spans[[*spans][-1]].append(number)
+            whole = [part for number in inputs[:-1] for part in spans.get(number, [number])]
+            assert whole == ids[row][: lengths[row]].tolist()
+    if task == "span":
+        assert (prepared.inputs.shape[1], prepared.targets.shape[1]) == span_lengths(20)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def trained_run(device: torch.device, recipe: Recipe, run: Path, resume: Path | None = None) -> None:
+    train(device, recipe, run, **({} if resume is None else {"resume": resume}))
+
+
+@pytest.mark.parametrize("task", ["mlm", "span"])
+def test_plans_do_not_change_the_training(
+    task: str, text: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """Counts of targets differ between micro-batches and ranks. The last evaluation is compared with a plain loop."""
+    (_,) = ranks(1).run(trained_run, recipe_of(text, task, "dp1"), tmp_path / "dp1")
+    expected = rows(tmp_path / "dp1"), rows(tmp_path / "dp1", "eval")
+    plans = [("pp2xtp2xdp2", {"parallel.microbatches": 2}), ("pp2: 0-1=tp2, *=fsdp2", {})]
+    if task == "mlm":
+        plans.append(("fsdp2", {"parallel.microbatches": 4}))
+    for number, (mesh, more) in enumerate(plans):
+        recipe = recipe_of(text, task, mesh, **more)
+        ranks(parse(mesh).world_size).run(trained_run, recipe, tmp_path / str(number))
+        for mine, theirs in zip(
+            (rows(tmp_path / str(number)), rows(tmp_path / str(number), "eval")), expected, strict=True
+        ):
+            for one, other in zip(mine, theirs, strict=True):
+                assert numbers(one) == pytest.approx(numbers(other), rel=1e-9), mesh
+    # Resumed under another plan.
+    recipe = recipe_of(text, task, "fsdp2xtp2")
+    ranks(4).run(trained_run, recipe, tmp_path / "moved", tmp_path / "dp1" / "checkpoints" / "step_2")
+    assert rows(tmp_path / "moved")[-1]["loss"] == pytest.approx(expected[0][-1]["loss"], rel=1e-9)
+
+    shards = TextSet.open(text, "val")
+    recipe = recipe_of(text, task, "dp1")
+    trained = task_of(recipe, shards)
+    assert isinstance(trained, TextTask)
+    config = recipe.config(trained.outputs, trained.model_options)
+    model = LayeredModel(config).double().eval()
+    initialise(model, 0, config)  # fills buffers
+    weights = tmp_path / "dp1" / "weights"
+    model.load_state_dict({k: v for f in weights.glob("*.safetensors") for k, v in load_file(f).items()}, strict=False)
+    model.tie()
+    losses, hits = [], []
+    for batch in TextEvalLoader(shards, batch_size=1, workers=0):
+        given = trained.given(trained.prepare(batch.ids.numpy(), batch.lengths.numpy(), batch.keys.numpy()), config)
+        with torch.no_grad():
+            logits = model(given.inputs, None, **given.sides)[0]
+        wanted = given.targets[0] != IGNORED
+        losses += F.cross_entropy(logits[wanted], given.targets[0][wanted], reduction="none").tolist()
+        hits += (logits[wanted].argmax(-1) == given.targets[0][wanted]).tolist()
+    last = expected[1][-1]
+    assert last["samples"] == len(shards)
+    assert last["loss"] == pytest.approx(np.mean(losses), rel=1e-6) and last["accuracy"] == np.mean(hits)
+
+
+def checked(device: torch.device, task: str, mesh: str, mistake: bool) -> CheckResult:
+    total = TextTask.total
+    recipe = recipe_to_check({"task.name": task, "train.precision": "fp64"})
+    trained = task_of(recipe, 64)
+    config = recipe.config(trained.outputs, trained.model_options)
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake:
+            patch.setattr(TextTask, "total", lambda self, outputs, targets: 1.001 * total(self, outputs, targets))
+        return check_plan(recipe, config, validate(parse(mesh), config, 16), device, trained)
+
+
+@pytest.mark.parametrize(
+    ("task", "mesh", "mistake"),
+    [("mlm", "pp2xtp2", False), ("span", "pp2xtp2", False), ("span", "fsdp2", False), ("mlm", "dp1", True)],
+)
+def test_check_compares_with_the_second_formula(
+    task: str, mesh: str, mistake: bool, ranks: Callable[[int], RankPool]
+) -> None:
+    for result in ranks(parse(mesh).world_size).run(checked, task, mesh, mistake):
+        assert result.passed != mistake, result.worst
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"model.name": "vit_nano_patch4_16"},
+            r"task 'mlm' reads text, but vit_\S+ takes images: name a model",
+        ),
+        ({"task.name": "span"}, r"task 'span' needs a decoder, which bert_custom does not have"),
+        ({"model.vocab_size": 100}, r"has a vocabulary of 100 tokens, but the text has 362: set model.vocab_size"),
+        ({"model.tokens": 8}, r"has tokens 8, but the task needs 22 for sequences of 20 ids: set model.tokens"),
+        ({"augment.mixup": 0.5}, r"augment.mixup is 0.5, which task 'mlm' does not use: leave it out"),
+        ({"data.crop_pct": 0.5}, r"data.crop_pct is 0.5, which task 'mlm' does not use: leave it out"),
+        ({"task.options": {"rate": 2.0}}, r"task 'mlm' cannot be made: rate is 2.0, which is not between 0 and 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(settings: dict[str, Any], words: str, text: Path) -> None:
+    model = {} if "model.name" in settings else MODELS["mlm"]
+    values = {"data.path": str(text), "task.name": "mlm", "train.steps": 1, "train.batch_size": 4, **model}
+    with pytest.raises(RecipeError, match=words):
+        prepare(read_recipe(None, {**values, **settings}))

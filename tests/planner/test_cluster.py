@@ -19,6 +19,7 @@ from vitpar.planner.profile.cluster import Network, find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops
+from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli.profiled import costs_of, planned_recipe
 
 SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / "clusters").iterdir())
@@ -161,7 +162,7 @@ def test_fp8_helps_wide_compiled_blocks_only() -> None:
 
 def test_estimates_assume_compiled_blocks_unless_disabled() -> None:
     for wanted, compiled in ((None, True), (True, True), (False, False)):
-        asked = planned_recipe(None, {"model.name": MODELS[0], "train.compile": wanted}, None)
+        asked = planned_recipe(RecipeRequest(given={"model.name": MODELS[0], "train.compile": wanted}))
         model = costs_of(asked, "1xH100", None, None, 10).model
         assert model.compiled is compiled and model.estimated
 

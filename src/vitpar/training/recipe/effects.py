@@ -60,7 +60,6 @@ OF_CLASSES = (*_keys(train="label_smoothing"), *_keys(augment="mixup cutmix mixu
 OF_IMAGES = _keys(
     augment=" ".join(AugmentSection.model_fields),
     data="crop_scale crop_ratio flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
-    stream="train val samples val_samples classes label shuffle_buffer allow_pipe",
     train="label_smoothing",
 )
 """Settings of images, which tasks of text do not use."""

@@ -105,8 +105,8 @@ def test_predicted_lack_of_memory_gives_a_warning(monkeypatch: pytest.MonkeyPatc
     plan = asked.plan(config)
     (memory,) = estimate_memory(config, plan, 256, "bf16", 2)
     for device, ranks, there in ((CPU, 2, 2 * memory.total), (CUDA, 2, memory.total)):
-        monkeypatch.setattr(device, "memory_bytes", lambda _, there=there: 1.01 * there)
+        monkeypatch.setattr(device_file, "memory_bytes", lambda _, there=there: 1.01 * there)
         assert memory_warning(asked, config, plan, device, ranks) is None
-        monkeypatch.setattr(device, "memory_bytes", lambda _, there=there: 0.99 * there)
+        monkeypatch.setattr(device_file, "memory_bytes", lambda _, there=there: 0.99 * there)
         warning = memory_warning(asked, config, plan, device, ranks)
         assert warning and "--microbatches 2" in warning

@@ -1,18 +1,17 @@
 """BERT and T5 under plans: loss, gradients and predictions equal those of one process with shared tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from helpers.plans import DUALPIPEV, INTERLEAVED, ZBV
 from helpers.ranks import RankPool
-from helpers.text_models import PADDED, V1_1, TextModel, bert, sample, t5, token_loss
+from helpers.text_models import V1_1, TextModel, TokenLoss, bert, sample, t5, token_loss
 from vitpar import parse, validate
 from vitpar.errors import ModelError, StrategyError
 from vitpar.models.initial import initialise
@@ -22,14 +21,20 @@ from vitpar.strategy import Execution
 
 BATCH = 8
 MODELS: dict[str, TextModel] = {
-    "bert": bert(depth=4, dropout=0.2),
-    "t5": t5(dropout=0.2),
+    "bert": bert(depth=4, dropout=0.2, vocab_size=41),  # prime: parts of 21 and 20, or of 11 and 8
+    "t5": t5(dropout=0.2, vocab_size=43),
     "t5 v1.1": t5(**V1_1, depth=1, decoder_depth=3),
 }
 KEYS = torch.arange(1, BATCH + 1) * 1_000_003
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "dp1", {"microbatches": 2}),
     ("bert", "tp2", {}),
+    ("bert", "tp2+sp", {"microbatches": 2}),
+    ("bert", "tp4", {}),
+    ("bert", "fsdp2xtp2+sp", {"microbatches": 2}),
+    ("bert", "pp2xtp2", {"microbatches": 2}),
+    ("bert", "pp2xtp2", ZBV),
+    ("bert", "pp1: embed=tp2+sp+ckpt, head=tp2+sp+ckpt, 0=tp2, 1=fsdp2, *=dp2", {}),
     ("bert", "tp2xdp2+sp", {}),
     ("bert", "fsdp2", {}),
     ("bert", "dp2+zero2", {"microbatches": 2}),
@@ -39,6 +44,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("bert", "pp1: embed=fsdp2, 0=tp2, 1=tp2+sp+ckpt, 2=dp2, *=fsdp2", {}),
     ("t5", "tp2", {}),
     ("t5", "tp2xfsdp2+sp", {}),
+    ("t5", "fsdp2xtp2", {}),
+    ("t5", "dp2xtp2+zero1", {}),
+    ("t5", "pp1: embed=tp2, dec_embed=tp2, head=tp2, 0=fsdp2, *=tp2+sp", {}),
     ("t5", "dp2+zero1", {}),
     ("t5", "pp2xfsdp2", {"microbatches": 2}),
     ("t5", "pp2", ZBV),
@@ -51,28 +59,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 IDS = [f"{name}-{mesh.replace(' ', '')}-{plan.get('schedule', '')}" for name, mesh, plan in CASES]
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """Mean cross-entropy of the tokens whose target is not `PADDED`."""
-
-    def count(self, targets: Tensor) -> Tensor:
-        return (targets != PADDED).sum()
-
-    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDED, reduction="sum")
-
-    def measure(self, outputs: Tensor, targets: Tensor) -> None:
-        return None
-
-
 def gradients(
     device: torch.device, name: str, mesh: str, more: dict[str, Any], precision: str = "fp64"
-) -> tuple[float, dict[str, Tensor], bool]:
-    """Return loss, complete gradients, and whether `predict` equals the plain model; runs on every rank."""
+) -> tuple[float, float, dict[str, Tensor], bool]:
+    """Return loss, hits, gradients, and whether `predict` equals the plain model; runs on every rank."""
     config = MODELS[name]
     x, sides, targets = sample(config, BATCH)
     plan = validate(replace(parse(mesh), **more), config, BATCH)
-    model = parallelize(config, plan, Execution(BATCH, precision), device, TokenLoss())
+    model = parallelize(config, plan, Execution(BATCH, precision), device, TokenLoss(measures=True))
     rows = x[model.image_rows(BATCH)] if model.takes_images else None
     part = model.forward_backward(rows, targets, KEYS if config.stochastic else None, **sides)
     found = {}
@@ -81,8 +75,14 @@ def gradients(
         found[parameter_name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
     logits, right = model.predict(rows, BATCH, **sides), True
     if logits is not None and precision == "fp64":
-        right = torch.allclose(logits, plain(config).eval()(x, **sides)[model.output_rows(BATCH)])
-    return model.global_loss(part).item(), found, right
+        expected = plain(config).eval()(x, **sides)[model.output_rows(BATCH)]
+        right = torch.allclose(model.complete(logits), expected)
+        if model.vocabulary is not None:
+            start, group = model.vocabulary.start, model.vocabulary.group
+            right &= logits.shape[-1] == -(-config.vocab_size // group.size()) or group.rank() == group.size() - 1
+            right &= torch.allclose(logits, expected[..., start : start + logits.shape[-1]])
+    hits = model.global_loss(part.new_zeros(1) if model.measured is None else model.measured)
+    return model.global_loss(part).item(), hits.item(), found, right
 
 
 def plain(config: TextModel) -> LayeredModel:
@@ -99,11 +99,12 @@ def test_gradients_equal_one_process(
 ) -> None:
     config = MODELS[name]
     model, (x, sides, targets) = plain(config), sample(config, BATCH)
-    loss = token_loss(model(x, KEYS if config.stochastic else None, **sides), targets)
+    logits = model(x, KEYS if config.stochastic else None, **sides)
+    loss, expected_hits = token_loss(logits, targets), (logits.argmax(-1) == targets).sum().item()
     loss.backward()
     seen = set()
-    for found, gradient, right in ranks(parse(mesh).world_size).run(gradients, name, mesh, more):
-        assert right and found == pytest.approx(loss.item(), abs=1e-12)
+    for found, hits, gradient, right in ranks(parse(mesh).world_size).run(gradients, name, mesh, more):
+        assert right and hits == pytest.approx(expected_hits) and found == pytest.approx(loss.item(), abs=1e-12)
         for parameter_name, value in gradient.items():
             expected = model.get_parameter(config.owner(parameter_name)).grad
             assert expected is not None
@@ -120,7 +121,7 @@ def test_gradients_in_16_bits_are_those_of_one_process_up_to_rounding(
     config = MODELS[name]
     model, (x, sides, targets) = plain(config), sample(config, BATCH)
     token_loss(model(x, KEYS if config.stochastic else None, **sides), targets).backward()
-    for _, gradient, _ in ranks(2).run(gradients, name, mesh, {}, "bf16"):
+    for _, _, gradient, _ in ranks(2).run(gradients, name, mesh, {}, "bf16"):
         for parameter_name, value in gradient.items():
             expected = model.get_parameter(config.owner(parameter_name)).grad
             assert expected is not None
@@ -146,6 +147,10 @@ def test_masks_may_be_left_out_but_not_the_decoders_ids(alone: None) -> None:
             "cannot split the layers 'block' of bert_custom, whose parts only tp and \\+sp can split: leave \\+2d out",
         ),
         ("tp8", "tp8 does not divide the 4 heads of bert_custom: use tp2 or tp4"),
+        (
+            "pp1: embed=tp2, *=dp2",
+            "embed and head share embed.word_embeddings.weight, but their strategies are tp2 and dp2: ",
+        ),
         ("pp1: embed=fsdp2, *=dp2", "embed and head share embed.word_embeddings.weight, but their strategies are"),
     ],
 )

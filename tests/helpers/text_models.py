@@ -1,6 +1,7 @@
 """Small BERTs and T5s, their twins in transformers, and samples with padding."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +14,15 @@ from helpers.oracles import transformers
 from vitpar.models import model_config
 from vitpar.models.bert import foreign as bert_foreign
 from vitpar.models.bert.config import BertConfig
+from vitpar.models.config import IGNORED
 from vitpar.models.foreign import Renamed
 from vitpar.models.layers import Layer, LayeredModel
 from vitpar.models.t5 import foreign as t5_foreign
 from vitpar.models.t5.config import T5Config
+from vitpar.parallel.vocabulary import VocabularyPart, first_hits, token_losses
 
 TextModel = BertConfig | T5Config
-PADDED = -100
+PADDED = IGNORED
 """Target of a token that counts for nothing."""
 
 
@@ -143,3 +146,20 @@ def sample(config: TextModel, batch: int, seed: int = 0) -> tuple[Tensor, dict[s
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the tokens whose target is not `PADDED`."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDED)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Mean cross-entropy of the tokens whose target is not `PADDED`."""
+
+    measures: bool = False
+    """Whether to count the tokens whose target has the largest logit."""
+
+    def count(self, targets: Tensor) -> Tensor:
+        return (targets != PADDED).sum()
+
+    def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
+        return token_losses(outputs, targets, part).sum()
+
+    def measure(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor | None:
+        return first_hits(outputs, targets, part).sum().double()[None] if self.measures else None

@@ -9,8 +9,11 @@ import torch
 from helpers.collectives import Sent
 from helpers.modern_vits import modern_config
 from helpers.ranks import RankPool
+from helpers.text_models import TokenLoss, bert, t5
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
+from vitpar.models.layers import zero_sides
+from vitpar.models.loss import CrossEntropy
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
@@ -85,13 +88,19 @@ def sent(
 ) -> dict[str, int]:
     """Return the bytes a rank sends in its second step, by operation; runs on every rank."""
     plan = validate(replace(parse(mesh), microbatches=microbatches), config, BATCH)
-    model = parallelize(config, plan, Execution(BATCH, frozen=frozen), device)
+    of_text = len(config.output_shape) > 1
+    model = parallelize(
+        config, plan, Execution(BATCH, frozen=frozen), device, TokenLoss() if of_text else CrossEntropy()
+    )
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), matrices=config.hidden_matrices)
-    images = torch.randn(len(model.image_rows(BATCH)), config.channels, config.image_size, config.image_size)
-    labels = torch.zeros(BATCH, dtype=torch.int64)
+    images = torch.randn(len(model.image_rows(BATCH)), *config.input.shape)
+    labels = torch.zeros(BATCH, *config.output_shape[:-1], dtype=torch.int64)
+    sides = zero_sides(config, BATCH, "cpu")
+    images = images.long() if of_text else images
+    keys = torch.zeros(BATCH, dtype=torch.int64)
 
     def step() -> None:
-        model.forward_backward(images, labels, labels)
+        model.forward_backward(images, labels, keys, **sides)
         global_norm(optimizer.gradients(), model)
         optimizer.step(1e-3)
 
@@ -146,6 +155,19 @@ def test_priced_bytes_of_layerwise_plans_of_swin_match_the_bytes_sent(
     """Redistribution between layers depends on the tokens and features at their boundary."""
     head = validate(parse(mesh), SWIN, BATCH).strategies(SWIN.layer_names)["head"]
     check_bytes(SWIN, mesh, head, 1, ranks)
+
+
+WORDS = {"bert": bert(vocab_size=41), "t5": t5(vocab_size=43)}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"), [("bert", "tp4"), ("bert", "tp4+sp"), ("bert", "fsdp2xtp2+sp"), ("t5", "tp4"), ("t5", "tp4+sp")]
+)
+def test_priced_bytes_of_a_split_vocabulary_match_the_bytes_sent(
+    model: str, mesh: str, ranks: Callable[[int], RankPool]
+) -> None:
+    """The loss sends three numbers per token. The prices of sharded layers of T5 gather their tables, which are not."""
+    check_bytes(WORDS[model], mesh, parse(mesh).strategy, 2, ranks)
 
 
 PROBE, MIDDLE = frozenset(["embed", "blocks.0", "blocks.1", "blocks.2"]), frozenset(["embed", "blocks.0", "blocks.2"])

@@ -10,8 +10,9 @@ import torch
 from helpers.ranks import RankPool
 from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
+from vitpar.models.roles import chunk_range
 from vitpar.parallel import Execution, parallelize
-from vitpar.planner.cost.elements import chunk_length, layer_parameters
+from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.describe import PlanSummary, summarize
 from vitpar.sharded import to_local
 from vitpar.strategy import Plan, parse, place_of_rank, stage_layers, stages_of_rank, validate
@@ -78,8 +79,8 @@ def test_fsdp_splits_dim_0_and_fills_the_first_ranks() -> None:
 @pytest.mark.parametrize(
     ("length", "parts", "lengths"), [(8, 4, [2, 2, 2, 2]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (3, 1, [3])]
 )
-def test_chunk_length_matches_torch_chunk(length: int, parts: int, lengths: list[int]) -> None:
-    assert [chunk_length(length, parts, index) for index in range(parts)] == lengths
+def test_chunks_are_those_of_torch(length: int, parts: int, lengths: list[int]) -> None:
+    assert [len(chunk_range(length, parts, index)) for index in range(parts)] == lengths
     assert [len(part) for part in torch.empty(length).chunk(parts)] == [n for n in lengths if n]
 
 

@@ -78,7 +78,7 @@ class Part:
     tokens: int = 0
     """Tokens of a sample that the module computes; 0 if it computes none."""
     width: int = 0
-    """Features of these tokens, for modules without parameters."""
+    """Features of these tokens, for modules without parameters and embeddings of token ids."""
     stacked: tuple[int, ...] = ()
     """Rows of each map in a group of rows, for several linear maps that are stored as one; the weight is such groups,
     one after another. () for a single map."""
@@ -92,7 +92,7 @@ class Part:
     def product(self) -> tuple[int, int] | None:
         """Return the features that a linear layer (takes, gives); None for anything else."""
         weight = self.shapes.get("weight", ())
-        return (weight[1], weight[0]) if len(weight) == 2 else None
+        return (weight[1], weight[0]) if len(weight) == 2 and self.role != "vocabulary_embedding" else None
 
     @property
     def flops(self) -> int:

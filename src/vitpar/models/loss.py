@@ -14,7 +14,13 @@ from vitpar.models.config import IGNORED
 
 
 class Loss(Protocol):
-    """A sum over samples divided by a number that all ranks agree on, whatever micro-batches and ranks hold."""
+    """A sum over samples divided by a number that all ranks agree on, whatever micro-batches and ranks hold.
+
+    Outputs are float32 or float64; logits of tokens [batch, tokens, vocabulary] are in the type in which the model
+    computes. Where tensor parallelism splits the vocabulary (``ParallelModel.vocabulary``), `total` and `measure` get
+    this rank's part of the logits and as third argument a ``vitpar.parallel.vocabulary.VocabularyPart``. They return
+    the sums over the complete vocabulary, as `token_losses` of that module does.
+    """
 
     def count(self, targets: Tensor) -> int | Tensor:
         """Return the number that the sum over a step is divided by. targets: those of the complete batch."""

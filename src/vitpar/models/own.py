@@ -28,6 +28,7 @@ from vitpar.models.config import ModelConfig, check_ranges
 from vitpar.models.description import LayerDescription, Part, TensorSpec, block_name
 from vitpar.models.families import FAMILIES
 from vitpar.models.role_names import role_of
+from vitpar.models.text import MODES
 from vitpar.own_files import load_class
 from vitpar.text import shown
 
@@ -170,16 +171,20 @@ def _described(config: OwnModel, name: str, taken: TensorSpec | None, last: bool
         gives,
         parts,
         divisible=_divisible(parts),
-        # Under sp the head has to gather the samples, since every rank needs all logits of its group.
-        modes=tuple(
-            mode
-            for mode in layer.TENSOR_MODES
-            if not last or mode == "1d" or any(part.role in ("pooled", "gathered") for part in parts)
-        ),
+        modes=tuple(mode for mode in layer.TENSOR_MODES if _computes(parts, mode, last)),
         other_flops=max(0, flops // batch - linear),
         saved=saved // batch,
         last=last,
     )
+
+
+def _computes(parts: tuple[Part, ...], mode: str, last: bool) -> bool:
+    """Return whether a layer with these parts is correct under a tensor-parallel mode."""
+    roles = {part.role for part in parts}
+    if mode not in MODES and roles & {"vocabulary_embedding", "vocabulary_output"}:
+        return False
+    # Under sp the head has to gather the samples, since every rank needs all logits of its group.
+    return not last or mode == "1d" or bool(roles & {"pooled", "gathered", "vocabulary_output"})
 
 
 def _traced(
@@ -225,7 +230,10 @@ def _parts(layer: Layer, inputs: Mapping[str, tuple[int, ...]], batch: int, wher
             shapes = {key: tuple(p.shape) for key, p in modules[name].named_parameters(recurse=False)}
             for key in shapes:
                 left.pop(f"{name}.{key}", None)
-            yield Part(name, role, shapes, *_tokens(inputs.get(name), batch))
+            taken = inputs.get(name)
+            if role == "vocabulary_embedding" and taken:
+                taken = *taken, shapes["weight"][1]  # as many tokens as ids
+            yield Part(name, role, shapes, *_tokens(taken, batch))
         else:
             raise ModelError(f"{where} has no '{shown(name)}', which its TENSOR_PARALLEL names: correct the name")
     owners: dict[str, dict[str, tuple[int, ...]]] = {}

@@ -15,6 +15,8 @@ in the table.
 | 1d      | row    | S2     | S1     |                     | P      | all-reduce          | R              |
 | 1d +sp  | column | S0     | S0     | gather batch        | S2     |                     | S2             |
 | 1d +sp  | row    | S2     | S1     |                     | P      | reduce-scatter      | S0             |
+| 1d      | words  | R      | S0     |                     | P      | all-reduce          | R              |
+| 1d +sp  | words  | S0     | S0     | gather batch (ids)  | P      | reduce-scatter      | S0             |
 | 2d 2.5d | both   | S2     | S0     | gather features     | S2     |                     | S2             |
 | 3d j, k | column | S0, S2 | S0, S1 | gather batch over j | S2, P  | reduce-scatter on k | S2, S0         |
 | 3d j, k | row    | S2, S0 | S1, S0 | gather batch over k | P, S2  | reduce-scatter on j | S0, S2         |
@@ -24,6 +26,10 @@ in the table.
 - Norms of split features all-reduce their statistics: DTensor's ``layer_norm`` would all-gather the features.
 - A parameter that is replicated along an axis whose ranks see different samples or heads has a partial gradient there
   (`TensorRole.sums`), which is summed once per step.
+- Words are embeddings of token ids (`vocabulary_embedding`). Their output (`vocabulary_output`) is a column layer whose
+  split logits go to the loss, which sends a few numbers per token (``vitpar.parallel.vocabulary``).
+- A vocabulary need not divide: DTensors split rows as torch.chunk does, and only the weights know it. Padding would
+  have to be removed from losses, counts and checkpoints.
 - Tables are in no row: every rank of the world keeps them complete, and their gradients are summed over the world
   (``vitpar.parallel.shared``).
 """
@@ -53,6 +59,8 @@ ROLES = {
     "classifier": "linear layer to classes, split over the features that it takes, so that classes need not divide",
     "gathered": "place before a linear layer with the role output, as pooled, but for all tokens at once",
     "output": "linear layer to logits of every token, which every rank computes for all samples",
+    "vocabulary_embedding": "embedding of token ids, of which every rank has the rows of a part of the ids",
+    "vocabulary_output": "last linear layer to logits of every token, of which every rank has a part of the ids",
     "table": "small parameter [heads, …] that every rank keeps complete, and of which it uses the rows of its heads",
     "other": "anything else, which only 1d and +sp support",
 }
@@ -98,10 +106,12 @@ GATHER_BATCH = Exchange("all_gather", for_input="reduce_scatter", for_weights="a
 GATHER_FEATURES = replace(GATHER_BATCH, dim=-1)
 GATHER_POOLED = Exchange("all_gather", dim=0)
 GATHER_TOKENS = Exchange("all_gather", dim=0)
+GATHER_IDS = Exchange("all_gather", dim=0)
 STATISTICS = Exchange("all_reduce", for_input="all_reduce")
 # After a product.
 SUM = Exchange("all_reduce")
 SCATTER = Exchange("reduce_scatter", backward="all_gather")
+SCATTER_WORDS = Exchange("reduce_scatter", for_weights="all_gather")  # ids have no gradient
 
 
 class Message(NamedTuple):
@@ -175,6 +185,8 @@ TABLE: dict[str, dict[str, TensorRole]] = {
         "inner_norm": _norm("j"),
         "merge": _OF_WHOLE,
         "classifier": _OF_WHOLE,
+        "vocabulary_embedding": TensorRole("VocabularyEmbedding", {"j": 0}, after=Message(SUM, "j")),
+        "vocabulary_output": TensorRole("VocabularyOutput", {"j": 0}, {"j": 0}, before=Message(COPY, "j")),
     },
     "sp": {
         "column": TensorRole("ColumnLinear", {"j": 0}, {"j": 0}, before=Message(GATHER_BATCH, "j")),
@@ -185,6 +197,10 @@ TABLE: dict[str, dict[str, TensorRole]] = {
         "pooled": TensorRole("GatherPooled", before=Message(GATHER_POOLED, "j")),
         "gathered": TensorRole("GatherPooled", before=Message(GATHER_TOKENS, "j")),
         "classifier": _OF_WHOLE,
+        "vocabulary_embedding": TensorRole(
+            "VocabularyEmbedding", {"j": 0}, before=Message(GATHER_IDS, "j"), after=Message(SCATTER_WORDS, "j")
+        ),
+        "vocabulary_output": TensorRole("VocabularyOutput", {"j": 0}, {"j": 0}, before=Message(GATHER_BATCH, "j")),
     },
     "2d": _2D,
     "2.5d": _2D,
@@ -205,6 +221,12 @@ TABLE: dict[str, dict[str, TensorRole]] = {
 complete gradients on every rank."""
 UNSPLIT = TensorRole()
 """Row of the roles that a mode leaves out."""
+
+
+def chunk_range(length: int, parts: int, index: int) -> range:
+    """Return the indices in chunk `index` of `parts`, as torch.chunk splits: full ones first, the last may be empty."""
+    full = -(-length // parts)
+    return range(min(length, index * full), min(length, (index + 1) * full))
 
 
 @dataclass(frozen=True)

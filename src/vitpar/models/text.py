@@ -14,6 +14,9 @@ MODES = ("1d", "sp")
 """Tensor-parallel modes of these families. 2d, 2.5d and 3d split the features of tokens, which word embeddings that are
 tied to the output do not support."""
 
+LOSS_CHUNK = 2**23
+"""Most logits whose exponentials the loss has in float32 at once (``vitpar.parallel.vocabulary``): 32 MiB."""
+
 
 class TextConfig(ModelConfig):
     """Model that takes token ids [batch, tokens] and gives logits [batch, tokens, vocabulary].
@@ -53,6 +56,11 @@ def padding_mask(tokens: int) -> SideInput:
 def embedding(name: str, rows: int, width: int) -> Part:
     """Return the description of a table of embeddings, which multiplies nothing."""
     return Part(name, "other", {"weight": (rows, width)})
+
+
+def words(rows: int, width: int, tokens: int) -> Part:
+    """Return the description of the embedding of token ids. tokens: those of a sample."""
+    return Part("word_embeddings", "vocabulary_embedding", {"weight": (rows, width)}, tokens, width)
 
 
 def refuse_missing(name: str, options: Mapping[str, Any], needed: set[str]) -> None:

@@ -36,19 +36,23 @@ class TextLayer(Layer):
         return drop(x, at_place(keys, self.place + use), self.dropout, whole_sample=False)
 
 
-class Embedding(nn.Embedding):
-    """Embedding that gets an accurate gradient in 16 bits, on CPUs too.
+def embedded(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows `ids` of `weight`, whose gradient is accurate in 16 bits, on CPUs too.
 
     upstream: on CPUs, torch's backward of ``embedding`` adds up the gradients of an id in 16 bits, token after token.
     With 4,096 tokens of one id, bfloat16 loses half of the sum.
     """
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return F.embedding(ids, weight)
+    return F.embedding(ids, weight.float()).to(weight.dtype)
+
+
+class Embedding(nn.Embedding):
+    """Embedding that gets an accurate gradient in 16 bits (`embedded`)."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: int64 [batch, tokens] -> [batch, tokens, width]."""
-        weight = self.weight
-        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
-            return super().forward(ids)
-        return F.embedding(ids, weight.float()).to(weight.dtype)
+        return embedded(ids, self.weight)
 
 
 class TokenLogits(nn.Linear):

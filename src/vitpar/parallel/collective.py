@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 _ops = torch.ops._c10d_functional
 
 
-def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum over the ranks. Not differentiable."""
-    return finish(start_all_reduce(x, group), group)
+def all_reduce(x: Tensor, group: ProcessGroup, operation: str = "sum") -> Tensor:
+    """Return the sum over the ranks, or with another `operation` the max or min. Not differentiable."""
+    return finish(start_all_reduce(x, group, operation), group)
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -33,9 +33,9 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 # computed in between overlaps with the communication, in eager mode: the compiler may move either of them.
 
 
-def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Start the sum over the ranks."""
-    return x if group.size() == 1 else _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+def start_all_reduce(x: Tensor, group: ProcessGroup, operation: str = "sum") -> Tensor:
+    """Start the sum over the ranks, or another `operation`."""
+    return x if group.size() == 1 else _ops.all_reduce(x.contiguous(), operation, group.group_name)
 
 
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from vitpar.parallel.mesh import data_mesh, partial_group, size
-from vitpar.sharded import to_local
+from vitpar.sharded import sharded_as, to_local
 from vitpar.strategy.execution import LayerExecution
 
 BUCKET_MB = 4.0
@@ -112,9 +111,7 @@ class GradientSum:
             # From here on the gradients are views of the message, so that the memory backward wrote to is freed at
             # once and the result needs no copy.
             for parameter, part in zip(self._parameters, self._parts(), strict=True):
-                if isinstance(parameter, DTensor):
-                    part = DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False)
-                parameter.grad = part
+                parameter.grad = sharded_as(parameter, part)
 
     def _parts(self) -> list[Tensor]:
         """Return views of the message in the shapes of the local parameters."""

@@ -21,7 +21,9 @@ from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.loss import Loss
+from vitpar.models.roles import chunk_range
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
+from vitpar.parallel.mesh import tensor_mesh
 from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import (
     StageModule,
@@ -33,6 +35,7 @@ from vitpar.parallel.pipeline import (
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
+from vitpar.parallel.vocabulary import VocabularyPart, complete_logits
 from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, output_layout, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
@@ -88,7 +91,15 @@ class ParallelModel:
         strategies = tuple(plan.strategies(config.layer_names).values())
         self._images, self._outputs = image_layout(strategies[0]), output_layout(strategies[-1])
         self._stage_rank = pipe.get_local_rank("stage")
-        self._sample_replicas = len(copies(self._outputs, self._stage_rank))  # ranks that compute the same outputs
+        self._sample_replicas = len(copies(self._outputs, self._stage_rank))  # ranks that compute the same samples
+        self._features = range(config.output_shape[-1])
+        self.vocabulary: VocabularyPart | None = None
+        """This rank's part of the vocabulary, where outputs are logits that tensor parallelism splits."""
+        head = config.last_layer
+        axes = tensor_mesh(meshes[head.name]) if self.gives_outputs else None
+        if axes is not None and any(part.role == "vocabulary_output" for part in head.parts):
+            self._features = chunk_range(len(self._features), axes.size(), axes.get_local_rank())
+            self.vocabulary = VocabularyPart(self._features.start, axes.get_group())
         self._boundaries = tuple(config.layers[names[-1]].gives for names in stage_layers(config, plan))
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -161,18 +172,23 @@ class ParallelModel:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss summed over this rank's samples, over the number for the global batch, times `loss_scale`.
 
-        outputs: the head's, [this rank's rows, features].
+        Collective over the ranks of `vocabulary`.
+
+        outputs: the head's, [this rank's rows, features], or [rows, tokens, this rank's part of the vocabulary].
         targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``).
         """
         rows = self._outputs[self._stage_rank].row_range(len(targets))
-        # Not in 16 bits: the sum over classes and samples would lose precision.
-        wide = outputs if outputs.dtype is torch.float64 else outputs.float()
+        if outputs.ndim < 3 and outputs.dtype is not torch.float64:
+            # Not in 16 bits: the sum over classes and samples would lose precision. Logits of tokens are large: their
+            # loss converts them in parts.
+            outputs = outputs.float()
         here = targets[rows.start : rows.stop]
+        part = () if self.vocabulary is None else (self.vocabulary,)
         with torch.no_grad():
-            sums = self._loss.measure(wide, here)
+            sums = self._loss.measure(outputs, here, *part)
             if sums is not None:
                 self._measured = sums if self._measured is None else self._measured + sums
-        mean = self._loss.total(wide, here) / self._count
+        mean = self._loss.total(outputs, here, *part) / self._count
         return mean * self.loss_scale if self._scales else mean
 
     def forward_backward(
@@ -281,6 +297,8 @@ class ParallelModel:
     def predict(self, images: Tensor | None, batch: int, **sides: Tensor) -> Tensor | None:
         """Outputs of this rank's `output_rows` [rows, …] in evaluation mode, or None where not `gives_outputs`.
 
+        Logits are those of this rank's part of the `vocabulary`, if it is split: `complete` gathers them.
+
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
         any multiple of `smallest_batch`. sides: as in `forward_backward`. Raises ModelError for missing ones.
         """
@@ -292,6 +310,12 @@ class ParallelModel:
             # Only sends of earlier batches: the next batch may start while this one's are still under way.
             self._sent.popleft()[0].wait()
         return x if self.gives_outputs else None
+
+    def complete(self, outputs: Tensor) -> Tensor:
+        """Return outputs of `predict` with the logits of all ids. Collective over the ranks of `vocabulary`."""
+        if self.vocabulary is None:
+            return outputs
+        return complete_logits(outputs, self.config.output_shape[-1], self.vocabulary)
 
     def _as_input(self, x: Tensor | None) -> Tensor | None:
         """Return the model's input in the precision of the model, unless it has a data type of its own."""
@@ -396,7 +420,11 @@ class ParallelModel:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""
         c, n, dtype = self.config, self.batch.microbatch_rows, self.precision.compute
         takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), *c.input.shape)
-        gives: tuple[int, ...] = (len(self._outputs[self._stage_rank].row_range(n)), *c.output_shape)
+        gives: tuple[int, ...] = (
+            len(self._outputs[self._stage_rank].row_range(n)),
+            *c.output_shape[:-1],
+            len(self._features),
+        )
         taken = dtype if c.input.dtype is None else getattr(torch, c.input.dtype)
         if index > 0:
             takes, taken = self._token_shape(index - 1, n), dtype

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -32,8 +33,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from vitpar.errors import StrategyError
 from vitpar.models.description import LayerDescription, Part
 from vitpar.models.role_names import role_of
-from vitpar.models.roles import AXES, COPY, SUM, TABLE, UNSPLIT, TensorRole
+from vitpar.models.roles import AXES, COPY, SUM, TABLE, UNSPLIT, TensorRole, chunk_range
+from vitpar.models.text_layers import embedded
 from vitpar.parallel.collective import (
+    all_gather,
     gather_from_tp_region,
     reduce_from_tp_region,
     reduce_scatter_to_tp_region,
@@ -58,6 +61,8 @@ class SplitModule(Protocol):
     """Epsilon of a norm."""
     float8: Fast
     """Which float8 products are fast. Only set if the layer multiplies in float8."""
+    first_id: int
+    """First row of the weight that this rank has. Only set for a split vocabulary."""
     tensor_mesh: DeviceMesh
     """Tensor-parallel axes: j, or j and k."""
     tensor_role: TensorRole
@@ -104,10 +109,43 @@ def _gather_pooled(module: SplitModule, x: Tensor) -> Tensor:
     return gather_from_tp_region(x, 0, _group(module, "j"))
 
 
+def _vocabulary_embedding(module: SplitModule, ids: Tensor) -> Tensor:
+    """Embed token ids: each rank those of its rows, and 0 for others, which add up to the embeddings of all."""
+    before, after = module.tensor_role.before, module.tensor_role.after
+    assert after is not None, "the ranks' embeddings are summed"
+    if before is not None:
+        ids = all_gather(ids.int(), 0, _group(module, before.axis))  # half of the bytes of int64
+    weight, ids = to_local(module.weight), ids - module.first_id
+    outside = (ids < 0) | (ids >= len(weight))
+    x = embedded(ids.masked_fill(outside, 0), weight).masked_fill(outside[..., None], 0.0)
+    into = reduce_from_tp_region if after.exchange is SUM else reduce_scatter_to_tp_region
+    return into(x, _group(module, after.axis))
+
+
+def _vocabulary_output(module: SplitModule, x: Tensor) -> Tensor:
+    """Compute the logits of this rank's part of the vocabulary, for all samples of the group."""
+    before = module.tensor_role.before
+    assert before is not None, "the gradient of the input is summed"
+    weight, bias = to_local(module.weight), None if module.bias is None else to_local(module.bias)
+    group, rows = _group(module, before.axis), x.flatten(0, -2)
+    if before.exchange is COPY:
+        logits = column_linear(rows, weight, bias, group)
+    else:
+        logits = gathered_linear(rows, weight, 0, group)
+        if bias is not None:
+            logits.add_(bias)  # in place: logits are large
+    inner = x.shape[1:-1]
+    # Independent of `logits`, as in ``vitpar.models.text_layers.TokenLogits``.
+    whole: Tensor = torch.ops.aten._unsafe_view(logits, [len(logits) // inner.numel(), *inner, logits.shape[1]])
+    return whole
+
+
 FORWARDS = {
     **dict.fromkeys(("ColumnLinear", "RowLinear", "Linear2D", "Linear3D", "OwnFeatures"), _linear),
     "SplitNorm": _norm,
     "GatherPooled": _gather_pooled,
+    "VocabularyEmbedding": _vocabulary_embedding,
+    "VocabularyOutput": _vocabulary_output,
 }
 """Forwards by the style's name. With other styles a module keeps its own."""
 
@@ -135,6 +173,9 @@ class TensorStyle(ParallelStyle):
                 _place(module, name, parameter, [axes.get(axis) for axis in AXES[self.mode]], device_mesh)
         if self.role is not None and (forward := FORWARDS.get(self.role.style)) is not None:
             module.tensor_mesh, module.tensor_role = device_mesh, self.role  # type: ignore[assignment]
+            if forward is _vocabulary_embedding:
+                rows = module.get_parameter("weight").shape[0]
+                module.first_id = chunk_range(rows, device_mesh.size(), device_mesh.get_local_rank()).start  # type: ignore[assignment]
             # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
             # would make a graph for each.
             module.forward = MethodType(forward, module)

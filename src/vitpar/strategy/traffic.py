@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vitpar.models.description import LayerDescription, Part
-from vitpar.models.roles import GATHER_POOLED, STATISTICS, TABLE, UNSPLIT, Message, TensorRole
+from vitpar.models.roles import GATHER_IDS, GATHER_POOLED, STATISTICS, TABLE, UNSPLIT, Message, TensorRole
 from vitpar.strategy.layer import Strategy
 
 
@@ -44,6 +44,7 @@ NO_TRAFFIC: Traffic = Counter()
 def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tuple[Traffic, Traffic]:
     """Return the communication of one rank for a micro-batch of `rows` images per stage, as (forward, backward).
 
+    That of the loss of a split vocabulary is part of the last layer's. What a loss measures besides is left out.
     Weights are not counted, nor partial gradients of biases and norms, which are summed once per step.
     """
     side = dict(strategy.tensor_shape)["j"]
@@ -59,14 +60,32 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
         # The lowest trained layer begins with a norm, whose input needs no gradient.
         if layer.backward != "weights" or number > 0 or part.role != "norm":
             backward += sent.for_input
-        last = sent.last if part.product else None if part.role in ("scale", "norm") else last
+        last = (
+            sent.last
+            if part.product or part.role == "vocabulary_embedding"
+            else None
+            if part.role in ("scale", "norm")
+            else last
+        )
+    loss = _loss_traffic(layer, strategy, rows // strategy.data_parallel)
     if layer.backward == "nothing":
-        return forward, Counter()
+        return forward + loss, Counter()
     # Full checkpointing repeats the communication of forward. Nothing in backward needs the result of the last
     # collective, so recomputation stops before it, unless a factor or a norm follows. The selective policy keeps the
     # results of communication and repeats none.
     again = forward - Counter([last] if last else []) if strategy.checkpoint == "full" else Counter[Collective]()
-    return forward, backward + again
+    return forward + loss, backward + again
+
+
+def _loss_traffic(layer: LayerDescription, strategy: Strategy, images: int) -> Traffic:
+    """Return the traffic of a loss whose vocabulary is split: the largest logit of a token, then two sums.
+
+    images: those of a tensor group.
+    """
+    side = dict(strategy.tensor_shape)["j"]
+    tokens = sum(images * part.tokens for part in layer.parts if layer.last and part.role == "vocabulary_output")
+    sizes = (tokens, 2 * tokens) if tokens else ()
+    return Counter({Collective("all_reduce", "j", side, elements): 1 for elements in sizes})
 
 
 class Beside(NamedTuple):
@@ -142,6 +161,8 @@ def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: 
     """
     if message.exchange is GATHER_POOLED:
         return images * part.width, part.tokens
+    if message.exchange is GATHER_IDS:
+        return tokens, 1
     if message.exchange is STATISTICS:  # an RMSNorm has one number; backward sends both in one message
         numbers = 2 if "bias" in part.shapes else 1
         return (tokens, numbers) if purpose == "forward" else (numbers * tokens, 1)

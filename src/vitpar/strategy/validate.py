@@ -9,7 +9,7 @@ from typing import Protocol
 
 from vitpar.errors import StrategyError
 from vitpar.models.description import LayerDescription, block_name, layer_of
-from vitpar.models.roles import parameter_splits
+from vitpar.models.roles import chunk_range, parameter_splits
 from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
 from vitpar.strategy.layer import Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
@@ -116,6 +116,12 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
         fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
         why = ", whose parts only tp and +sp can split" if layer.modes == ("1d", "sp") else ""
         return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}{why}", fix
+    for rows in (part.shapes["weight"][0] for part in layer.parts if part.role.startswith("vocabulary_")):
+        if tp > 1 and not chunk_range(rows, side, side - 1):
+            return (
+                f"tp{tp} leaves a rank without any of the {count(rows, 'token id')} of {owner}",
+                "use a smaller degree",
+            )
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
         shapes = [layer.takes, None if layer.last else layer.gives]

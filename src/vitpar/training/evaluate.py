@@ -93,10 +93,16 @@ def evaluate(
             samples += (given.labels != IGNORED).sum()
             outputs = model.predict(given.images, len(given.labels), **given.sides)
             mine = None
-            if model.first_of_outputs:
+            if model.first_of_outputs or model.vocabulary is not None:
                 assert outputs is not None
-                mine = outputs.double()
-                sums += task.sums(mine, given.targets[rows])
+                # Logits of tokens are large: their task converts them in parts.
+                mine = outputs if outputs.ndim > 2 else outputs.double()
+                part = () if model.vocabulary is None else (model.vocabulary,)
+                # All ranks that have a part of the vocabulary compute the sums together, and only one counts.
+                found = task.sums(mine, given.targets[rows], *part)
+                sums += found if model.first_of_outputs else 0
+                complete = mine if predicted is None else model.complete(mine)
+                mine = complete if model.first_of_outputs else None
             if predicted is not None:
                 first = (number - 1) * model.batch_size
                 predictions = _predictions(task, mine, rows, given.labels, first)

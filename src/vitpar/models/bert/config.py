@@ -14,7 +14,6 @@ from vitpar.models.config import Rules, check_ranges, from_torch_module
 from vitpar.models.description import (
     AttentionShape,
     LayerDescription,
-    Part,
     SideInput,
     TensorSpec,
     block_name,
@@ -22,7 +21,7 @@ from vitpar.models.description import (
     norm,
     parameter,
 )
-from vitpar.models.text import MODES, TextConfig, embedding, padding_mask, refuse_missing
+from vitpar.models.text import MODES, TextConfig, embedding, padding_mask, refuse_missing, words
 from vitpar.text import shown
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class BertConfig(TextConfig):
     def describe(self) -> tuple[LayerDescription, ...]:
         d, h, s, shape = self.embed_dim, self.mlp_hidden_dim, self.tokens, TensorSpec(self.tokens, self.embed_dim)
         embed = (
-            embedding("word_embeddings", self.vocab_size, d),
+            words(self.vocab_size, d, s),
             parameter("pos_embed", "token", 1, self.positions, d),
             embedding("token_type_embeddings", self.token_types, d),
             norm("norm", d, s),
@@ -149,8 +148,7 @@ class BertConfig(TextConfig):
         head = (
             linear("dense", "other", d, d, s),
             norm("norm", d, s),
-            Part("gathered", "gathered", tokens=s, width=d),
-            linear("fc", "output", d, self.vocab_size, s),
+            linear("fc", "vocabulary_output", d, self.vocab_size, s),
         )
         attention = AttentionShape(s, self.num_heads, self.head_dim)
         divisible = {"head": self.num_heads, "hidden feature": h}

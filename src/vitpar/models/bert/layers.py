@@ -85,12 +85,11 @@ class Head(Layer):
         super().__init__()
         self.dense = nn.Linear(config.embed_dim, config.embed_dim)
         self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
-        self.gathered = nn.Identity()  # a place for collectives
         self.fc = TokenLogits(config.embed_dim, config.vocab_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, tokens, vocabulary]."""
-        return self.fc(self.gathered(self.norm(F.gelu(self.dense(x)))))
+        return self.fc(self.norm(F.gelu(self.dense(x))))
 
 
 def build_layer(config: BertConfig, name: str) -> Layer:

@@ -14,7 +14,7 @@ from vitpar.models.description import (
     norm,
     parameter,
 )
-from vitpar.models.text import MODES, embedding
+from vitpar.models.text import MODES, words
 
 if TYPE_CHECKING:
     from vitpar.models.t5.config import T5Config
@@ -25,7 +25,9 @@ def describe(config: T5Config) -> tuple[LayerDescription, ...]:
     c = config
     after = c.depth + 1
     return (
-        LayerDescription("embed", "embed", None, _encoded(c), (_words(c),), modes=MODES),
+        LayerDescription(
+            "embed", "embed", None, _encoded(c), (words(c.vocab_size, c.embed_dim, c.tokens),), modes=MODES
+        ),
         *(_encoder_block(c, index) for index in range(c.depth)),
         _dec_embed(c),
         *(_decoder_block(c, index) for index in range(after, after + c.decoder_depth)),
@@ -39,10 +41,6 @@ def _encoded(c: T5Config) -> TensorSpec:
 
 def _both(c: T5Config) -> TensorSpec:
     return TensorSpec(c.tokens + c.decoder_tokens, c.embed_dim)
-
-
-def _words(c: T5Config) -> Part:
-    return embedding("word_embeddings", c.vocab_size, c.embed_dim)
 
 
 def _self_attention(c: T5Config, tokens: int) -> tuple[Part, ...]:
@@ -80,7 +78,7 @@ def _encoder_block(c: T5Config, index: int) -> LayerDescription:
 
 
 def _dec_embed(c: T5Config) -> LayerDescription:
-    parts = (norm("norm", c.embed_dim, c.tokens, bias=False), _words(c))
+    parts = (norm("norm", c.embed_dim, c.tokens, bias=False), words(c.vocab_size, c.embed_dim, c.decoder_tokens))
     return LayerDescription(
         block_name(c.depth), "dec_embed", _encoded(c), _both(c), parts, group="dec_embed", modes=MODES
     )
@@ -114,8 +112,7 @@ def _head(c: T5Config) -> LayerDescription:
     s = c.decoder_tokens
     parts = (
         norm("norm", c.embed_dim, s, bias=False),
-        Part("gathered", "gathered", tokens=s, width=c.embed_dim),
-        linear("fc", "output", c.embed_dim, c.vocab_size, s, bias=False),
+        linear("fc", "vocabulary_output", c.embed_dim, c.vocab_size, s, bias=False),
     )
     return LayerDescription("head", "head", _both(c), TensorSpec(s, c.vocab_size), parts, modes=MODES, last=True)
 

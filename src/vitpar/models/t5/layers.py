@@ -226,13 +226,12 @@ class Head(TextLayer):
         super().__init__(len(config.layer_names) - 1, config.dropout)
         self.decoder_tokens, self.scale = config.decoder_tokens, config.embed_dim**-0.5 if config.tied else None
         self.norm = _norm(config)
-        self.gathered = nn.Identity()  # a place for collectives
         self.fc = TokenLogits(config.embed_dim, config.vocab_size, bias=False)
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, tokens, width] -> [batch, the decoder's tokens, vocabulary]."""
         x = self.dropped(self.norm(x[:, -self.decoder_tokens :]), keys, 0)
-        return self.fc(self.gathered(x if self.scale is None else x * self.scale))
+        return self.fc(x if self.scale is None else x * self.scale)
 
 
 def build_layer(config: T5Config, name: str) -> Layer:

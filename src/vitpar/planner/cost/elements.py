@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription
-from vitpar.models.roles import parameter_splits
+from vitpar.models.roles import chunk_range, parameter_splits
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import mesh_axes, place, sharding_axes
 
@@ -44,12 +44,6 @@ def layer_parameters(config: ModelConfig, plan: Plan, stage_rank: int = 0) -> di
     }
 
 
-def chunk_length(length: int, parts: int, index: int) -> int:
-    """Return the length of chunk `index` of `parts` as torch.chunk splits: full chunks first, the last may be empty."""
-    full = -(-length // parts)
-    return max(0, min(full, length - index * full))
-
-
 @lru_cache(maxsize=2**16)
 def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int = 0) -> LayerElements:
     """Return the element counts of a layer; `stage_rank` as in `layer_parameters`."""
@@ -63,10 +57,10 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
         shape = list(split.shape)
         for axis, dim in split.axes.items():
             if axis in sizes:
-                shape[dim] = chunk_length(shape[dim], sizes[axis], at[axis])
+                shape[dim] = len(chunk_range(shape[dim], sizes[axis], at[axis]))
         compute_numel += math.prod(shape)
         if not split.complete:
-            shape[0] = chunk_length(shape[0], shards, shard)
+            shape[0] = len(chunk_range(shape[0], shards, shard))
         local_numel += math.prod(shape)
         for axis in split.sums:
             if axis in sizes:

@@ -31,9 +31,10 @@ def normed_elements(part: Part) -> int:
     return part.tokens * part.shapes["weight"][0]
 
 
-def logits_elements(layer: LayerDescription) -> int:
+def logits_elements(layer: LayerDescription, strategy: Strategy) -> float:
     """Return the logits of one row that a last layer gives for every token; 0 for those of a classifier."""
-    return layer.gives.elements if layer.last and layer.gives.tokens > 1 else 0
+    split = strategy.degree("tp") if of_role(layer, "vocabulary_output") else 1
+    return layer.gives.elements / split if layer.last and layer.gives.tokens > 1 else 0
 
 
 def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> Iterator[float]:

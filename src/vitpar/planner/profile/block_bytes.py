@@ -36,8 +36,9 @@ def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
         normed = sum(map(normed_elements, of_role(layer, "norm")))
         forward = (4 * layer.gives.elements + 3 * normed) / parts
     elif layer.last:
-        # The loss converts logits to float32 and computes logarithms of probabilities, and backward their gradients.
-        forward = 3 * (layer.takes or layer.gives).elements / parts + 5 * logits_elements(layer)
+        # The loss reads logits for their largest one and for differences to it, of which it computes exponentials and
+        # their sum in float32. Backward computes them again, and gradients. In 16 bits that is 20 passes in all.
+        forward = 3 * (layer.takes or layer.gives).elements / parts + 20 / 3 * logits_elements(layer, strategy)
     else:
         rows, merges = of_role(layer, "row"), of_role(layer, "merge")
         forward = sum(4 * given_elements(part) / parts + 2 * taken_elements(part) / t for part in rows)

@@ -17,6 +17,7 @@ from vitpar.errors import PlannerError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape, LayerDescription
 from vitpar.models.families import config_to_json
+from vitpar.models.text import LOSS_CHUNK
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
     given_elements,
@@ -108,17 +109,22 @@ class _Counts:
     """Elements kept for backward."""
     workspace: float
     """Transient elements on top of `saved`."""
-    logits: int = 0
-    """Logits for every token, of which the loss keeps logarithms of probabilities; 0 for a classifier's, which are few.
-    """
+    logits: float = 0
+    """Logits for every token, which the loss keeps, and whose gradients are transient; 0 for a classifier's, which are
+    few."""
+
+    @property
+    def fixed(self) -> float:
+        """Transient bytes for any number of rows: the loss's exponentials, in float32 and in chunks."""
+        return 4 * LOSS_CHUNK if self.logits else 0
 
     def saved_bytes(self, itemsize: int) -> float:
         """Return the bytes kept for backward. itemsize: those of an element."""
-        return self.saved * itemsize + self.logits * max(4, itemsize)
+        return (self.saved + self.logits) * itemsize
 
     def workspace_bytes(self, itemsize: int) -> float:
-        """Return the transient bytes on top of `saved_bytes`. The loss has logits or their gradients in float32 too."""
-        return self.workspace * itemsize + self.logits * (itemsize + max(4, itemsize))
+        """Return the transient bytes on top of `saved_bytes` and `fixed`."""
+        return (self.workspace + self.logits) * itemsize
 
 
 def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
@@ -211,7 +217,9 @@ def estimate_model(
                             saved=Bytes(fixed=0, per_row=counts.saved_bytes(size)),
                             # A weight's gradient is transient until it is accumulated. The largest weight of a block
                             # has about a third of its elements.
-                            workspace=Bytes(fixed=elements / 3 * size, per_row=counts.workspace_bytes(size)),
+                            workspace=Bytes(
+                                fixed=elements / 3 * size + counts.fixed, per_row=counts.workspace_bytes(size)
+                            ),
                         )
                     )
             moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
@@ -326,7 +334,7 @@ def _counts(
     if layer.last:
         taken = (layer.takes or layer.gives).elements / parts
         normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
-        return _Counts(products, 0.0, 2 * normed, taken, logits_elements(layer))
+        return _Counts(products, 0.0, 2 * normed, taken, logits_elements(layer, strategy))
     kept = sum(kept_elements(layer, strategy, "none")) if layer.saved is None else layer.saved / t
     space = transient_elements(layer, strategy)
     if policy != "none":
@@ -356,7 +364,7 @@ def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: flo
                 yield _Product(part.flops / t, taken / outer, given / inner, float8)
             case "output":
                 yield _Product(part.flops, taken, given, float8)
-            case "classifier":
+            case "classifier" | "vocabulary_output":
                 yield _Product(part.flops / t, taken, given / t, float8)
             case "merge":
                 yield _Product(part.flops / t, taken / t, given / parts, float8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitpar.errors import DeviceMemoryError, UserError
-from vitpar.planner import out_of_memory
+from vitpar.planner.measure import device as device_file
 from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_warning
 from vitpar.training.recipe import Recipe
 
@@ -93,7 +93,7 @@ def test_model_without_an_estimate_still_gets_suggestions(monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise PlannerError("no")
 
-    monkeypatch.setattr(out_of_memory, "estimate_memory", refuse)
+    monkeypatch.setattr("vitpar.planner.out_of_memory.estimate_memory", refuse)
     assert told("dp2").startswith("CUDA is out of memory on rank 0: use --microbatches 2")
     asked = recipe("dp1")
     assert memory_warning(asked, asked.config(10), asked.plan(asked.config(10)), CPU, 1) is None

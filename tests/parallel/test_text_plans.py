@@ -55,7 +55,7 @@ IDS = [f"{name}-{mesh.replace(' ', '')}-{plan.get('schedule', '')}" for name, me
 class TokenLoss:
     """Mean cross-entropy of the tokens whose target is not `PADDED`."""
 
-    def count(self, targets: Tensor) -> Tensor:
+    def count(self, targets: Tensor, batch: int) -> Tensor:
         return (targets != PADDED).sum()
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:

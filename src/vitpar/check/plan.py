@@ -21,7 +21,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import LabelSet, Task, task_of
-from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.image_input import ImageInput, local_targets
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -166,7 +166,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     rows = model.image_rows(model.batch_size)
     for step, (images, labels, keys) in enumerate(samples.plain, start=1):
         x = images[rows].to(model.device) if model.takes_images else None
-        targets = task.counted_targets(labels.to(model.device))
+        targets = _targets(task, model, images, labels, keys)
         part = model.forward_backward(x, targets, keys.to(model.device))
         trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
         if scale != 1.0:
@@ -199,6 +199,15 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
         trace.tensors["average"] = _since(begin, averages)
     trace.numbers |= _changed(trained, before, frozen)
     return trace
+
+
+def _targets(task: Task, model: ParallelModel, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+    """Return the targets of a step, of all samples or of this rank's outputs as the task wants."""
+    if not task.LOCAL_TARGETS:
+        return task.counted_targets(labels.to(model.device))
+    rows = model.output_rows(model.batch_size) if model.gives_outputs else []
+    here = images[rows].to(model.device, model.precision.parameters)
+    return local_targets(task, model.config, here, labels[rows].to(here.device), keys[rows].to(here.device))
 
 
 def _clipped_norms(trained: TrainingComponents) -> list[Tensor]:

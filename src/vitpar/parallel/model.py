@@ -78,6 +78,7 @@ class ParallelModel:
         """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
         (``vitpar.strategy.execution.adds_no_gradients``)."""
         self._loss = loss
+        self._local_targets: bool = getattr(loss, "LOCAL_TARGETS", False)
         self._count: int | Tensor = self.batch_size
         self._measured: Tensor | None = None
         self.phase: Phase = untimed
@@ -139,6 +140,11 @@ class ParallelModel:
         return self._rows(self._outputs[self._stage_rank], batch)
 
     @property
+    def images_are_at_outputs(self) -> bool:
+        """Whether every rank gives the outputs of exactly the images that it takes."""
+        return self.plan.num_stages == 1 and self._images == self._outputs
+
+    @property
     def image_groups(self) -> list[list[int]]:
         """Ranks of the world that take images, grouped by those that take the same ones. Equal on all ranks."""
         first = self.pipe.mesh[0].tolist()
@@ -162,12 +168,15 @@ class ParallelModel:
         """Return the loss summed over this rank's samples, over the number for the global batch, times `loss_scale`.
 
         outputs: the head's, [this rank's rows, features].
-        targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``).
+        targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``);
+            those of `outputs` if the loss has a true `LOCAL_TARGETS`.
         """
-        rows = self._outputs[self._stage_rank].row_range(len(targets))
         # Not in 16 bits: the sum over classes and samples would lose precision.
         wide = outputs if outputs.dtype is torch.float64 else outputs.float()
-        here = targets[rows.start : rows.stop]
+        here = targets
+        if not self._local_targets:
+            rows = self._outputs[self._stage_rank].row_range(len(targets))
+            here = targets[rows.start : rows.stop]
         with torch.no_grad():
             sums = self._loss.measure(wide, here)
             if sums is not None:
@@ -182,7 +191,8 @@ class ParallelModel:
 
         images: this rank's `image_rows` of the batch, [rows, …] as ``ModelConfig.input`` says: normalised images, or
             token ids; None where not `takes_images`.
-        targets: those of all ranks, as in `loss`.
+        targets: those of all ranks, as in `loss`; those of this rank's `output_rows` if the loss has a true
+            `LOCAL_TARGETS`.
         keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
         sides: the model's other side inputs by name, [batch, …], on every rank (``ModelConfig.side_inputs``).
 
@@ -199,7 +209,7 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
-        self._count, self._measured = self._loss.count(targets), None
+        self._count, self._measured = self._loss.count(targets, self.batch_size), None
         images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):

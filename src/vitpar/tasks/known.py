@@ -7,15 +7,17 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from vitpar.errors import RecipeError
+from vitpar.models.families import family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.mae import MAE
 from vitpar.tasks.task import LabelSet, Task
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify,)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE)}
 """Tasks by name. `load` adds those of the user."""
 
 
@@ -47,6 +49,7 @@ def task_of(recipe: Recipe, labels: LabelSet) -> Task:
             f"unknown task '{shown(section.name)}'{nearest(section.name, TASKS)}: use {', '.join(TASKS)}, or one of "
             "your own with --task FILE.py:NAME"
         )
+    _refuse_other_model(task, recipe.model.name)
     options = dict(section.options or {})
     known = {field.name for field in dataclasses.fields(task)} - {"labels"}
     if unknown := options.keys() - known:
@@ -72,3 +75,23 @@ def task_of(recipe: Recipe, labels: LabelSet) -> Task:
         return task(labels=labels, **options)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"task '{shown(section.name)}' cannot be made: {shown(error)}: correct its options") from None
+
+
+def _refuse_other_model(task: type[Task], model: str) -> None:
+    """Raise RecipeError for a model of a family that the task does not train."""
+    family = family_of(model).FAMILY
+    owner = next((other for other in TASKS.values() if family in other.FAMILIES), None)
+    if owner is not None and not issubclass(task, owner):
+        raise RecipeError(
+            f"task '{shown(task.NAME)}' does not train {shown(model)}, which only task '{owner.NAME}' does: give --task "
+            f"{owner.NAME}, or another --model"
+        )
+    if task.FAMILIES and family not in task.FAMILIES:
+        raise RecipeError(
+            f"task '{shown(task.NAME)}' does not train {shown(model)}, but only models of the family "
+            f"{' or '.join(task.FAMILIES)}: give --model {_EXAMPLES[task.FAMILIES[0]]}, or another --task"
+        )
+
+
+_EXAMPLES = {"mae": "mae_vit_base"}
+"""Name of a model by family, for messages."""

@@ -96,7 +96,7 @@ def evaluate(
             if model.first_of_outputs:
                 assert outputs is not None
                 mine = outputs.double()
-                sums += task.sums(mine, given.targets[rows])
+                sums += task.sums(mine, given.targets if task.LOCAL_TARGETS else given.targets[rows])
             if predicted is not None:
                 first = (number - 1) * model.batch_size
                 predictions = _predictions(task, mine, rows, given.labels, first)

@@ -26,6 +26,12 @@ def positions_of(grid: int, width: int) -> Tensor:
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
 
 
+def positions_with_class(config: MAEConfig, width: int) -> Tensor:
+    """Return the positions of class token and patches as other libraries store them, [1, 1 + patches, width]."""
+    positions = positions_of(config.image_size // config.patch_size, width)
+    return torch.cat([positions.new_zeros(1, width), positions])[None]
+
+
 def _keys(keys: Tensor | None, x: Tensor) -> Tensor:
     return torch.zeros(len(x), dtype=torch.int64, device=x.device) if keys is None else keys
 

@@ -167,7 +167,10 @@ def test_sizes_follow_options() -> None:
     [
         ({"num_heads": 5}, "5 heads do not divide embed_dim 24 of mae_custom: change one of the two"),
         ({"decoder_num_heads": 3}, "3 heads do not divide decoder_embed_dim 16 of mae_custom"),
-        ({"decoder_embed_dim": 6, "decoder_num_heads": 1}, "decoder_embed_dim of mae_custom is 6: 2-D sincos positions"),
+        (
+            {"decoder_embed_dim": 6, "decoder_num_heads": 1},
+            "decoder_embed_dim of mae_custom is 6: 2-D sincos positions",
+        ),
         ({"mask_ratio": 0.99}, "mask_ratio of mae_custom is 0.99: it must leave at least one of the 16 patches"),
         ({"mask_ratio": 0.0}, "mask_ratio of mae_custom is 0.0"),
         ({"image_size": 18}, "patches of 4 pixels do not tile images of 18"),

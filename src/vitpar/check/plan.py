@@ -205,7 +205,9 @@ def _targets(task: Task, model: ParallelModel, images: Tensor, labels: Tensor, k
     """Return the targets of a step, of all samples or of this rank's outputs as the task wants."""
     if not task.LOCAL_TARGETS:
         return task.counted_targets(labels.to(model.device))
-    rows = model.output_rows(model.batch_size) if model.gives_outputs else []
+    if not model.gives_outputs:
+        return images.new_zeros(0)
+    rows = model.output_rows(model.batch_size)
     here = images[rows].to(model.device, model.precision.parameters)
     return local_targets(task, model.config, here, labels[rows].to(here.device), keys[rows].to(here.device))
 

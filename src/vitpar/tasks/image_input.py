@@ -245,8 +245,9 @@ class ImageInput:
 
     def _local_targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
         """Return the targets of this rank's outputs. labels, keys: of the complete batch."""
-        wide = images.to(self._model.precision.parameters)
-        here = self._output_rows
+        here, wide = self._output_rows, images.to(self._model.precision.parameters)
+        if not len(here):
+            return wide.new_zeros(0)
         return local_targets(self.task, self._model.config, wide, labels[here], keys[here])
 
     def images(self, batch: Batch) -> Tensor | None:

@@ -78,7 +78,10 @@ def import_weights(
     """
     refuse_used(folder)
     source = unwrapped(open_source(path, trust), prefix)
-    (family, renamed), hinted = recognised(path, source.shapes, classifies=_classifies(classes, model)), hints(source.configs)
+    (family, renamed), hinted = (
+        recognised(path, source.shapes, classifies=_classifies(classes, model)),
+        hints(source.configs),
+    )
     there = family.infer_config(path, renamed, hinted, model)
     made, notes = family.parts(renamed, there), [*source.notes, *renamed.notes, *hinted.notes]
     if not there.image_size and (classes is not None or image_size is not None):
@@ -191,6 +194,7 @@ def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
 def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any]) -> str:
     """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
+        **({"task": {"name": config.TASK}} if config.TASK != ModelConfig.TASK else {}),
         "model": _section(config),
         **({"data": data} if config.image_size else {}),
         "optimizer": {"lr": 1e-4},

@@ -21,6 +21,8 @@ from vitpar.text import shown
 if TYPE_CHECKING:
     from torch import nn
 
+    from vitpar.models.foreign import ExportedTensor
+
 
 @dataclass(frozen=True)
 class MAEConfig(ModelConfig):
@@ -31,6 +33,7 @@ class MAEConfig(ModelConfig):
     """
 
     FAMILY: ClassVar[str] = "mae"
+    TASK: ClassVar[str] = "mae"
 
     name: str
     """Name of the model; only messages use it."""
@@ -109,6 +112,10 @@ class MAEConfig(ModelConfig):
     def stochastic(self) -> bool:
         """Whether training draws random numbers inside the model: the visible patches."""
         return True
+
+    @property
+    def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]]:
+        return self.encoder, from_torch_module("vitpar.models.mae.encoder", "encoder_parameters")(self)
 
     @property
     def dec_embed(self) -> str:

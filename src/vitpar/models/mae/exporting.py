@@ -87,7 +87,9 @@ def _timm(c: MAEConfig) -> Exported:
     for name, tensor in to_timm(c.decoder).tensors.items():
         if name.startswith("blocks."):
             _, index, rest = name.split(".", 2)
-            ours = tuple(part.replace(f"blocks.{index}.", f"blocks.{c.depth + 1 + int(index)}.") for part in tensor.names)
+            ours = tuple(
+                part.replace(f"blocks.{index}.", f"blocks.{c.depth + 1 + int(index)}.") for part in tensor.names
+            )
             decoder[f"decoder_blocks.{index}.{rest}"] = replace(tensor, names=ours)
     note = (
         "timm has no decoder of a masked autoencoder: it is in classifier.safetensors, under the names of the authors' "

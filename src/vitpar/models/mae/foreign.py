@@ -42,10 +42,11 @@ OTHERS: dict[str, Patterns] = {
     ),
 }
 """Patterns of names that Vision Transformers lack, or mean otherwise, by format."""
-BLOCKS = {"mae": "decoder_blocks.", "transformers": "decoder.decoder_layers."}
-"""Begin of the names of the decoder's blocks, by format."""
-LIKE = {"mae": ("timm", "blocks."), "transformers": ("transformers", "layers.")}
-"""Format of a Vision Transformer whose blocks have the same names, and the begin of these names, by format."""
+# upstream: transformers 5.23 saves decoder_layers.0 as decoder_encoder.layer.0, a mistake of its conversion.
+BLOCKS = {"mae": r"decoder_(?=blocks\.)", "transformers": r"decoder\.decoder_(?=layers\.|encoder\.layer\.)"}
+"""Begin of the names of the decoder's blocks, by format; the rest is as in a Vision Transformer."""
+LIKE = {"mae": "timm", "transformers": "transformers"}
+"""Format of a Vision Transformer whose blocks have the same names, by format."""
 MARKS = {
     "vitpar": r"blocks\.\d{1,4}\.mask_token",
     "mae": r"decoder_pred\.weight",
@@ -80,13 +81,9 @@ def renamed(shapes: Shapes) -> Renamed | None:
         names, unknown = mapped(shapes, OF_VIT["vitpar"])
         return Renamed("vitpar", names, {ours: shapes[name] for ours, name in names.items()}, tuple(unknown))
     skipped = {name: shape for name, shape in shapes.items() if _POSITIONS.fullmatch(name)}
-    like, start = LIKE[format_name]
-    decoding = {
-        f"{start}{name.removeprefix(BLOCKS[format_name])}": name
-        for name in shapes
-        if name.startswith(BLOCKS[format_name])
-    }
-    encoding = [name for name in shapes if name not in skipped and not name.startswith(BLOCKS[format_name])]
+    like, start = LIKE[format_name], re.compile(BLOCKS[format_name])
+    decoding = {start.sub("", name, count=1): name for name in shapes if start.match(name)}
+    encoding = [name for name in shapes if name not in skipped and not start.match(name)]
     names, unknown = mapped(encoding, (*OTHERS[format_name], *OF_VIT[like]))
     of_decoder, lost = mapped(decoding, OF_VIT[like])
     depth = _depth(names)
@@ -212,7 +209,7 @@ def parts(tensors: Renamed, config: MAEConfig) -> dict[str, MappedParameter]:
 
 def _parts_of(tensors: Renamed, names: Mapping[str, str], config: ViTConfig, by: int) -> dict[str, MappedParameter]:
     """Return the parameters of the encoder or decoder. by: number of its first block in the model."""
-    like = LIKE[tensors.format][0]
+    like = LIKE[tensors.format]
     shapes = {name: tensors.shapes[_shifted(name, by)] for name in names}
     part = replace(tensors, format=like, names=names, shapes=shapes)
     return {_shifted(name, by): made for name, made in vit.parts(part, config).items()}

@@ -25,9 +25,10 @@ class TaskSection(Section):
     """The task: meaning of the labels, loss, metrics and predictions."""
 
     name: str = CLASSIFY
-    """classify, or a task of your own as FILE.py:NAME (docs/own-task.md)."""
+    """classify, mae (masked autoencoding, for models of that family), or a task of your own as FILE.py:NAME
+    (docs/own-task.md)."""
     options: dict[str, int | float | bool | str] | None = None
-    """Fields of a task of your own, by name."""
+    """Fields of the task by name, such as norm_pix_loss of mae."""
 
 
 class ModelSection(Section):
@@ -103,7 +104,7 @@ class ModelSection(Section):
     init: Literal["jax", "timm", "moco"] | None = None
     """Scheme of initial values (docs/models.md)."""
     options: dict[str, int | float | bool | str] | None = None
-    """Fields of a model of your own (docs/own-model.md), by name."""
+    """Fields by name that have no setting here: of masked autoencoders, or a model of your own (docs/own-model.md)."""
 
 
 class DataSection(Section):

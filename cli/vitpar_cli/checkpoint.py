@@ -356,7 +356,7 @@ def import_command(
         return
     typer.echo(
         f"{out}: from {done.format}'s names, {c.num_blocks} blocks, {c.parameters / 1e6:,.2f} M parameters, images of "
-        f"{c.image_size} pixels, {c.num_classes:,} classes"
+        f"{c.image_size} pixels, {c.num_classes:,} {'classes' if c.TASK == 'classify' else 'outputs'}"
     )
     for note in done.notes:
         say(f"  {note}", indent=4)

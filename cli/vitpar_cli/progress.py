@@ -214,7 +214,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield (
         "model",
         f"{header.config.name}, {millions(header.parameters)} parameters, "
-        f"{count(header.task.outputs, header.task.OUTPUT)}",
+        f"{count(header.config.num_classes, header.task.OUTPUT)}",
     )
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {header.device.partition(':')[0]}"
     if plan.world_size > 1:

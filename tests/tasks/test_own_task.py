@@ -41,7 +41,7 @@ def test_loss_ignores_what_has_no_label() -> None:
     targets = task.counted_targets(torch.tensor([0, IGNORED, 3, 2]))
     losses = [(1.0 - 0.5) ** 2, (9.0 - 7) ** 2, (4.0 - 30) ** 2]
     assert task.total(outputs, targets).item() == pytest.approx(sum(losses))
-    assert task.count(targets) == 4
+    assert task.count(targets, 4) == 4
     assert task.result(task.sums(outputs, targets)) == pytest.approx(
         {"loss": sum(losses) / 3, "mae": (0.5 + 2 + 26) / 3, "within": 1 / 3}
     )

@@ -167,9 +167,9 @@ class OneProcess:
             outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
         loss = outputs.new_zeros(())
         for labels, weights in targets:
-            losses = self._task.reference(outputs, self._task.targets(labels.to(self._device)))
+            losses = self._task.reference(outputs, self._targets(inputs, labels, keys))
             loss = loss + (losses if weights is None else weights.to(losses) * losses).sum()
-        loss = loss / self._task.count(targets[0][0])
+        loss = loss / self._task.count(targets[0][0], len(inputs))
         self._model.zero_grad()
         (loss * self._scale).backward()
         gradients = {}
@@ -178,6 +178,12 @@ class OneProcess:
             if name in self._parameters:
                 gradients[name] = p.grad / self._scale
         return loss.item(), gradients
+
+    def _targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+        if not self._task.LOCAL_TARGETS:
+            return self._task.targets(labels.to(self._device))
+        wide = images.to(self._device, self._numbers.parameters)
+        return self._task.reference_targets(wide, keys.to(self._device), self._config)
 
     def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Weighted]:
         """Return normalised and mixed images, and their labels with weights.

@@ -22,7 +22,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
-from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.image_input import ImageInput, local_targets
 from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.tasks.task import StepInput
@@ -222,10 +222,22 @@ def _given(model: ParallelModel, task: Task, drawn: Drawn) -> StepInput:
     rows = model.image_rows(model.batch_size) if model.takes_images else None
     return StepInput(
         None if rows is None else drawn.inputs[rows].to(model.device),
-        task.counted_targets(drawn.labels.to(model.device)),
+        _targets(task, model, drawn),
         drawn.keys.to(model.device),
         {name: side.to(model.device) for name, side in drawn.sides.items()},
     )
+
+
+def _targets(task: Task, model: ParallelModel, drawn: Drawn) -> Tensor:
+    """Return the targets of a step, of all samples or of this rank's outputs as the task wants."""
+    if not task.LOCAL_TARGETS:
+        return task.counted_targets(drawn.labels.to(model.device))
+    if not model.gives_outputs:
+        return drawn.inputs.new_zeros(0)
+    rows = model.output_rows(model.batch_size)
+    here = drawn.inputs[rows].to(model.device, model.precision.parameters)
+    labels, keys = (part[rows].to(here.device) for part in (drawn.labels, drawn.keys))
+    return local_targets(task, model.config, here, labels, keys)
 
 
 def _clipped_norms(trained: TrainingComponents) -> list[Tensor]:

@@ -21,6 +21,8 @@ from vitpar.text import nearest, shown
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from vitpar.models.foreign import ExportedTensor
+
 Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
 
@@ -49,6 +51,9 @@ LARGEST = {
     "positions": MAX_TOKENS,
     "token_types": MAX_CLASSES,
     "decoder_depth": MAX_BLOCKS,
+    "decoder_embed_dim": MAX_WIDTH,
+    "decoder_num_heads": MAX_WIDTH,
+    "decoder_mlp_hidden_dim": MAX_WIDTH,
     "decoder_tokens": MAX_TOKENS,
     "head_dim": MAX_WIDTH,
     "num_buckets": MAX_WIDTH,
@@ -66,6 +71,8 @@ class ModelConfig:
 
     FAMILY: ClassVar[str]
     """Name of the family."""
+    TASK: ClassVar[str] = "classify"
+    """Name of the task that the recipe of imported weights has."""
     CALIBRATED: ClassVar[bool] = False
     """Whether estimated speeds of the family were compared with runs of vitpar, which narrows their error band."""
 
@@ -145,6 +152,14 @@ class ModelConfig:
         ``vitpar.models.roles``) need the same strategy.
         """
         return {}
+
+    @property
+    def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]] | None:
+        """Return the model that pretraining this one is for, and how its parameters are made; None for this one.
+
+        The parameters are by name, without those of a classifier.
+        """
+        return None
 
     @property
     def stochastic(self) -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 from vitpar.errors import ModelError
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.mae.config import MAEConfig
 from vitpar.models.swin.config import SwinConfig
 from vitpar.models.t5.config import T5Config
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import nearest, shown
 
 FAMILIES: dict[str, type[ModelConfig]] = {
-    family.FAMILY: family for family in (ViTConfig, SwinConfig, BertConfig, T5Config)
+    family.FAMILY: family for family in (ViTConfig, SwinConfig, MAEConfig, BertConfig, T5Config)
 }
 """Configuration classes by the name of their family. ``vitpar.models.own`` adds those of the user."""
 SHIPPED = tuple(name for family in FAMILIES.values() for name in family.published())
@@ -29,8 +30,8 @@ def model_config(name: str, **options: Any) -> ModelConfig:
     """Return the configuration of a model by timm's or the hub's name, with `options` replacing its fields.
 
     Any ViT takes any patch and image size: ``vit_tiny_patch4_32``. The names ``vit_custom``, ``swin_custom``,
-    ``bert_custom`` and ``t5_custom`` take everything from `options`. The option `num_classes`, which comes from the
-    data, has no effect on models of text.
+    ``mae_custom``, ``bert_custom`` and ``t5_custom`` take everything from `options`. The option `num_classes`, which
+    comes from the data, has no effect on models of text.
 
     Raises ModelError for an unknown name or option, or options that contradict each other.
     """
@@ -61,8 +62,8 @@ def family_of(name: str) -> type[ModelConfig]:
             f"give --model {shown(name)}"
         )
     raise ModelError(
-        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: vitpar has Vision and Swin Transformers, BERT and "
-        "T5, such as vit_small_patch16_224, swin_custom, bert_base or t5_small"
+        f"unknown model '{shown(name)}'{nearest(name, SHIPPED)}: vitpar has Vision and Swin Transformers, masked "
+        "autoencoders, BERT and T5, such as vit_small_patch16_224, swin_custom, mae_vit_base, bert_base or t5_small"
     )
 
 

@@ -22,8 +22,12 @@ class Loss(Protocol):
     the sums over the complete vocabulary, as `token_losses` of that module does.
     """
 
-    def count(self, targets: Tensor) -> int | Tensor:
-        """Return the number that the sum over a step is divided by. targets: those of the complete batch."""
+    def count(self, targets: Tensor, batch: int) -> int | Tensor:
+        """Return the number that the sum over a step is divided by.
+
+        targets: those of the complete batch, or of this rank's outputs if the loss has a true `LOCAL_TARGETS`.
+        batch: samples of the complete batch.
+        """
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over the samples of `outputs`, 0-dim. targets: those of the same samples."""
@@ -42,9 +46,9 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     """Probability mass that the target spreads over all classes, 0 to 1."""
 
-    def count(self, targets: Tensor) -> int:
+    def count(self, targets: Tensor, batch: int) -> int:
         """Return the number of samples."""
-        return len(targets)
+        return batch
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of cross-entropies.

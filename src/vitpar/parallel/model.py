@@ -81,6 +81,7 @@ class ParallelModel:
         """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
         (``vitpar.strategy.execution.adds_no_gradients``)."""
         self._loss = loss
+        self._local_targets: bool = getattr(loss, "LOCAL_TARGETS", False)
         self._count: int | Tensor = self.batch_size
         self._measured: Tensor | None = None
         self.phase: Phase = untimed
@@ -150,6 +151,11 @@ class ParallelModel:
         return self._rows(self._outputs[self._stage_rank], batch)
 
     @property
+    def images_are_at_outputs(self) -> bool:
+        """Whether every rank gives the outputs of exactly the images that it takes."""
+        return self.plan.num_stages == 1 and self._images == self._outputs
+
+    @property
     def image_groups(self) -> list[list[int]]:
         """Ranks of the world that take images, grouped by those that take the same ones. Equal on all ranks."""
         first = self.pipe.mesh[0].tolist()
@@ -175,14 +181,17 @@ class ParallelModel:
         Collective over the ranks of `vocabulary`.
 
         outputs: the head's, [this rank's rows, features], or [rows, tokens, this rank's part of the vocabulary].
-        targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``).
+        targets: those of the micro-batch over all ranks, as the model's loss takes them (``vitpar.models.loss``);
+            those of `outputs` if the loss has a true `LOCAL_TARGETS`.
         """
-        rows = self._outputs[self._stage_rank].row_range(len(targets))
+        here = targets
+        if not self._local_targets:
+            rows = self._outputs[self._stage_rank].row_range(len(targets))
+            here = targets[rows.start : rows.stop]
         if outputs.ndim < 3 and outputs.dtype is not torch.float64:
             # Not in 16 bits: the sum over classes and samples would lose precision. Logits of tokens are large: their
             # loss converts them in parts.
             outputs = outputs.float()
-        here = targets[rows.start : rows.stop]
         part = () if self.vocabulary is None else (self.vocabulary,)
         with torch.no_grad():
             sums = self._loss.measure(outputs, here, *part)
@@ -198,7 +207,8 @@ class ParallelModel:
 
         images: this rank's `image_rows` of the batch, [rows, …] as ``ModelConfig.input`` says: normalised images, or
             token ids; None where not `takes_images`.
-        targets: those of all ranks, as in `loss`.
+        targets: those of all ranks, as in `loss`; those of this rank's `output_rows` if the loss has a true
+            `LOCAL_TARGETS`.
         keys: int64 [batch], the random key of each sample for drop-path and dropout; None if the model has neither.
         sides: the model's other side inputs by name, [batch, …], on every rank (``ModelConfig.side_inputs``).
 
@@ -215,7 +225,7 @@ class ParallelModel:
         for stage in self.stages.values():
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
-        self._count, self._measured = self._loss.count(targets), None
+        self._count, self._measured = self._loss.count(targets, self.batch_size), None
         images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):

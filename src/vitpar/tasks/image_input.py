@@ -26,10 +26,11 @@ from vitpar.data import (
     TrainTransform,
 )
 from vitpar.data.image_files import NotedImages
-from vitpar.errors import ModelError
+from vitpar.errors import ModelError, StrategyError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
+from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
@@ -71,17 +72,31 @@ def mixing(recipe: Recipe) -> Mix:
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
 
+def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+    """Return the targets of samples under ``Task.LOCAL_TARGETS``, NaN for samples that could not be read.
+
+    images: normalised, float32 or float64 [samples, channels, size, size].
+    labels: IGNORED for a sample that could not be read.
+    """
+    targets = task.local_targets(images, keys, config)
+    return targets.masked_fill((labels == IGNORED).view(-1, *(1,) * (targets.ndim - 1)), float("nan"))
+
+
 class ImageInput:
     """Input of one rank of `model`. All ranks make it together.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
 
+    Where the task makes targets of images (``Task.LOCAL_TARGETS``), ranks that give outputs decode the images of these
+    too. Unless all ranks give the outputs of the images that they take, no work is shared then.
+
     task: says what the labels of images are to the loss.
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
 
-    Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
+    Raises ModelError for a model of images that are not decoded: with another number of channels than 3. Raises
+    StrategyError for a stream whose images would be needed on several ranks.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: Task) -> None:
@@ -99,8 +114,21 @@ class ImageInput:
         self._mix = mixing(recipe)
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
+        self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
+        apart = task.LOCAL_TARGETS and not model.images_are_at_outputs
+        if apart and recipe.stream:
+            raise StrategyError(
+                f"task '{task.NAME}' needs streamed images on all ranks that give outputs: pack the data, or leave pp "
+                "and +sp out of the plan"
+            )
+        self._decoded = sorted({*self._rows, *self._outputs})
+        """Rows of the batch whose images this rank needs."""
+        places = {row: place for place, row in enumerate(self._decoded)}
+        self._taken = [places[row] for row in self._rows] if apart else None
+        self._targeted = [places[row] for row in self._outputs] if apart else None
+        self._output_rows = torch.tensor(self._outputs, dtype=torch.int64, device=model.device)
         self._peers: dist.ProcessGroup | None = None
-        for ranks in model.image_groups:
+        for ranks in [] if apart else model.image_groups:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
 
@@ -114,7 +142,7 @@ class ImageInput:
         packed = [images for images in sets if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
-        decodes = bool(self.train_rows or self._share(self._rows))
+        decodes = bool(self.train_rows or self._share(self._decoded))
         cache, message = make_cache(self._recipe, self.local, packed, decodes)
         if cache is not None:
             self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
@@ -130,7 +158,7 @@ class ImageInput:
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            seed, settings = self._recipe.train.seed, self._settings(self._rows)
+            seed, settings = self._recipe.train.seed, self._settings(self._decoded)
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
         settings, cache = self._settings(self._needed()), self._cached.get(images)
@@ -148,8 +176,8 @@ class ImageInput:
         ranks have reached the end.
         """
         if isinstance(images, StreamSet):
-            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._rows))
-        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._rows))
+            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._decoded))
+        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._decoded))
 
     def synthetic(self) -> StepInput:
         """Return random images, with targets and keys, of a batch to time steps with."""
@@ -159,7 +187,11 @@ class ImageInput:
             shape = (len(self._rows), c.channels, c.image_size, c.image_size)
             images = torch.randn(shape, device=device).to(self._model.precision.compute)
         numbers = torch.arange(size, device=device)
-        return StepInput(images, self.task.counted_targets(numbers % self.task.labels.count), numbers)
+        labels = numbers % self.task.labels.count
+        if not self.task.LOCAL_TARGETS:
+            return StepInput(images, self.task.counted_targets(labels), numbers)
+        targeted = torch.randn(len(self._outputs), c.channels, c.image_size, c.image_size, device=device)
+        return StepInput(images, self._local_targets(targeted, labels, numbers), numbers)
 
     def skipped(self, loader: Loader) -> Skipped:
         """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
@@ -178,6 +210,8 @@ class ImageInput:
     def train_step(self, batch: Batch) -> StepInput:
         """Return the input of a step: normalised and mixed images, targets and keys."""
         labels, keys = self._labels_and_keys(batch)
+        if self.task.LOCAL_TARGETS:
+            return StepInput(*self._images_and_targets(batch, labels, keys), keys)
         mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
         targets = self.task.counted_targets(labels) if mixed is None else mixed.labels(labels, IGNORED)
         if not self._model.takes_images:
@@ -192,7 +226,29 @@ class ImageInput:
     def eval_step(self, batch: Batch) -> EvalInput | None:
         """Return the input of an evaluation batch; None when no rank has images left."""
         labels = self._evaluated(batch)
-        return None if labels is None else EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
+        if labels is None:
+            return None
+        if self.task.LOCAL_TARGETS:
+            return EvalInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels)), labels)
+        return EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
+
+    def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return this rank's images, None where the model takes none, and the targets of its outputs."""
+        pixels = self._gathered(batch.images, len(self._decoded))
+        images = None
+        if self._model.takes_images:
+            taken = pixels if self._taken is None else pixels[self._taken]
+            images = self._normalize(taken, self._model.precision.compute)
+        # Not in the 16 bits of computation.
+        targeted = self._normalize(pixels if self._targeted is None else pixels[self._targeted])
+        return images, self._local_targets(targeted, labels, keys)
+
+    def _local_targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+        """Return the targets of this rank's outputs. labels, keys: of the complete batch."""
+        here, wide = self._output_rows, images.to(self._model.precision.parameters)
+        if not len(here):
+            return wide.new_zeros(0)
+        return local_targets(self.task, self._model.config, wide, labels[here], keys[here])
 
     def images(self, batch: Batch) -> Tensor | None:
         """Return this rank's images, [rows, 3, size, size], normalised, on the device in the compute precision.
@@ -201,7 +257,8 @@ class ImageInput:
         """
         if not self._model.takes_images:
             return None
-        return self._normalize(self._gathered(batch.images, len(self._rows)), self._model.precision.compute)
+        pixels = self._gathered(batch.images, len(self._decoded))
+        return self._normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
         """Return the labels of the global batch on the device, int64 [batch], IGNORED where there is no usable image.
@@ -252,7 +309,7 @@ class ImageInput:
 
     def _needed(self) -> list[int]:
         """Return the rows of a training batch that this rank and its peers decode: their own, and those mixed in."""
-        return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._rows
+        return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._decoded
 
     def _part(self) -> tuple[StreamPart | None, int]:
         """Return the part of a stream that this rank reads, and the number of ranks that decode.

@@ -21,7 +21,7 @@ class EvalInput(NamedTuple):
     images: Tensor | None
     """This rank's input of the model; None where the model takes none."""
     targets: Tensor
-    """Targets of the complete batch."""
+    """Targets of the complete batch; of this rank's outputs under ``Task.LOCAL_TARGETS``."""
     labels: Tensor
     """Label of each sample of the complete batch, int64 [batch]; IGNORED for padding and what cannot be read."""
     sides: Mapping[str, Tensor] = {}

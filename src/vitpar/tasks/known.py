@@ -7,8 +7,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import RecipeError
+from vitpar.models.families import family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
 from vitpar.tasks.span import Spans
 from vitpar.tasks.task import LabelSet, Task
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MaskedLanguage, Spans)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, MaskedLanguage, Spans)}
 """Tasks by name. `load` adds those of the user."""
 
 
@@ -59,6 +61,7 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
     Raises RecipeError for an unknown task or option, and for settings that the task does not support.
     """
     task, name, train = task_class(recipe), shown(recipe.task.name), recipe.train
+    _refuse_other_model(task, recipe.model.name)
     options: dict[str, Any] = dict(recipe.task.options or {})
     known = {field.name for field in dataclasses.fields(task)} - {"labels", "text"}
     if unknown := options.keys() - known:
@@ -93,3 +96,23 @@ def _facts(data: NamedClasses | LabelSet | int, words: bool) -> TextFacts:
         return TextFacts.synthetic(data)
     assert isinstance(data, TextSet), "a task of text opens text"
     return TextFacts.of(data, words)
+
+
+def _refuse_other_model(task: type[Task], model: str) -> None:
+    """Raise RecipeError for a model of a family that the task does not train."""
+    family = family_of(model).FAMILY
+    owner = next((other for other in TASKS.values() if family in other.FAMILIES), None)
+    if owner is not None and not issubclass(task, owner):
+        raise RecipeError(
+            f"task '{shown(task.NAME)}' does not train {shown(model)}, which only task '{owner.NAME}' does: give "
+            f"--task {owner.NAME}, or another --model"
+        )
+    if task.FAMILIES and family not in task.FAMILIES:
+        raise RecipeError(
+            f"task '{shown(task.NAME)}' does not train {shown(model)}, but only models of the family "
+            f"{' or '.join(task.FAMILIES)}: give --model {_EXAMPLES[task.FAMILIES[0]]}, or another --task"
+        )
+
+
+_EXAMPLES = {"mae": "mae_vit_base"}
+"""Name of a model by family, for messages."""

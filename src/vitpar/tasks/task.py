@@ -90,7 +90,7 @@ class StepInput(NamedTuple):
     images: Tensor | None
     """This rank's images; None where the model takes none."""
     targets: Tensor
-    """Targets of the complete batch."""
+    """Targets of the complete batch; of this rank's outputs under ``Task.LOCAL_TARGETS``."""
     keys: Tensor | None = None
     """Random keys of the complete batch; None for a model without random numbers."""
     sides: Mapping[str, Tensor] = {}
@@ -120,6 +120,10 @@ class Task:
     """Whether `predict` says something about each sample."""
     MIXES: ClassVar[bool] = False
     """Whether images may be mixed (mixup, CutMix). Targets of mixed ones are those of `vitpar.data.Mixed`."""
+    FAMILIES: ClassVar[tuple[str, ...]] = ()
+    """Families of models that only this task trains; without any, those that no other task names."""
+    LOCAL_TARGETS: ClassVar[bool] = False
+    """Whether targets are made of images and keys by `local_targets`. A rank then has those of its own outputs only."""
     OUTPUTS_ARE_LABELS: ClassVar[bool] = False
     """Whether the model has an output for each label, so that weights and data are matched by the labels' names."""
 
@@ -165,6 +169,19 @@ class Task:
         labels: int64 [batch], numbers of `Task.labels`. Called once per batch.
         """
         return labels
+
+    def local_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
+        """Return the targets of samples, [samples, …], of the type of `images`, under LOCAL_TARGETS.
+
+        images: [samples, channels, size, size], normalised, float32 or float64.
+        keys: int64 [samples], random keys of the samples; 0 in evaluation.
+        config: the model.
+        """
+        raise NotImplementedError
+
+    def reference_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
+        """Return what `local_targets` returns by a formula of its own, for `vitpar check`."""
+        return self.local_targets(images, keys, config)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each sample, [batch].
@@ -212,9 +229,13 @@ class Task:
         known = known.view(-1, *(1,) * (targets.ndim - 1))
         return torch.where(known, targets, torch.full_like(targets, ignored))
 
-    def count(self, targets: Tensor) -> int | Tensor:
-        """Return the number that the loss of a step is divided by. targets: those of the complete batch."""
-        return len(targets)
+    def count(self, targets: Tensor, batch: int) -> int | Tensor:
+        """Return the number that the loss of a step is divided by.
+
+        targets: those of the complete batch; this rank's under LOCAL_TARGETS.
+        batch: samples of the complete batch.
+        """
+        return batch
 
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of all samples that are not IGNORED, 0-dim."""

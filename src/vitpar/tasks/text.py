@@ -151,7 +151,7 @@ class TextTask(Task):
                     f"of {self.text.tokens:,} ids: set model.{name} to at least that, or leave it out"
                 )
 
-    def count(self, targets: Tensor) -> Tensor:
+    def count(self, targets: Tensor, batch: int) -> Tensor:
         """Return the number of tokens to predict, at least 1."""
         return (targets != IGNORED).sum().clamp(min=1)
 

@@ -2,16 +2,20 @@
 
 Parameters are those of the folder, under any plan. For fine-tuning, rows of the classifier are matched with the classes
 of the data by name; it keeps its initial values if the data have other classes. Learned positions are interpolated if
-images have another size.
+images have another size. Of a masked autoencoder, a Vision Transformer takes the encoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
@@ -41,6 +45,32 @@ class Beginning:
     """Row of the weights' classifier for each class of the data; None to keep their order."""
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """Weights to begin with."""
+
+    config: ModelConfig
+    """Configuration of their model."""
+    read: Callable[[str], Tensor]
+    """Function from the name of a parameter to its tensor."""
+    pretrained: str | None = None
+    """Name of the pretrained model whose encoder they are; None for weights that are used as they are."""
+
+
+def _opened(folder: Path, config: ModelConfig) -> _Opened:
+    """Open the weights in `folder` for a run of the model `config`."""
+    weights = open_weights(folder)
+    known = weights.config.pretrained if type(weights.config) is not type(config) else None
+    if known is None or type(known[0]) is not type(config):
+        return _Opened(weights.config, weights.read)
+    there, tensors = known
+
+    def read(name: str) -> Tensor:
+        return tensors[name].make(*map(weights.read, tensors[name].names))
+
+    return _Opened(there, read, weights.config.name)
+
+
 def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
     """Return how the run starts from the recipe's initial weights.
 
@@ -52,7 +82,8 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
     """
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
-    there = open_weights(folder).config
+    weights = _opened(folder, config)
+    there, pretrained = weights.config, weights.pretrained
     if type(there) is not type(config):
         raise RecipeError(
             f"the weights in '{folder}' are of the family {there.FAMILY}, but {config.name} is of {config.FAMILY}: "
@@ -72,11 +103,15 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
             f"the weights in '{folder}' do not match the model: {'; '.join(other)}: use their model, as with --recipe "
             f"{folder / RECIPE}"
         )
-    notes = []
-    match = task.match(read_class_names(folder, there.num_classes), data)
-    new = match.kind in ("other", "mixed") or (match.kind == "unnamed" and config.num_classes != there.num_classes)
+    notes = [f"the encoder of {pretrained} is used; its decoder is left out"] if pretrained else []
+    match = task.match(None if pretrained else read_class_names(folder, there.num_classes), data)
+    new = (
+        bool(pretrained)
+        or match.kind in ("other", "mixed")
+        or (match.kind == "unnamed" and config.num_classes != there.num_classes)
+    )
     if new:
-        why = match.words or f"the weights have {there.num_classes:,}"
+        why = "the weights have none" if pretrained else match.words or f"the weights have {there.num_classes:,}"
         notes.append(f"the classifier of {config.num_classes:,} classes is newly initialised ({why})")
     elif match.words:
         notes.append(match.words)
@@ -101,12 +136,19 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     start, config = beginning(recipe, model.config, task, data), model.config
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
-    weights = open_weights(folder)
+    weights = _opened(folder, config)
     resizes = config.image_size != weights.config.image_size
     adapted = {POSITIONS} if resizes else set[str]()
     if start.new_classifier or start.outputs is not None:
         adapted |= {*CLASSIFIERS}
-    load_weights(model, folder, adapted)
+    if weights.pretrained:
+        if (folder / INDEX).exists():
+            Checkpoint.open_whole(folder)  # verifies the files
+        for name, parameter in model.named_parameters():
+            if name not in adapted:
+                copy_whole_(parameter, weights.read(name))
+    else:
+        load_weights(model, folder, adapted)
     for name, parameter in model.named_parameters():
         if name == POSITIONS and resizes:
             copy_whole_(parameter, resampled(weights.read(POSITIONS), *grid_of(config, parameter.shape)))

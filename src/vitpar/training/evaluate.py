@@ -95,12 +95,13 @@ def evaluate(
             mine = None
             if model.first_of_outputs or model.vocabulary is not None:
                 assert outputs is not None
-                # Logits of tokens are large: their task converts them in parts.
+                # Outputs of tokens are large: their task converts them in parts.
                 mine = outputs if outputs.ndim > 2 else outputs.double()
+                targets = given.targets if task.LOCAL_TARGETS else given.targets[rows]
                 part = () if model.vocabulary is None else (model.vocabulary,)
                 # All ranks that have a part of the vocabulary compute the sums together, and only one counts.
-                found = task.sums(mine, given.targets[rows], *part)
-                sums += found if model.first_of_outputs else 0
+                here = task.sums(mine, targets, *part)
+                sums += here if model.first_of_outputs else 0
                 complete = mine if predicted is None else model.complete(mine)
                 mine = complete if model.first_of_outputs else None
             if predicted is not None:

@@ -20,8 +20,9 @@ from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.models.bert.exporting import exported as bert
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.foreign import Exported, ExportedTensor
+from vitpar.models.mae.exporting import exported as mae
 from vitpar.models.swin.exporting import exported as swin
 from vitpar.models.t5.exporting import exported as t5
 from vitpar.models.vit.exporting import exported as vit
@@ -32,7 +33,7 @@ from vitpar.weights.hints import IMAGENET
 from vitpar.weights.shards import listed
 
 Format = Literal["timm", "transformers"]
-FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin, "bert": bert, "t5": t5}
+FAMILIES: dict[str, Callable[..., Exported]] = {"vit": vit, "swin": swin, "mae": mae, "bert": bert, "t5": t5}
 """Functions from a configuration and a format to the exported model, by family."""
 CLASSIFIER = "classifier.safetensors"
 """File of a classifier that the library's model does not have."""
@@ -125,10 +126,11 @@ def image_settings(weights: Weights) -> dict[str, Any]:
     said, c = recipe.get("data"), weights.config
     usual = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
     given = {name: value for name, value in (said if isinstance(said, dict) else {}).items() if name in usual}
-    names = read_class_names(weights.folder, c.num_classes)
+    classes = c.num_classes if "num_classes" in field_names(type(c)) else 0
+    names = read_class_names(weights.folder, classes) if classes else None
     labels = {} if names is None else {"label_names": names}
     size = [c.channels, c.image_size, c.image_size]
-    return {"num_classes": c.num_classes, "input_size": size, **usual, **given, **labels}
+    return {"num_classes": classes, "input_size": size, **usual, **given, **labels}
 
 
 def _texts(made: Exported, weights: Weights, format: Format, images: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224,
 HALF: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 """Normalisation to [-1, 1]."""
 _EPS = {
-    **{"vit": 1e-12, "deit": 1e-12, "swin": 1e-5},
+    **{"vit": 1e-12, "vit_mae": 1e-12, "deit": 1e-12, "swin": 1e-5},
     **{"dinov2": 1e-6, "dinov2_with_registers": 1e-6, "dinov3_vit": 1e-5, "siglip": 1e-6, "siglip_vision_model": 1e-6},
 }
 """Epsilon of LayerNorms in transformers' models whose config.json does not give one, by type of model."""
@@ -35,7 +35,7 @@ _OF_TIMM = {
     "global_pool": ("token", "avg", "map"),
 }
 """Words that an argument of timm's models may have here; no tensor shows them."""
-_SQUARE = ("vit", "deit", "swin", "dinov3_vit", "siglip", "siglip_vision_model")
+_SQUARE = ("vit", "vit_mae", "deit", "swin", "dinov3_vit", "siglip", "siglip_vision_model")
 """Types of transformers' models whose processors read a single number as `size` as height and width."""
 _CROPPED = ("deit", "dinov2", "dinov2_with_registers")
 """Types of transformers' models whose processors crop the centre unless their file says otherwise."""
@@ -59,6 +59,8 @@ class Hints:
     """Epsilon of LayerNorms."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a Vision Transformer that no tensor shows (``vitpar.models.vit.foreign.INVISIBLE``), by name."""
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a masked autoencoder that no tensor shows, by name."""
     text: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a model of text that no tensor shows, by name."""
     data: Mapping[str, Any] | None = None
@@ -90,6 +92,7 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         layer_scale=_measure(config.get("layer_scale")),
         norm_eps=_measure(config.get("norm_eps")),
         fields=_fields(config),
+        decoder=_decoder(config, "decoder_num_heads"),
         text={
             **{name: number for name in _COUNTS if (number := _number(config.get(name))) is not None},
             **({"tied": config["tied"]} if isinstance(config.get("tied"), bool) else {}),
@@ -149,10 +152,17 @@ def _transformers(config: Mapping[str, Any], images: Mapping[str, Any]) -> Hints
         _number(config.get("patch_size")),
         norm_eps=eps,
         fields=fields,
+        decoder=_decoder(config, "decoder_num_attention_heads"),
         data=data,
         class_names=_class_names(config.get("id2label")),
         notes=notes,
     )
+
+
+def _decoder(config: Mapping[str, Any], heads: str) -> dict[str, Any]:
+    """Return `Hints.decoder`. heads: key of the number of attention heads."""
+    values = {"decoder_num_heads": _number(config.get(heads)), "mask_ratio": _measure(config.get("mask_ratio"))}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _bert(config: Mapping[str, Any]) -> Hints:

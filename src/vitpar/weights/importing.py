@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import CLASSES, CONFIG, RECIPE
 from vitpar.errors import DataError, ModelError
-from vitpar.models.config import ModelConfig
-from vitpar.models.families import config_to_json, model_config
+from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.families import config_to_json, family_of, model_config
 from vitpar.models.initial import initial_value
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
 from vitpar.weights.foreign import recognised
@@ -78,14 +78,18 @@ def import_weights(
     """
     refuse_used(folder)
     source = unwrapped(open_source(path, trust), prefix)
-    (family, renamed), hinted = recognised(path, source.shapes), hints(source.configs)
+    (family, renamed), hinted = (
+        recognised(path, source.shapes, classifies=_classifies(classes, model)),
+        hints(source.configs),
+    )
     there = family.infer_config(path, renamed, hinted, model)
     made, notes = family.parts(renamed, there), [*source.notes, *renamed.notes, *hinted.notes]
     if not there.image_size and (classes is not None or image_size is not None):
         raise DataError(f"'{path}' is a model of text: leave --classes and --image-size out")
     if hinted.data is None and there.image_size:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
-    headless = bool(there.image_size) and not any(name in made for name in CLASSIFIERS)
+    classifier = bool(there.image_size) and "num_classes" in field_names(type(there))
+    headless = classifier and not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
         raise DataError(f"'{path}' has no classifier: set the number of classes of a new one with --classes N")
     needed = parameter_shapes(there, most=len(source.shapes))
@@ -95,8 +99,8 @@ def import_weights(
 
     config = there
     if there.image_size:
-        sizes = {"num_classes": classes or there.num_classes, "image_size": image_size or there.image_size}
-        config = replace(there, **sizes)
+        sizes = {"num_classes": classes or there.num_classes} if classifier else {}
+        config = replace(there, image_size=image_size or there.image_size, **sizes)
     reset = {name for name in CLASSIFIERS if classes is not None and (headless or classes != there.num_classes)}
     if reset:
         was = "the file has none" if headless else f"the file has {there.num_classes:,}"
@@ -131,6 +135,11 @@ def import_weights(
         progress=progress,
     )
     return ImportedWeights(renamed.format, config, files, notes, new_classifier=bool(reset))
+
+
+def _classifies(classes: int | None, model: str | None) -> bool:
+    """Return whether a classifier is wanted: its classes are given, or a model that has one is named."""
+    return classes is not None or (model is not None and "num_classes" in field_names(family_of(model)))
 
 
 def resized(before: ModelConfig, after: ModelConfig) -> str:
@@ -185,6 +194,7 @@ def resampled(positions: Tensor, prefix: int, grid: int) -> Tensor:
 def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any]) -> str:
     """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
+        **({"task": {"name": config.TASK}} if config.TASK != ModelConfig.TASK else {}),
         "model": _section(config),
         **({"data": data} if config.image_size else {}),
         "optimizer": {"lr": 1e-4},
@@ -204,7 +214,7 @@ def _section(config: ModelConfig) -> dict[str, Any]:
     # The data determine the number of classes, and images of a recipe have three channels.
     names = [name for name in defaults if name not in ("name", "num_classes", "channels")]
     changed = {name: value for name in names if (value := getattr(config, name)) != plain[name]}
-    if not config.image_size:
+    if not config.image_size or "num_classes" not in defaults:
         return {"name": config.name, **({"options": changed} if changed else {})}
     if None in changed.values():  # TOML has no word for what the named model has and this one lacks
         changed = {name: value for name in names if (value := getattr(config, name)) != defaults[name]}

@@ -88,6 +88,7 @@ NEEDLESS: dict[str, tuple[tuple[str, str], ...]] = {
             "the pooler is dropped, since no classifier of transformers uses it",
         ),
         (rf"{_EMBEDDINGS}mask_token", "the mask token is dropped: it is for pretraining only"),
+        (r"decoder\..*", "the decoder is dropped: it is for pretraining only"),
         (r"text_model\..*|logit_(?:scale|bias)", "the text tower is dropped: only the image tower is imported"),
         (rf"{_EMBEDDINGS}position_ids|{_MODEL}rope_embeddings\.inv_freq", ""),
     ),

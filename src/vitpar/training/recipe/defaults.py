@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitpar.models.config import ModelConfig, field_names
@@ -25,6 +25,12 @@ MAX_LR = 2e-3
 """Largest learning rate after scaling by the batch: above the published ones at 4,096 images."""
 LAMB_LR, LAMB_BATCH = 3e-3, 2048
 """Learning rate of LAMB and its batch size, from DeiT III (2204.07118)."""
+MAE = "mae"
+"""Name of the task that has settings of its own, from Masked Autoencoders (2111.06377, A.1)."""
+MAE_LR, MAE_BATCH, MAE_EPOCHS, MAE_WARMUP = 1.5e-4, 256, 800, 40
+"""Its learning rate at a batch size, epochs, and epochs of warm-up."""
+MAE_IMAGES = 2_000_000
+"""Largest training set for these epochs. Larger ones have the epochs of the table."""
 SMALL_IMAGE = 64
 """Largest image size, in pixels a side, that is cropped like CIFAR."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
@@ -164,6 +170,9 @@ NOTES = (
     f"**Small images.** Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area in training, "
     "and nothing in evaluation (2104.05704).",
     "**Other tasks** than classification have no mixup, CutMix and label smoothing.",
+    f"**Masked autoencoding** (`--task mae`) has nothing of the table but, above {MAE_IMAGES:,} images, epochs and "
+    f"warm-up: crops of 0.2 to 1, flips, AdamW with betas 0.9 and 0.95 and weight decay 0.05, a rate of {MAE_LR:g} at "
+    f"a batch of {MAE_BATCH} that grows linearly with it, {MAE_EPOCHS} epochs and {MAE_WARMUP} of warm-up (2111.06377).",
     "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
     "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )
@@ -234,6 +243,8 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
         settings = {key: value for key, value in settings.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
     fields = {f"model.{name}" for name in field_names(type(config))}
     settings = {key: value for key, value in settings.items() if not key.startswith("model.") or key in fields}
+    if recipe.task.name == MAE:
+        return _of_mae(recipe, row, samples)
     if recipe.task.name != CLASSIFY:
         settings = {key: value for key, value in settings.items() if key not in OF_CLASSES}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
@@ -241,6 +252,17 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
         del settings["optimizer.weight_decay"]  # the table has that of AdamW
     else:
         settings["optimizer.lr"] = rate
+    return settings | _length(recipe, row, samples)
+
+
+def _of_mae(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
+    """Return the settings of masked autoencoding, by dotted key."""
+    settings: dict[str, Any] = {"data.crop_scale": (0.2, 1.0)}
+    if recipe.optimizer.name == "adamw":
+        lr = float(f"{MAE_LR * recipe.train.batch_size / MAE_BATCH:.3g}")
+        settings |= {"optimizer.lr": lr, "optimizer.weight_decay": 0.05, "optimizer.betas": (0.9, 0.95)}
+    if samples <= MAE_IMAGES:
+        row = replace(row, epochs=MAE_EPOCHS, warmup_epochs=MAE_WARMUP)
     return settings | _length(recipe, row, samples)
 
 

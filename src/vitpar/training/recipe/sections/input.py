@@ -27,10 +27,11 @@ class TaskSection(Section):
     """The task: meaning of the labels, loss, metrics and predictions."""
 
     name: str = CLASSIFY
-    """classify; mlm (masked language modelling, BERT) or span (span corruption, T5) for packed text; or a task of your
-    own as FILE.py:NAME (docs/own-task.md)."""
+    """classify; mae (masked autoencoding, for models of that family); mlm (masked language modelling, BERT) or span
+    (span corruption, T5) for packed text; or a task of your own as FILE.py:NAME (docs/own-task.md)."""
     options: dict[str, int | float | bool | str] | None = None
-    """Fields of the task by name: rate and whole_words of mlm, rate and mean_length of span, or those of your own."""
+    """Fields of the task by name: norm_pix_loss of mae, rate and whole_words of mlm, rate and mean_length of span, or
+    those of your own."""
 
 
 class ModelSection(Section):
@@ -127,7 +128,7 @@ class ModelSection(Section):
     init: Literal["jax", "timm", "moco", "bert", "t5"] | None = None
     """Scheme of initial values (docs/models.md)."""
     options: dict[str, int | float | bool | str] | None = None
-    """Fields of a model of your own (docs/own-model.md), by name."""
+    """Fields by name that have no setting here: of masked autoencoders, or a model of your own (docs/own-model.md)."""
 
 
 class DataSection(Section):

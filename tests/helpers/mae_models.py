@@ -1,0 +1,114 @@
+"""A small masked autoencoder, its twin in transformers, and its recipe to check plans with."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.oracles import transformers
+from vitpar import model_config, parse, validate
+from vitpar.check import CheckResult, check_plan
+from vitpar.models.layers import LayeredModel
+from vitpar.models.mae import foreign
+from vitpar.models.mae.config import MAEConfig
+from vitpar.training.recipe import read_recipe
+
+SIZES: dict[str, Any] = {
+    "patch_size": 4,
+    "image_size": 16,
+    "embed_dim": 24,
+    "depth": 3,
+    "num_heads": 4,
+    "mlp_hidden_dim": 40,
+}
+DECODER: dict[str, Any] = {
+    "decoder_embed_dim": 16,
+    "decoder_depth": 2,
+    "decoder_num_heads": 4,
+    "decoder_mlp_hidden_dim": 24,
+}
+
+
+def mae(**options: Any) -> MAEConfig:
+    """Return a small masked autoencoder."""
+    config = model_config("mae_custom", **{"init": "perturbed", **SIZES, **DECODER, **options})
+    assert isinstance(config, MAEConfig)
+    return config
+
+
+def check_mae(device: torch.device, mesh: str, plan: dict[str, Any], **settings: Any) -> CheckResult:
+    """Compare a plan with one process; runs on every rank."""
+    given = {
+        "data.path": "unused",
+        "train.steps": 1,
+        "train.batch_size": 8,
+        "train.precision": "fp64",
+        "task.name": "mae",
+        "model.name": "mae_custom",
+        **{f"model.{name}": value for name, value in SIZES.items()},
+        "model.options": DECODER,
+        **{name.replace("__", "."): value for name, value in settings.items()},
+    }
+    recipe = read_recipe(None, given)
+    config = recipe.config(1)
+    valid = validate(replace(parse(mesh), **plan), config, recipe.train.batch_size)
+    return check_plan(recipe, config, valid, device)
+
+
+def twin(config: MAEConfig, norm_pix_loss: bool = True) -> nn.Module:
+    """Return transformers' model."""
+    torch.manual_seed(0)
+    settings = transformers.ViTMAEConfig(
+        hidden_size=config.embed_dim,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_hidden_dim,
+        layer_norm_eps=config.norm_eps,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.channels,
+        decoder_num_attention_heads=config.decoder_num_heads,
+        decoder_hidden_size=config.decoder_embed_dim,
+        decoder_num_hidden_layers=config.decoder_depth,
+        decoder_intermediate_size=config.decoder_mlp_hidden_dim,
+        mask_ratio=config.mask_ratio,
+        norm_pix_loss=norm_pix_loss,
+    )
+    model = transformers.ViTMAEForPreTraining(settings)
+    if model.device.type != "meta":
+        # upstream: transformers 5.23 leaves the fixed positions of a new model at zero.
+        for table in (model.vit.embeddings.position_embeddings, model.decoder.decoder_pos_embed):
+            table.data.copy_(fixed_positions(config, table.shape[-1]))
+    return model
+
+
+def fixed_positions(config: MAEConfig, width: int) -> Tensor:
+    """Return the positions of transformers' pretrained models, with the halves that its function swaps."""
+    side = config.image_size // config.patch_size
+    build = transformers.models.vit_mae.modeling_vit_mae.build_2d_sinusoidal_position_embedding
+    rows, columns = build(side, side, width, cls_token=True).chunk(2, dim=-1)
+    return torch.cat([columns, rows], dim=-1)[None]
+
+
+def converted(config: MAEConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of transformers or the authors' code, values or gradients, as vitpar's."""
+    renamed = foreign.renamed({name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert renamed is not None and renamed.unknown == ()
+    made = foreign.parts(renamed, config)
+    result = {name: part.make(*(state[theirs] for theirs in part.names)) for name, part in made.items()}
+    assert {name: tuple(x.shape) for name, x in result.items()} == {name: part.shape for name, part in made.items()}
+    return result
+
+
+@torch.no_grad()
+def filled(config: MAEConfig, state: Mapping[str, Tensor]) -> LayeredModel:
+    """Return a model in float64 with the parameters of transformers' `state`."""
+    model, values = LayeredModel(config).double(), converted(config, state)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values.pop(name))
+    assert not values
+    for layer in model.layers().values():
+        layer.reset_buffers()
+    return model

@@ -1,0 +1,134 @@
+"""Masked autoencoding through the command line: training, evaluation, resuming, fine-tuning, weights, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.command_line import Command, Refused
+from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
+from helpers.oracles import timm, transformers
+from vitpar.errors import DataError
+from vitpar.models.mae.masking import masking_noise
+from vitpar.training.recipe.defaults import recipe_for
+from vitpar.weights.folder import open_weights
+from vitpar.weights.importing import import_weights
+
+SMALL = {"image_size": 8, "patch_size": 2, "embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_hidden_dim": 40}
+VIT = ("--model", "vit_custom", *(word for key, value in SMALL.items() for word in ("--set", f"model.{key}={value}")))
+MAE = (
+    *("--task", "mae", "--model", "mae_custom", *VIT[2:]),
+    *(word for key, value in DECODER.items() for word in ("--set", f"model.options.{key}={value}")),
+)
+DATA = ("--data", "data", "--set", "data.workers=0", "--batch-size", "16")
+
+
+def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vitpar: Command, refused: Refused) -> None:
+    def said(*words: str) -> str:
+        done = vitpar(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    trained = said("train", *MAE, *DATA, "--mesh", "pp2xtp2", "--steps", "2", "--run-dir", "run")
+    assert "12 outputs" in trained and "crop 0.2-1, flip 0.5" in trained and "betas 0.9 and 0.95" in trained
+    more = ("--mesh", "fsdp2", "--steps", "3", "--allow-change", "train.steps")
+    assert "resuming from run/checkpoints/step_2" in said("train", "--resume", "run", *more)
+    figures = [json.loads(said("eval", "--checkpoint", "run", "--mesh", mesh, "--json")) for mesh in ("dp1", "pp2")]
+    assert figures[0]["samples"] == 17 and figures[0] == pytest.approx(figures[1], rel=1e-5)
+    tuned = said(
+        "train", "--weights", "run/weights", *VIT, *DATA, "--steps", "1", "--mesh", "tp2", "--run-dir", "tuned"
+    )
+    assert "the encoder of mae_custom is used; its decoder is left out" in tuned
+    assert "the classifier of 7 classes is newly initialised (the weights have none)" in tuned
+    probe = ("--set", "train.freeze=embed, *", "--set", "model.norm_eps=1e-6", "--run-dir", "probe")
+    said("train", "--weights", "run/checkpoints/step_3", *VIT, *DATA, "--steps", "1", *probe)
+    before, after = open_weights(place / "run" / "weights"), open_weights(place / "probe" / "weights")
+    for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
+        assert torch.equal(before.read(name), after.read(name)), name
+    assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
+    refused(
+        place,
+        (
+            (["report", "run", "--images", "2"], "--images shows classes, which task 'mae' does not predict"),
+            (["eval", "--checkpoint", "run", "--predictions", "p.csv"], "task 'mae' predicts pixels, which no table"),
+            (
+                ["train", "--data", "data", "--model", "mae_vit_base", "--steps", "1"],
+                "task 'classify' does not train mae_vit_base, which",
+            ),
+            (
+                ["train", "--data", "data", "--task", "mae", "--model", "vit_nano_patch4_16", "--steps", "1"],
+                "task 'mae' does not train vit_nano_patch4_16, but only models of the family mae",
+            ),
+            (
+                (
+                    *["train", "--data", "data", "--task", "mae", "--model", "mae_vit_base", "--steps", "1", "--set"],
+                    "augment.mixup=0.5",
+                ),
+                "augment.mixup is 0.5, but task 'mae' does not mix images: set it to 0",
+            ),
+        ),
+    )
+
+
+def test_default_settings_are_those_of_the_paper() -> None:
+    options = {"data.path": "x", "task.name": "mae", "model.name": "mae_vit_base", "train.batch_size": 4096}
+    recipe = recipe_for(1_281_167, options)
+    assert recipe.optimizer.lr == 0.0024 and recipe.optimizer.betas == (0.9, 0.95)
+    assert recipe.optimizer.weight_decay == 0.05 and recipe.data.crop_scale == (0.2, 1.0)
+    assert (recipe.train.epochs, recipe.lr_schedule.warmup_epochs) == (800, 40)
+    assert recipe.augment.policy is None and recipe.augment.repeats == 1 and not recipe.augment.mixup
+    assert recipe_for(10_000_000, options).train.epochs == 30
+
+
+def test_weights_of_transformers_come_in_and_go_out(tmp_path: Path, vitpar: Command) -> None:
+    config = mae()
+    theirs = twin(config)
+    theirs.save_pretrained(tmp_path / "there")
+    done = import_weights(tmp_path / "there", tmp_path / "ours")
+    assert done.config == mae(init="mae") and not done.new_classifier
+    values = converted(config, dict(theirs.state_dict()))
+    assert all(torch.equal(open_weights(tmp_path / "ours").read(name), value) for name, value in values.items())
+    for library, folder in (("transformers", "again"), ("timm", "encoder")):
+        command = ("checkpoint", "export", str(tmp_path / "ours"), "--format", library, "--out", str(tmp_path / folder))
+        exported = vitpar(*command)
+        assert exported.returncode == 0, exported.stderr
+    again = transformers.ViTMAEForPreTraining.from_pretrained(tmp_path / "again").eval()
+    x, noise = torch.randn(2, 3, 16, 16), masking_noise(torch.arange(2), config.patches)
+    with torch.no_grad():
+        expected = theirs.eval()(x, noise=noise).logits
+        torch.testing.assert_close(again(x, noise=noise).logits, expected)
+        # The encoder sees all patches in timm's model.
+        encoder = timm.create_model(f"local-dir:{tmp_path / 'encoder'}", pretrained=True).eval()
+        theirs.config.mask_ratio = 0.0
+        unmasked = theirs.vit(x, noise=torch.arange(16.0).expand(2, -1)).last_hidden_state
+        torch.testing.assert_close(encoder.forward_features(x), unmasked, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_the_authors_come_in_as_autoencoder_or_encoder(tmp_path: Path, vitpar: Command) -> None:
+    """The export for timm has the authors' names, in two files."""
+    config = mae(init="mae")
+    twin(config).save_pretrained(tmp_path / "there")
+    import_weights(tmp_path / "there", tmp_path / "ours")
+    done = vitpar("checkpoint", "export", str(tmp_path / "ours"), "--format", "timm", "--out", str(tmp_path / "both"))
+    assert done.returncode == 0, done.stderr
+    state = {**load_file(tmp_path / "both/model.safetensors"), **load_file(tmp_path / "both/classifier.safetensors")}
+    known = {"cls_token", "pos_embed", "mask_token", "decoder_pos_embed", "patch_embed.proj.weight"}
+    known |= {"norm.weight", "decoder_norm.bias", "decoder_embed.weight", "decoder_pred.weight"}
+    known |= {"blocks.0.attn.qkv.weight", "decoder_blocks.1.mlp.fc2.bias"}
+    assert known <= state.keys() and state["patch_embed.proj.weight"].shape == (24, 3, 4, 4)
+    torch.save({"model": state}, tmp_path / "mae_pretrain.pth")
+    with pytest.raises(DataError, match="do not show the number of heads: name the model with --model"):
+        import_weights(tmp_path / "mae_pretrain.pth", tmp_path / "lost")
+    (tmp_path / "known").mkdir()
+    save_file(state, tmp_path / "known" / "model.safetensors")
+    hints = {"num_heads": 4, "decoder_num_heads": 4}
+    (tmp_path / "known" / "config.json").write_text(json.dumps(hints))
+    again, ours = import_weights(tmp_path / "known", tmp_path / "again"), open_weights(tmp_path / "ours")
+    assert again.config == config and again.format == "mae"
+    for name in (f"{layer.name}.{key}" for layer in config.layers.values() for key in layer.parameters):
+        assert torch.equal(open_weights(tmp_path / "again").read(name), ours.read(name)), name
+    assert '[task]\nname = "mae"' in (tmp_path / "again" / "recipe.toml").read_text()
+    encoder = import_weights(tmp_path / "both", tmp_path / "vit", classes=5)
+    assert encoder.config.FAMILY == "vit" and encoder.new_classifier

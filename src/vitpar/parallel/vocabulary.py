@@ -106,6 +106,7 @@ class _TokenLosses(torch.autograd.Function):
             # Before rounding to 16 bits: of a probability close to 1 little remains.
             probabilities.scatter_add_(1, ids[rows, None], -inside[rows, None].to(probabilities.dtype))
             torch.mul(probabilities, gradient[rows], out=result[rows])
+            del probabilities  # before the next chunk's are made
         return result, None, None
 
 

@@ -30,8 +30,8 @@ def model_config(name: str, **options: Any) -> ModelConfig:
     """Return the configuration of a model by timm's or the hub's name, with `options` replacing its fields.
 
     Any ViT takes any patch and image size: ``vit_tiny_patch4_32``. The names ``vit_custom``, ``swin_custom``,
-    ``mae_custom``, ``bert_custom`` and ``t5_custom`` take everything from `options`. The option `num_classes`, which comes from the
-    data, has no effect on models of text.
+    ``mae_custom``, ``bert_custom`` and ``t5_custom`` take everything from `options`. The option `num_classes`, which
+    comes from the data, has no effect on models of text and masked autoencoders.
 
     Raises ModelError for an unknown name or option, or options that contradict each other.
     """

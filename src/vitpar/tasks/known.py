@@ -83,8 +83,8 @@ def _refuse_other_model(task: type[Task], model: str) -> None:
     owner = next((other for other in TASKS.values() if family in other.FAMILIES), None)
     if owner is not None and not issubclass(task, owner):
         raise RecipeError(
-            f"task '{shown(task.NAME)}' does not train {shown(model)}, which only task '{owner.NAME}' does: give --task "
-            f"{owner.NAME}, or another --model"
+            f"task '{shown(task.NAME)}' does not train {shown(model)}, which only task '{owner.NAME}' does: give "
+            f"--task {owner.NAME}, or another --model"
         )
     if task.FAMILIES and family not in task.FAMILIES:
         raise RecipeError(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from helpers.mae_models import check_mae
+from helpers.mae_models import check_mae, check_mistake
 from helpers.plans import ZBV
 from helpers.ranks import RankPool
 from vitpar import parse
@@ -30,3 +30,9 @@ def test_plan_matches_one_process(
     results = ranks(parse(mesh).world_size).run(check_mae, mesh, plan, **settings)
     assert all(result.passed for result in results), str(results[0])
     assert len({str(result) for result in results}) == 1, "ranks disagree about the result"
+
+
+@pytest.mark.parametrize("mesh", ["tp2+sp", "pp2"])
+def test_check_finds_targets_of_other_keys_and_of_other_rows(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    for mistake in ("keys", "rows"):
+        assert not ranks(2).run(check_mistake, mesh, mistake)[0].passed, mistake

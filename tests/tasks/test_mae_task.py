@@ -48,28 +48,22 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
-    refused(
-        place,
-        (
-            (["report", "run", "--images", "2"], "--images shows classes, which task 'mae' does not predict"),
-            (["eval", "--checkpoint", "run", "--predictions", "p.csv"], "task 'mae' predicts pixels, which no table"),
-            (
-                ["train", "--data", "data", "--model", "mae_vit_base", "--steps", "1"],
-                "task 'classify' does not train mae_vit_base, which",
-            ),
-            (
-                ["train", "--data", "data", "--task", "mae", "--model", "vit_nano_patch4_16", "--steps", "1"],
-                "task 'mae' does not train vit_nano_patch4_16, but only models of the family mae",
-            ),
-            (
-                (
-                    *["train", "--data", "data", "--task", "mae", "--model", "mae_vit_base", "--steps", "1", "--set"],
-                    "augment.mixup=0.5",
-                ),
-                "augment.mixup is 0.5, but task 'mae' does not mix images: set it to 0",
-            ),
-        ),
-    )
+    refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
+
+
+REFUSED = (
+    ("report run --images 2", "--images shows classes, which task 'mae' does not predict"),
+    ("eval --checkpoint run --predictions p.csv", "task 'mae' predicts pixels, which no table"),
+    ("train --data data --model mae_vit_base --steps 1", "task 'classify' does not train mae_vit_base, which only"),
+    (
+        "train --data data --task mae --model vit_nano_patch4_16 --steps 1",
+        "task 'mae' does not train vit_nano_patch4_16, but only models of the family mae",
+    ),
+    (
+        "train --data data --task mae --model mae_vit_base --steps 1 --set augment.mixup=0.5",
+        "augment.mixup is 0.5, but task 'mae' does not mix images: set it to 0",
+    ),
+)
 
 
 def test_default_settings_are_those_of_the_paper() -> None:

@@ -81,7 +81,7 @@ class Embed(_Positions):
         return torch.cat([for_every_sample(self.cls_token).expand(x.shape[0], -1, -1), x], dim=1)
 
 
-class DecoderEmbed(_Positions):
+class MaskEmbed(_Positions):
     """Last norm of the encoder, and embedding layer of the decoder.
 
     Tokens [batch, 1 + visible, width] -> [batch, 1 + patches, the decoder's width]: a mask token stands in the place of
@@ -129,7 +129,7 @@ def build_layer(config: MAEConfig, name: str) -> Layer:
     if name in ("embed", "head"):
         return Embed(config) if name == "embed" else Head(config)
     if name == config.dec_embed:
-        return DecoderEmbed(config)
+        return MaskEmbed(config)
     index = block_index(name)
     encodes = index < config.depth
     return Block(config.encoder if encodes else config.decoder, index if encodes else index - config.depth - 1)

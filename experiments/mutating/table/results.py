@@ -21,8 +21,8 @@ MUTATIONS = (
         name="replicas-evaluated",
         breaks="Evaluation counts a sample once for every rank that computes it.",
         file="src/vitpar/training/evaluate.py",
-        old="if model.first_of_outputs:",
-        new="if model.gives_outputs:",
+        old="sums += here if model.first_of_outputs else 0",
+        new="sums += here",
         caught_by=f"pytest {EVALUATION}[val-tp2-{{}}]",
     ),
     Mutation(

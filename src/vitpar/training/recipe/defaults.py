@@ -172,7 +172,8 @@ NOTES = (
     "**Other tasks** than classification have no mixup, CutMix and label smoothing.",
     f"**Masked autoencoding** (`--task mae`) has nothing of the table but, above {MAE_IMAGES:,} images, epochs and "
     f"warm-up: crops of 0.2 to 1, flips, AdamW with betas 0.9 and 0.95 and weight decay 0.05, a rate of {MAE_LR:g} at "
-    f"a batch of {MAE_BATCH} that grows linearly with it, {MAE_EPOCHS} epochs and {MAE_WARMUP} of warm-up (2111.06377).",
+    f"a batch of {MAE_BATCH} that grows linearly with it, {MAE_EPOCHS} epochs and {MAE_WARMUP} of warm-up "
+    "(2111.06377).",
     "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
     "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )

@@ -12,7 +12,7 @@ from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
 from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
-from vitpar.tasks.span import Spans
+from vitpar.tasks.span import SpanCorruption
 from vitpar.tasks.task import LabelSet, Task
 from vitpar.tasks.text import TextFacts, TextTask
 from vitpar.text import nearest, shown
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, MaskedLanguage, Spans)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, MaskedLanguage, SpanCorruption)}
 """Tasks by name. `load` adds those of the user."""
 
 

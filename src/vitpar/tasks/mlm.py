@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitpar.data.text.masking import mlm
-from vitpar.tasks.text import Prepared, TextTask
+from vitpar.tasks.text import MaskedBatch, TextTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ class MaskedLanguage(TextTask):
         after = int(self.text.specials.end is not None)
         return {"vocab_size": self.text.vocab_size, "tokens": self.text.tokens + self._before + after}
 
-    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> Prepared:
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
         """Return sequences between [CLS] and [SEP], with masked tokens."""
         import numpy as np
 
@@ -56,4 +56,4 @@ class MaskedLanguage(TextTask):
             whole[rows] += 1
         words = self.text.words.words(inputs) if self.whole_words and self.text.words is not None else None
         masked, targets = mlm(inputs, whole, keys, specials, self.text.vocab_size, self.rate, words)
-        return Prepared(masked, whole, targets, {})
+        return MaskedBatch(masked, whole, targets, {})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitpar.data.text.masking import shift_right, span_lengths, spans
 from vitpar.errors import RecipeError
-from vitpar.tasks.text import Prepared, TextTask
+from vitpar.tasks.text import MaskedBatch, TextTask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spans(TextTask):
+class SpanCorruption(TextTask):
     """Prediction of removed spans: 15 % of each sequence, in spans of 3 tokens on average."""
 
     NAME: ClassVar[str] = "span"
@@ -48,8 +48,8 @@ class Spans(TextTask):
                 f"{self.MODELS}, or use --task mlm"
             )
 
-    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> Prepared:
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
         """Return texts with sentinels for their missing spans; the decoder's inputs are the targets, shifted."""
         corrupted = spans(ids, lengths, keys, self.text.specials, self.rate, self.mean_length)
         sides = {"decoder_input_ids": shift_right(corrupted.targets, self.text.specials)}
-        return Prepared(corrupted.inputs, corrupted.lengths, corrupted.targets, sides)
+        return MaskedBatch(corrupted.inputs, corrupted.lengths, corrupted.targets, sides)

@@ -56,7 +56,7 @@ class TextFacts:
         return cls(vocab_size, SYNTHETIC_TOKENS, Specials(pad=0, cls=1, sep=2, mask=3, eos=2, sentinels=sentinels))
 
 
-class Prepared(NamedTuple):
+class MaskedBatch(NamedTuple):
     """Batch of text as a model takes it, for all ranks."""
 
     inputs: NDArray[np.int64]
@@ -106,7 +106,7 @@ class TextTask(Task):
         """Fields of the model that follow from the data unless the recipe sets them."""
 
     @abstractmethod
-    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> Prepared:
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
         """Return the inputs and targets of a batch.
 
         ids: int64 [batch, tokens], without special tokens.
@@ -114,7 +114,7 @@ class TextTask(Task):
         keys: random key of each sequence, int64 [batch].
         """
 
-    def given(self, prepared: Prepared, config: ModelConfig) -> Given:
+    def given(self, prepared: MaskedBatch, config: ModelConfig) -> Given:
         """Return a prepared batch as tensors, padded to the sizes of the model."""
         import numpy as np
         import torch

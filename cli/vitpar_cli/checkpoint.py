@@ -355,8 +355,8 @@ def import_command(
         typer.echo(json.dumps({"format": done.format, "config": config, "files": files, "notes": done.notes}))
         return
     typer.echo(
-        f"{out}: from {done.format}'s names, {c.num_blocks} blocks, {c.parameters / 1e6:,.2f} M parameters, images of "
-        f"{c.image_size} pixels, {c.num_classes:,} {'classes' if c.TASK == 'classify' else 'outputs'}"
+        f"{out}: from {done.format}'s names, {c.num_blocks} blocks, {c.parameters / 1e6:,.2f} M parameters, "
+        f"{', '.join(c.words)}"
     )
     for note in done.notes:
         say(f"  {note}", indent=4)

@@ -46,7 +46,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     # Last, to be seen without scrolling.
     typer.echo("")
     rows = {
-        "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.num_classes:,} classes",
+        "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.words[1]}",
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
         "memory": f"{memory_words(fullest)} on the fullest rank",
     }

@@ -94,8 +94,8 @@ def _show_one(config: "ModelConfig", as_json: bool) -> None:
         "model": f"{size.name}, family {size.family}",
         "parameters": f"{size.parameters:,}",
         "GFLOPs": _giga(size.forward_flops),
-        "images": f"{size.image_size} x {size.image_size} pixels, {config.channels} channels, "
-        f"{config.num_classes:,} classes",
+        "takes": config.words[0] + (f", {config.channels} channels" if config.channels else ""),
+        "gives": config.words[1],
         "tokens": f"{_tokens(size)}, of {_span(*size.features)} features",
         "tp": f"{_degrees(tp)} divide all layers" if tp else "no degree divides all layers",
     }

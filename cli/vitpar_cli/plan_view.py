@@ -41,7 +41,7 @@ def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, 
     """
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
-    classes = f"{config.num_classes:,} class{'es' * (config.num_classes > 1)}"
+    classes = config.words[1]
     ranks = f"{plan.world_size:,} rank{'s' * (plan.world_size > 1)}"
     console.print(f"{millions(summary.parameters)} parameters, {classes}, {ranks}, {precision}\n")
     console.print(draw_ranks(plan, console.width), no_wrap=True)

@@ -135,6 +135,15 @@ class ModelConfig:
         return (self.num_classes,)
 
     @property
+    def words(self) -> tuple[str, str]:
+        """Return what the model takes and gives, for messages: `images of 224 pixels`, `1,000 classes`."""
+        if self.input.dtype is not None:
+            return f"text of {self.input.shape[0]:,} tokens", f"a vocabulary of {self.num_classes:,}"
+        one, several = ("class", "classes") if self.TASK == "classify" else ("output", "outputs")
+        noun = one if self.num_classes == 1 else several
+        return f"images of {self.image_size} pixels", f"{self.num_classes:,} {noun}"
+
+    @property
     def side_inputs(self) -> Mapping[str, SideInput]:
         """Return the inputs besides `input` by name, such as masks. A layer whose `forward` has the name gets it.
 

@@ -155,7 +155,7 @@ class TokenLoss:
     measures: bool = False
     """Whether to count the tokens whose target has the largest logit."""
 
-    def count(self, targets: Tensor) -> Tensor:
+    def count(self, targets: Tensor, batch: int) -> Tensor:
         return (targets != PADDED).sum()
 
     def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:

@@ -190,6 +190,10 @@ class Words:
     def predict(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"ids": outputs.argmax(-1)}
 
+    @property
+    def task(self) -> Any:
+        return self
+
     def eval_batches(self, images: Any) -> Iterator[int]:
         yield 0
 
@@ -211,7 +215,7 @@ def evaluated(device: torch.device, mesh: str, folder: Path) -> tuple[dict[str, 
     with pytest.MonkeyPatch.context() as patch:  # the input has the rows of all ranks
         mine = lambda x, *more, **sides: predict(x[model.image_rows(BATCH)], *more, **sides)  # noqa: E731
         patch.setattr(model, "predict", mine)
-        result = evaluate(model, words, words, words, predicted=lambda p: found.append(p.values["ids"]))
+        result = evaluate(model, words, words, predicted=lambda p: found.append(p.values["ids"]))
     save_weights(model, folder, "")
     before = {name: p.clone() for name, p in model.state_dict().items()}
     for parameter in model.state_dict().values():

@@ -76,24 +76,32 @@ AT_ONCE = {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
 """Environment of jobs that compile beside others."""
 
 
-def check(name: str, precision: str, **environment: str) -> Job:
-    """Return a comparison of the compiled plan dp1 with one process."""
+def check(name: str, precision: str, *model: str, small: tuple[str, ...] = (), **environment: str) -> Job:
+    """Return a comparison of the compiled plan dp1 with one process. small: words that a rehearsal adds."""
     words = ("check", "--mesh", "dp1", "--precision", precision, "--compile", "--device", "cuda", "--json")
     return Job(
         name,
         130,
         "passes",
-        ("-m", "vitpar_cli.main", *words),
-        rehearsal=("--no-compile", "--device", "cpu"),
+        ("-m", "vitpar_cli.main", *words, *model),
+        rehearsal=("--no-compile", "--device", "cpu", *small),
         reads="stdout",
         environment=AT_ONCE | environment,
     )
 
 
-def bench(name: str, limit: float, prediction: str, *words: str) -> Job:
+def bench(name: str, limit: float, prediction: str, *words: str, **environment: str) -> Job:
     """Return a call of bench_gpu.py."""
     command = ("experiments/bench_gpu.py", *words, "--minutes", MINUTES, "--json", RESULT)
-    return Job(name, limit, prediction, command, rehearsal=(*TINY, "--steps", "1"))
+    return Job(name, limit, prediction, command, rehearsal=(*TINY, "--steps", "1"), environment=environment)
+
+
+def product(name: str, limit: float, prediction: str, *words: str, small: tuple[str, ...]) -> Job:
+    """Return a call of ``vitpar bench`` on random data. small: words that a rehearsal adds."""
+    command = ("-m", "vitpar_cli.main", "bench", "--mesh", "dp1", "--synthetic", "--precision", "bf16", *words)
+    few = ("--repeats", "3", "--device", "cuda", "--json")
+    tiny = ("--no-compile", "--device", "cpu", "--precision", "fp32", "--batch-size", "4", "--steps", "1", *small)
+    return Job(name, limit, prediction, (*command, *few), rehearsal=tiny, reads="stdout")
 
 
 def peers(model: str, limit: float, prediction: str) -> Job:
@@ -143,6 +151,24 @@ def planner(name: str, limit: float, prediction: str, *words: str, small: tuple[
     return Job(name, limit, prediction, ("-m", "vitpar_cli.main", *words), rehearsal=rehearsal, reads="stdout")
 
 
+STEPS = ("--sections", "vitpar", "--steps", "6", "--models")
+CHOSEN = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM": "1", "ENABLE_PERSISTENT_TMA_MATMUL": "1"}
+"""Let torch's compiler time cuBLAS and its Triton kernels, with what follows a product in its epilogue."""
+BERT, T5, MAE = (
+    ("--task", "mlm", "--num-classes", "30522", "--model"),
+    ("--task", "span", "--num-classes", "32128", "--model"),
+    ("--task", "mae", "--model"),
+)
+"""Words that choose a task; a model's name follows."""
+TINY_TEXT = tuple(
+    word
+    for setting in ("embed_dim=32", "depth=2", "num_heads=2", "mlp_hidden_dim=64", "tokens=32", "vocab_size=1000")
+    for word in ("--set", f"model.{setting}")
+)
+TINY_BERT = (*TINY_TEXT, "--num-classes", "1000")
+TINY_T5 = (*TINY_BERT, "--set", "model.head_dim=16", "--set", "model.decoder_depth=2")
+TINY_MAE = ("--set", "model.image_size=32", "--set", "model.depth=2", "--set", "model.decoder_depth=2")
+
 HARDWARE, MODEL, RECIPE = f"{WORK}/hardware.json", f"{WORK}/model.json", "experiments/planner_gpu.toml"
 SMALL_MODEL = ("--recipe", "experiments/planner.toml")
 PROFILED = ("--recipe", RECIPE, "--ranks", "1", "--out", MODEL)
@@ -183,6 +209,31 @@ PROGRAMMES: dict[str, tuple[Call, ...]] = {
             )
         ),
     ),
+    # The largest gap that A showed, products and the passes between them; models of other inputs than labelled images.
+    "B": (
+        Call(
+            (
+                (
+                    REPEAT,
+                    check("check BERT", "bf16", *BERT, "bert_base", "--set", "model.depth=4", small=TINY_BERT),
+                    check("check T5", "bf16", *T5, "t5_small", small=TINY_T5),
+                    check("check MAE", "bf16", *MAE, "mae_vit_base", "--set", "model.depth=4", small=TINY_MAE),
+                ),
+                (product("BERT", 75, "MFU 45 %", *BERT, "bert_large", "--batch-size", "64", small=TINY_BERT),),
+                (product("T5", 75, "MFU 30 %", *T5, "t5_base", "--batch-size", "64", small=TINY_T5),),
+                (product("MAE", 75, "MFU 30 %", *MAE, "mae_vit_large", "--batch-size", "256", small=TINY_MAE),),
+                (bench("steps", 70, "MFU 42 %, 46 %", *STEPS, BASE, LARGE),),
+                (bench("steps, products chosen by time", 130, "0.97 to 1.00 of the time", *STEPS, LARGE, **CHOSEN),),
+            )
+        ),
+        Call(
+            (
+                (bench("fp8", 120, "0.85 to 0.95", "--sections", "fp8", "--models", HUGE),),
+                *PLANNER,
+                (peers(LARGE, 110, "timm takes 1.1 to 1.25 times as long"),),
+            )
+        ),
+    ),
     # What a resumed run repeats, peers on larger models, fp8 end to end, JPEG input.
     "C": (
         Call(
@@ -198,4 +249,4 @@ PROGRAMMES: dict[str, tuple[Call, ...]] = {
     # Quality: the small model to the end of the time.
     "D": (Call(((cifar(560, "top-1 91 to 93 % after about 500 epochs"),),)),),
 }
-"""Calls by programme. B is written after A: it is for the largest gap that A shows."""
+"""Calls by programme."""

@@ -97,7 +97,7 @@ def _tests(runs: Runs) -> Iterator[str]:
 
 def _steps(runs: Runs) -> Iterator[str]:
     rows = []
-    for row in _found(runs, "steps").get("vitpar", ()):
+    for job, row in ((job, row) for job in runs if job.startswith("steps") for row in _found(runs, job).get("vitpar", ())):
         seconds, kernels, memory = median(row["seconds"]), row["kernels"], row["memory_bytes"]
         cells = [
             f"{1e3 * seconds:.1f}",
@@ -109,8 +109,28 @@ def _steps(runs: Runs) -> Iterator[str]:
             memory is not None and f"{memory / 2**30:.1f}",
             str(row["attention"]["backend"]),
         ]
-        rows.append([_named(row), *(cell or "–" for cell in cells)])
-    columns = ("model, batch", "ms", "images/s", "MFU", "waits", "kernels", "GPU busy", "GiB", "attention")
+        rows.append([job, _named(row), *(cell or "–" for cell in cells)])
+    columns = ("program", "model, batch", "ms", "images/s", "MFU", "waits", "kernels", "GPU busy", "GiB", "attention")
+    yield from table(columns, rows)
+
+
+def _products(runs: Runs) -> Iterator[str]:
+    """Yield the table of ``vitpar bench``, and the time of each phase with its limit."""
+    rows = []
+    for job, run in runs.items():
+        if not (run["found"] or {}).get("step_seconds"):
+            continue
+        found = run["found"]
+        phases = ", ".join(f"{phase['name']} {1e3 * phase['seconds']['mean']:.1f}" for phase in found["phases"])
+        cells = [
+            f"{1e3 * found['step_seconds']['mean']:.1f}",
+            f"{found['images_per_second']['mean']:.0f}",
+            found["mfu"] is not None and f"{100 * _mean(found['mfu']):.1f} %",
+            f"{found['memory_bytes'] / 2**30:.1f}",
+            str(found["attention"]),
+        ]
+        rows.append([job, f"{_named(found)}", run["prediction"], *(cell or "–" for cell in cells), phases])
+    columns = ("program", "model, batch", "predicted", "ms", "samples/s", "MFU", "GiB", "attention", "phases, ms")
     yield from table(columns, rows)
 
 
@@ -191,6 +211,7 @@ SECTIONS = {
     "Repetition": _repeated,
     "Tests": _tests,
     "Steps": _steps,
+    "Steps by vitpar bench": _products,
     "Attention": _attention,
     "GELU in the epilogue": _epilogues,
     "Comparisons": _turns,
@@ -213,6 +234,10 @@ def _over(seconds: Sequence[float], others: Sequence[float]) -> str:
     """Return the median ratio of times that were measured in turn, which a late end may have cut short."""
     ratios = [a / b for a, b in zip(seconds, others, strict=False)]
     return f"{median(ratios):.3f}" if ratios else "–"
+
+
+def _mean(figure: Any) -> float:
+    return figure["mean"] if isinstance(figure, dict) else figure
 
 
 def _one_line(text: str) -> str:

@@ -78,9 +78,11 @@ def compared(options: argparse.Namespace, case: str, kernel: str) -> dict[str, A
             words = [sys.executable, __file__, "--case", case, "--kernel", kernel, "--device", options.device]
             caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), folder)
             variables = os.environ | caches | CASES[case] | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-            done = subprocess.run(
-                words + ["--tiny"] * options.tiny, env=variables, capture_output=True, text=True, timeout=LIMIT_S
-            )
+            words += ["--tiny"] * options.tiny
+            try:
+                done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return {"error": f"not done within {LIMIT_S} s"}
             if done.returncode:
                 return {"error": done.stderr.strip().splitlines()[-1][:200]}
             runs.append(json.loads(done.stdout.splitlines()[-1]))

@@ -87,7 +87,9 @@ def bench(
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
-    trained = task_of(merged, classes_of(merged, num_classes, CLASSES) if images is None else images)
+    # A text model has its own vocabulary, whatever it is asked for.
+    usual = merged.config(CLASSES).num_classes
+    trained = task_of(merged, classes_of(merged, num_classes, usual) if images is None else images)
     config = merged.config(trained.outputs, trained.model_options)
     trained.refuse_model(config)
     if images is not None and trained.INPUT == "images":

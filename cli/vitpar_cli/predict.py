@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.errors import DataError
 from vitpar.text import printable, shown
 from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
@@ -56,7 +57,12 @@ def predict(
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
     saved = saved_model(checkpoint, asked, doing="a prediction")
-    names = class_names(saved) if saved.task().OUTPUTS_ARE_LABELS else None
+    trained = saved.task()
+    if not trained.PREDICTS:
+        raise DataError(
+            f"`vitpar predict` has nothing to print for task '{trained.NAME}': evaluate its models with `vitpar eval`"
+        )
+    names = class_names(saved) if trained.OUTPUTS_ARE_LABELS else None
     planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
     planned.run(_predict, paths, source, names, top, as_json)
 

@@ -136,10 +136,11 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
     from vitpar_cli.saved_model import AT_ONCE, saved_model
 
     saved = saved_model(run, asked, doing="an evaluation")
-    if not saved.task().OUTPUTS_ARE_LABELS:
+    task = saved.task()
+    if not task.OUTPUTS_ARE_LABELS:
+        written = ", or write the predictions with `vitpar eval --predictions`" if task.PREDICTS else ""
         raise DataError(
-            f"--images shows classes, which task '{saved.recipe.task.name}' does not predict: leave it out, or write "
-            "the predictions with `vitpar eval --predictions`"
+            f"--images shows classes, which task '{saved.recipe.task.name}' does not predict: leave it out{written}"
         )
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):

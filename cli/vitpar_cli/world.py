@@ -99,8 +99,7 @@ def _joined(
     world: World, device: Device, store: Store | None, work: Callable[..., int], arguments: tuple[object, ...]
 ) -> int:
     """Call `work` on the device of this rank of `world` after joining it."""
-    from vitpar.launch import join, leave
+    from vitpar.launch import joined
 
-    code = work(join(world, device, store=store), *arguments)
-    leave()
-    return code
+    with joined(world, device, store) as own_device:
+        return work(own_device, *arguments)

@@ -1,10 +1,13 @@
 """Jobs that commands hand to the ranks they start: ranks get what was prepared, even if files have changed since."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import typer
 
 from helpers.paths import ROOT
@@ -46,6 +49,20 @@ def test_ranks_get_arguments_and_the_command_line(monkeypatch: pytest.MonkeyPatc
     plan = parse("pp2: embed=fsdp2, *=dp2+zero1")
     job = handed(monkeypatch, plan, "more")
     assert job.arguments == (plan, "more") and job.command == sys.argv and job.run(launch.ALONE) == 2
+
+
+def fails(device: torch.device) -> int:
+    """Fail as a command can that finds a fault of the user on its ranks."""
+    assert dist.is_initialized() and device.type == "cpu"
+    raise DataError("no")
+
+
+def test_command_that_fails_leaves_the_group_that_it_made() -> None:
+    """A program may call `main` several times."""
+    before = dict(os.environ)
+    with pytest.raises(DataError, match="no"):
+        world.run_in_world(1, "cpu", fails)
+    assert not dist.is_initialized() and dict(os.environ) == before
 
 
 def test_data_sets_are_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from helpers.ranks import in_forks, two_ranks
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
 from vitpar.checkpoint import Writer, load_tensors
-from vitpar.launch import World, find_world, join, leave
+from vitpar.launch import World, find_world, join, joined, leave
 from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
 
 
@@ -57,6 +57,15 @@ def test_one_gpu_starts_no_nccl(two_gpus: list[dict[str, Any]]) -> None:
     (given,) = two_gpus
     assert (given["backend"], given["device_id"], given["init_method"]) == ("gloo", None, None)
     assert cpu_group() is dist.group.WORLD
+    leave()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_after_an_error_only_a_world_of_one_is_left(size: int, two_gpus: list[dict[str, Any]]) -> None:
+    with pytest.raises(ValueError), joined(World(0, size, 0, size, "torchrun", "127.0.0.1", 29500), "cuda") as device:
+        assert device == torch.device("cuda", 0) and os.environ["WORLD_SIZE"] == str(size)
+        raise ValueError
+    assert dist.is_initialized() == ("WORLD_SIZE" in os.environ) == (size == 2)
     leave()
 
 

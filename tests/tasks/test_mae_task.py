@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command, Refused
@@ -48,12 +49,14 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
+    Image.new("RGB", (8, 8)).save(place / "one.png")
     refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
 
 
 REFUSED = (
     ("report run --images 2", "--images shows classes, which task 'mae' does not predict"),
-    ("eval --checkpoint run --predictions p.csv", "task 'mae' predicts pixels, which no table"),
+    ("eval --checkpoint run --predictions p.parquet", "--predictions has nothing to write for task 'mae'"),
+    ("predict one.png --checkpoint run", "`vitpar predict` has nothing to print for task 'mae'"),
     ("train --data data --model mae_vit_base --steps 1", "task 'classify' does not train mae_vit_base, which only"),
     (
         "train --data data --task mae --model vit_nano_patch4_16 --steps 1",

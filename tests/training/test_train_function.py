@@ -1,5 +1,6 @@
 """`vitpar.train`: training from Python, in one process and in an existing process group."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import vitpar
 from helpers.ranks import RankPool
 from helpers.trained import STEPS, recipe_of, rows
 from vitpar.errors import RecipeError, StrategyError
+from vitpar.training.events import Reporter, RunHeader
 
 
 def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> dict[str, Any]:
@@ -39,6 +41,30 @@ def test_existing_group_gives_the_losses_of_one_process(
         )
     again = vitpar.train(recipe_of(data, "dp1"), run_dir=tmp_path / "alone", resume="auto", device="cpu")
     assert (again["steps"], again["loss"]) == (alone["steps"], alone["loss"])
+
+
+class Failing(Reporter):
+    """A reporter of the user that fails."""
+
+    def started(self, header: RunHeader) -> None:
+        raise ZeroDivisionError
+
+
+def test_failure_leaves_no_group_or_variables_to_the_next_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of a notebook goes on after an error."""
+    recipe = recipe_of(data, "dp1")
+    with monkeypatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "no-such")
+        before = dict(os.environ)
+        with pytest.raises(RuntimeError, match="no-such"):
+            vitpar.train(recipe, device="cpu", run_dir=tmp_path / "run")
+        assert dict(os.environ) == before, "joining fails after it has set variables"
+    before = dict(os.environ)
+    with pytest.raises(ZeroDivisionError):
+        vitpar.train(recipe, device="cpu", run_dir=tmp_path / "run", reporter=Failing())
+    assert not dist.is_initialized() and dict(os.environ) == before
 
 
 def test_settings_override_a_recipe_and_are_checked(data: Path, tmp_path: Path) -> None:

@@ -3,16 +3,15 @@
     world = find_world()                      # did torchrun, srun, mpirun or vitpar itself start us?
     if world is None and workers > 1:         # no: start ranks here; each runs this program again and finds its world
         return spawn(workers, ["-m", "my.module", *sys.argv[1:]], device="cpu")
-    device = join(world or ALONE, "cpu")
-    ...                                       # torch.distributed is ready, for a world of one as well
-    leave()
+    with joined(world or ALONE, "cpu") as device:
+        ...                                   # torch.distributed is ready, for a world of one as well
 
 All of it runs inside `with reporting():`, which sends a rank's error to the process that started it. Importing this
 package does not import torch.
 """
 
 from vitpar.launch.local import spawn
-from vitpar.launch.process_group import join, leave, share_cores
+from vitpar.launch.process_group import join, joined, leave, share_cores
 from vitpar.launch.report import finish, report_failure, reporting
 from vitpar.launch.world import ALONE, World, expand_hosts, find_world
 
@@ -23,6 +22,7 @@ __all__ = [
     "find_world",
     "finish",
     "join",
+    "joined",
     "leave",
     "report_failure",
     "reporting",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -85,14 +85,30 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
 def leave() -> None:
     """Destroy the default process group, if there is one, and restore the environment.
 
-    The next world then does not find variables of this one. After an error let the process die instead: peers may be
-    gone.
+    The next world then does not find variables of this one. After an error let the process die instead, unless it is
+    alone: peers may be gone (`joined`).
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
     _undo.close()
+
+
+@contextmanager
+def joined(world: World, device: Device, store: Store | None = None) -> Iterator[torch.device]:
+    """Join `world`, yield the device that this process computes on, and leave. Arguments and errors are `join`'s.
+
+    After an error, also one of joining, only a world of one is left: its process may go on, as a notebook does. With
+    other ranks, which may be gone, leaving could hang.
+    """
+    try:
+        yield join(world, device, store=store)
+    except BaseException:
+        if world.size == 1:
+            leave()
+        raise
+    leave()
 
 
 def _own_device(world: World, device: Device) -> torch.device:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from vitpar.errors import RecipeError
 from vitpar.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -29,6 +27,7 @@ class MAE(Task):
     NAME: ClassVar[str] = "mae"
     FAMILIES: ClassVar[tuple[str, ...]] = ("mae",)
     LOCAL_TARGETS: ClassVar[bool] = True
+    PREDICTS: ClassVar[bool] = False
 
     norm_pix_loss: bool = True
     """Whether the pixels of each patch are normalised by their mean and variance to give the target."""
@@ -106,12 +105,6 @@ class MAE(Task):
             errors = [((o - t) ** 2).sum() / len(t) for o, t in zip(output, target, strict=True) if not t.isnan().any()]
             losses.append(torch.stack(errors).sum() / len(errors))
         return torch.stack(losses)
-
-    def predict(self, outputs: Tensor) -> Mapping[str, Tensor]:
-        raise RecipeError(
-            "task 'mae' predicts pixels, which no table of predictions has: leave --predictions out, or fine-tune a "
-            "classifier from its encoder with `vitpar train --weights`"
-        )
 
     def trial(self) -> tuple[Tensor, Tensor]:
         import torch

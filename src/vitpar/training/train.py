@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vitpar.launch import ALONE, find_world, join, leave
+from vitpar.launch import ALONE, find_world, joined
 from vitpar.launch.world import Device
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import prepare
@@ -57,17 +58,8 @@ def train(
         resume=resume,
         choose=lambda recipe, config, device, saved: recipe.chosen(config, lambda plan: plan.resolve(ranks)),
     )
-    own_device = _device(run.device_type) if given else join(world, run.device_type)
-    try:
-        trainer = Trainer(run, own_device, reporter=reporter or Reporter())
-        summary = trainer.run()
-    except BaseException:
-        if not given and ranks == 1:  # with other ranks, which may be gone, leaving could hang
-            leave()
-        raise
-    if not given:
-        leave()
-    return summary
+    with nullcontext(_device(run.device_type)) if given else joined(world, run.device_type) as own_device:
+        return Trainer(run, own_device, reporter=reporter or Reporter()).run()
 
 
 def _device(device_type: Device) -> torch.device:

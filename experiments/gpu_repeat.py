@@ -52,6 +52,8 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--tiny", action="store_true", help="a tiny model: only to see the program run")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    made.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="KERNEL", help="of attention")
     made.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     made.add_argument("--kernel", help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -59,8 +61,8 @@ def main() -> None:
         print(json.dumps(fingerprints(options)))
         return
     report, rows = Report(options.json), list[dict[str, Any]]()
-    kernels = KERNELS if options.device == "cuda" else ("flash",)
-    cases = list(itertools.product(CASES, kernels))
+    kernels = options.kernels if options.device == "cuda" else ("flash",)
+    cases = list(itertools.product(options.cases, kernels))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for (case, kernel), processes in zip(
             cases, pool.map(lambda each: compared(options, *each), cases), strict=True

@@ -87,9 +87,11 @@ def bench(
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
-    # A text model has its own vocabulary, whatever it is asked for.
-    usual = merged.config(CLASSES).num_classes
-    trained = task_of(merged, classes_of(merged, num_classes, usual) if images is None else images)
+    if images is None:
+        usual = merged.config(CLASSES)  # a model of text has its own vocabulary and length
+        trained = task_of(merged, classes_of(merged, num_classes, usual.num_classes)).filling(usual)
+    else:
+        trained = task_of(merged, images)
     config = merged.config(trained.outputs, trained.model_options)
     trained.refuse_model(config)
     if images is not None and trained.INPUT == "images":

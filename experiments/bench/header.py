@@ -42,13 +42,15 @@ def without_folders(text: str) -> str:
 def _commit() -> str:
     """Return the commit of this checkout, marked if tracked files differ from it.
 
-    Without git, return the environment variable VITPAR_COMMIT.
+    The environment variable VITPAR_COMMIT says it for a copy, which may have an older history or none.
     """
+    if "VITPAR_COMMIT" in os.environ:
+        return os.environ["VITPAR_COMMIT"]
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("VITPAR_COMMIT", "unknown (no git checkout: set VITPAR_COMMIT)")
+        return "unknown (no git checkout: set VITPAR_COMMIT)"
     return commit + (" with local changes" if changed else "")
 
 

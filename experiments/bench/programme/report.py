@@ -78,7 +78,8 @@ def _checks(runs: Runs) -> Iterator[str]:
 def _repeated(runs: Runs) -> Iterator[str]:
     """Whether gradients of two steps are equal bit by bit, and how many are not."""
     rows = []
-    for row in _found(runs, "repetition").get("rows", ()):
+    jobs = [job for job in runs if job.startswith("repetition")]
+    for row in (row for job in jobs for row in _found(runs, job).get("rows", ())):
         words = [row.get("error", "")] * 2 if "error" in row else []
         for where in ("in_a_process", "between_processes") if not words else ():
             differ = [len(names) for names in row[where]]
@@ -97,7 +98,8 @@ def _tests(runs: Runs) -> Iterator[str]:
 
 def _steps(runs: Runs) -> Iterator[str]:
     rows = []
-    for job, row in ((job, row) for job in runs if job.startswith("steps") for row in _found(runs, job).get("vitpar", ())):
+    jobs = [job for job in runs if job.startswith("steps")]
+    for name, row in ((job, row) for job in jobs for row in _found(runs, job).get("vitpar", ())):
         seconds, kernels, memory = median(row["seconds"]), row["kernels"], row["memory_bytes"]
         cells = [
             f"{1e3 * seconds:.1f}",
@@ -109,7 +111,7 @@ def _steps(runs: Runs) -> Iterator[str]:
             memory is not None and f"{memory / 2**30:.1f}",
             str(row["attention"]["backend"]),
         ]
-        rows.append([job, _named(row), *(cell or "–" for cell in cells)])
+        rows.append([name, _named(row), *(cell or "–" for cell in cells)])
     columns = ("program", "model, batch", "ms", "images/s", "MFU", "waits", "kernels", "GPU busy", "GiB", "attention")
     yield from table(columns, rows)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import IGNORED
@@ -154,6 +154,10 @@ class Task:
     def model_options(self) -> Mapping[str, Any]:
         """Fields of the model that follow from the data unless the recipe sets them, besides `outputs`."""
         return {}
+
+    def filling(self, config: ModelConfig) -> Self:
+        """Return the task with samples as large as `config` takes, for use without data."""
+        return self
 
     def refuse_model(self, config: ModelConfig) -> None:
         """Raise RecipeError for a model that does not fit the task or the data."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from vitpar.data.text.section import Specials
 from vitpar.errors import RecipeError
@@ -131,6 +131,15 @@ class TextTask(Task):
 
     def counted_targets(self, labels: Tensor) -> Tensor:
         return labels
+
+    def filling(self, config: ModelConfig) -> Self:
+        """Return the task with the longest sequences that `config` takes, for use without data."""
+        sizes = [name for name in self.model_options if name != "vocab_size"]
+        for tokens in range(2 * max(getattr(config, name, 0) for name in sizes), SYNTHETIC_TOKENS, -1):
+            longer = replace(self, text=replace(self.text, tokens=tokens))
+            if all(longer.model_options[name] <= getattr(config, name, 0) for name in sizes):
+                return longer
+        return self
 
     def refuse_model(self, config: ModelConfig) -> None:
         """Raise RecipeError for a model that does not fit the task or the data."""

@@ -12,7 +12,7 @@ def main() -> None:
         result = vitpar.search("vit_huge_patch14_224", cluster="8xH100", batch_size=1024, memory=memory, seconds=5)
         best = result.plans[0]
         print(
-            f"{memory}: {best.plan}, {best.images_per_second:,.0f} images/s, "
+            f"{memory}: {best.plan}, {best.images_per_second:,.0f} samples/s, "
             f"{best.memory_bytes / 1e9:.1f} GB, at most {result.gap:.1%} from the best"
         )
 

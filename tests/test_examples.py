@@ -46,4 +46,4 @@ def test_own_loop_example_has_equal_losses_under_two_plans(tmp_path: Path) -> No
 
 
 def test_planning_example_prints_a_plan(tmp_path: Path) -> None:
-    assert re.search(r"80GB: dp8\S*, [\d,]+ images/s, [\d.]+ GB", output(tmp_path, str(EXAMPLES / "planning.py")))
+    assert re.search(r"80GB: dp8\S*, [\d,]+ samples/s, [\d.]+ GB", output(tmp_path, str(EXAMPLES / "planning.py")))

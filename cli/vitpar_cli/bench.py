@@ -35,7 +35,7 @@ def bench(
     data: o.DataDir = None,
     synthetic: Annotated[
         bool,
-        typer.Option("--synthetic", help="Use random images.  \\[default: without --recipe and --data]"),
+        typer.Option("--synthetic", help="Use random samples.  \\[default: without --recipe and --data]"),
     ] = False,
     model: o.ModelName = None,
     task: o.TaskName = None,
@@ -64,9 +64,9 @@ def bench(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Measure the speed of training: images per second, MFU, memory, the cost of input, and each phase of a step.
+    """Measure the speed of training: samples per second, MFU, memory, the cost of input, and each phase of a step.
 
-    Runs the trainer's own steps on the recipe's data, alternating with steps on images that are already on the device.
+    Runs the trainer's own steps on the recipe's data, alternating with steps on samples that are already on the device.
     Compares the phases of a step with their limits. Nothing is learned or saved.
 
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits

@@ -91,15 +91,15 @@ def _ran(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     config, plan = benchmark.config, benchmark.plan
     batch = batch_arithmetic(plan, benchmark.batch_size)
     parameters = sum(layer_parameters(config, Plan()).values())
-    flops = f"{_short(config.flops)}FLOP per image and step"
+    flops = f"{_short(config.flops)}FLOP per {config.sample} and step"
     yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark.device}, {benchmark.device_name}"
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
-    yield "batch", batch_words(batch)
+    yield "batch", batch_words(batch, config.sample)
     attention = f", attention by {benchmark.attention}" if benchmark.attention else ""
     yield "precision", benchmark.precision + (", blocks compiled" if benchmark.compiled else "") + attention
-    yield "input", benchmark.data.name if benchmark.data else "synthetic: random images on the device"
+    yield "input", benchmark.data.name if benchmark.data else f"synthetic: random {config.sample}s on the device"
     warm = benchmark.warm_up
     words = f"{count(warm.steps, 'step')}, the first took {warm.first:.1f} s" + (
         "" if warm.steady else "; not steady yet"
@@ -112,7 +112,7 @@ def _reached(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     rates = benchmark.rates
     how = f"{count(len(benchmark.seconds.values), 'repeat')} of {count(benchmark.steps, 'step')}"
     yield "step", f"{_ms(benchmark.seconds)} ms, mean ± deviation of {how}"
-    yield "speed", f"{_spread(benchmark.images_per_second, 1.0)} images/s"
+    yield "speed", f"{_spread(benchmark.images_per_second, 1.0)} {benchmark.config.sample}s/s"
     if benchmark.mfu is not None and rates.peak is not None:
         yield "MFU", f"{percent(benchmark.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s per rank"
     measured = f"{_short(rates.matmul)}FLOP/s per rank, the measured rate of matrix products of these shapes"

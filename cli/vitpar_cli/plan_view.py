@@ -49,7 +49,7 @@ def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, 
     console.print(_stages(plan, summary))
     gathered = ", gathered parameters, gradients not yet reduced" * any(part.shards for part in summary.strategies)
     console.print(f"[dim]per rank; memory: {state}; not counted: activations{gathered}[/]\n")
-    sections = list(_sections(plan, summary))
+    sections = list(_sections(config, plan, summary))
     width = min(NAME_WIDTH, max(len(name) for _, rows in sections for name, _ in rows))
     for heading, rows in sections:
         if heading:
@@ -102,9 +102,9 @@ def _stages(plan: Plan, summary: PlanSummary) -> Table:
     return table
 
 
-def _sections(plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]]]:
+def _sections(config: ModelConfig, plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]]]:
     """Yield the headings and rows of the sections below the table of stages."""
-    first = [("batch", batch_words(summary.batch))]
+    first = [("batch", batch_words(summary.batch, config.sample))]
     if plan.pipeline_degree > 1:
         first.append(("pipeline", pipeline_words(plan, summary.idle_share)))
     pipeline = []

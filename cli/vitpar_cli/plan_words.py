@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from vitpar.planner.describe import Redistribution
 
 
-def batch_words(batch: BatchArithmetic, sample: str = "image") -> str:
+def batch_words(batch: BatchArithmetic, sample: str) -> str:
     """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
 
-    Divisions by 1 are left out. sample: word for a sample.
+    Divisions by 1 are left out. sample: word for a sample (``ModelConfig.sample``).
     """
     words = f"{batch.global_batch:,} {sample}s"
     if batch.data_parallel > 1:

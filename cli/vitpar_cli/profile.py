@@ -223,7 +223,7 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
     table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
-    for heading in ("forward ms", "backward ms", "images/s", "saved MB"):
+    for heading in ("forward ms", "backward ms", "samples/s", "saved MB"):
         table.add_column(heading, justify="right")
     for layer in profile.layers:
         if kinds[layer.layer].is_block and layer.wrapped == always_wrapped(layer.tensor):

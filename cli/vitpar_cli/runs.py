@@ -44,7 +44,7 @@ def runs(
     console = Console(highlight=False)
     titles = {run.metric.words for run in summaries if run.metric and run.value is not None}
     title = titles.pop() if len(titles) == 1 else "metric"
-    table = data_table("run", "state", "plan", "steps", "loss", printable(title), "images/s", "age")
+    table = data_table("run", "state", "plan", "steps", "loss", printable(title), "samples/s", "age")
     table.padding = (0, 1, 0, 0)
     for column in table.columns:
         column.no_wrap = True

@@ -1,4 +1,4 @@
-"""`vitpar search`: find the plan with the most images per second that fits into memory."""
+"""`vitpar search`: find the plan with the most samples per second that fits into memory."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def search(
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
-    """Find the plan with the most images per second that fits into the memory of each rank.
+    """Find the plan with the most samples per second that fits into the memory of each rank.
 
     It reads two profiles and needs no devices. With --cluster it uses a data sheet instead, so all figures are
     estimates. It also says how long the complete training takes, what limits it, and what would help most. With several

@@ -51,7 +51,7 @@ class SearchProgress:
             self._status.stop()
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
-        best_so_far = f", best so far {best.images_per_second:,.0f} images/s" if best else ""
+        best_so_far = f", best so far {best.images_per_second:,.0f} samples/s" if best else ""
         line = self.about or f"{done} of {total} kinds of plans{best_so_far}"
         if self._status:
             self._status.update(line)

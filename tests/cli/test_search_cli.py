@@ -53,7 +53,7 @@ def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path, mon
     best = read_plan(plan)
     assert words.startswith(str(best)) and "why not" in words and "times are estimates" in words
     assert f"vitpar {__version__}: vitpar search --memory '20 GB'" in words
-    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 images, MFU" in words
+    assert "in bf16, compiled on 8 ranks of NVIDIA H100" in words and "per step of 256 samples, MFU" in words
     assert best.world_size == 8
     text = report.read_text()
     assert Page(text).outside == []

@@ -78,7 +78,7 @@ def test_twice_the_batch_is_priced_per_image() -> None:
     here = costs("4xA100")
     plan = priced("dp4", here, 64)
     (gain,) = (gain for gain in gains((plan,), here, 80e9, 2) if "batch" in gain.change)
-    assert gain.change == "twice the batch, 128 images" and gain.price.batch_size == 128
+    assert gain.change == "twice the batch, 128 samples" and gain.price.batch_size == 128
     assert gain.time == pytest.approx(gain.price.seconds / 128 / (plan.seconds / 64) - 1)
     assert -0.5 < gain.time < 0
 

@@ -69,7 +69,7 @@ def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.M
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
     assert all(point["at_most_better_by"] >= 0 for point in found["weak"])
-    with pytest.raises(PlannerError, match="a batch of 66 on 4 ranks does not scale to a whole number of images on 1"):
+    with pytest.raises(PlannerError, match="a batch of 66 on 4 ranks does not scale to a whole number of samples on 1"):
         CliRunner().invoke(app, [*base[:4], "--batch-size", "66", *base[6:]], catch_exceptions=False)
     with pytest.raises(PlannerError, match="--ranks 8 is more than the 4"):
         CliRunner().invoke(app, [*base, "--ranks", "8"], catch_exceptions=False)

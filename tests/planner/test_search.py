@@ -268,7 +268,7 @@ def test_reason_says_that_an_obvious_plan_is_outside_the_space() -> None:
     search = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
     best = search.best(float("inf")).plans[0]
     found = {reason.plan: reason.why for reason in reasons(search, best, float("inf"))}
-    assert "more images/s, but outside the searched space" in found["dp4"]
+    assert "more samples/s, but outside the searched space" in found["dp4"]
 
 
 def test_listed_plans_are_sorted_and_include_the_obvious_ones() -> None:

@@ -54,7 +54,7 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
         "complete",
         "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %",
         "87.0 % after step 60",
-        "1,280 images/s on average",
+        "1,280 samples/s on average",
         "1 GB at most on rank 0",
         "2 ranks of cpu (2 cores)",
         "1,437 training and 360 validation images",

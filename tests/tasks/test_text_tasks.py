@@ -17,7 +17,7 @@ from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.data.text import TextEvalLoader, TextSet, pack_text
 from vitpar.data.text.masking import span_lengths
 from vitpar.errors import RecipeError
-from vitpar.models import IGNORED
+from vitpar.models import IGNORED, ModelConfig, model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.tasks import task_of
@@ -201,3 +201,19 @@ def test_what_does_not_fit_is_refused_before_training(settings: dict[str, Any], 
     values = {"data.path": str(text), "task.name": "mlm", "train.steps": 1, "train.batch_size": 4, **model}
     with pytest.raises(RecipeError, match=words):
         prepare(read_recipe(None, {**values, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "sizes"),
+    [
+        ("mlm", model_config("bert_large"), (510, 512, 0)),
+        ("span", model_config("t5_base"), (568, 512, 114)),
+        ("span", model_config("t5_base", tokens=64), (70, 64, 14)),
+    ],
+)
+def test_without_data_sequences_fill_the_model(task: str, model: ModelConfig, sizes: tuple[int, int, int]) -> None:
+    """`vitpar bench --synthetic` once timed BERT-large with 16 tokens."""
+    full = task_of(recipe_to_check({"task.name": task}), model.num_classes).filling(model)
+    assert isinstance(full, TextTask)
+    options = full.model_options
+    assert (full.text.tokens, options["tokens"], options.get("decoder_tokens", 0)) == sizes

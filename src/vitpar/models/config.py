@@ -135,6 +135,11 @@ class ModelConfig:
         return (self.num_classes,)
 
     @property
+    def sample(self) -> str:
+        """Word for what the model takes: `image` or `sequence`."""
+        return "image" if self.input.dtype is None else "sequence"
+
+    @property
     def words(self) -> tuple[str, str]:
         """Return what the model takes and gives, for messages: `images of 224 pixels`, `1,000 classes`."""
         if self.input.dtype is not None:

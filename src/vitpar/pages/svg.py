@@ -44,7 +44,7 @@ Words = Callable[[float], str]
 
 
 def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str) -> str:
-    """Draw joined points (memory of a rank in `unit`, images/s, title), with a vertical line at `limit`."""
+    """Draw joined points (memory of a rank in `unit`, samples/s, title), with a vertical line at `limit`."""
     height, bottom = 300, 50
     most_x = 1.1 * max(*(x for x, _, _ in points), min(limit, 2 * max(x for x, _, _ in points)))
     most_y = 1.1 * max(y for _, y, _ in points)
@@ -52,14 +52,14 @@ def frontier(points: Sequence[tuple[float, float, str]], limit: float, unit: str
     def at(x: float, y: float) -> tuple[float, float]:
         return LEFT + x / most_x * (WIDTH - LEFT - RIGHT), (height - bottom - 16) * (1 - y / most_y) + 16
 
-    parts = [_axes(height - bottom, most_x, most_y, f"{unit} of memory per rank", "images/s")]
+    parts = [_axes(height - bottom, most_x, most_y, f"{unit} of memory per rank", "samples/s")]
     if limit <= most_x:
         x, _ = at(limit, 0)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{height - bottom}" class="limit"/>')
         parts.append(f'<text x="{x - 4:.1f}" y="28" text-anchor="end" class="small">budget</text>')
     places = [at(x, y) for x, y, _ in points]
     parts.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" class="line"/>')
-    titles = [f"{words}: {speed:,.0f} images/s, {memory:,.1f} {unit}" for memory, speed, words in points]
+    titles = [f"{words}: {speed:,.0f} samples/s, {memory:,.1f} {unit}" for memory, speed, words in points]
     for (x, y), title in zip(places, titles, strict=True):
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" class="dot"><title>{escape(title)}</title></circle>')
     return _svg(height, parts, f"Speed over memory. {'; '.join(titles)}")

@@ -55,7 +55,7 @@ def _all(runs: Sequence[RunRecord], marks: Sequence[RunMark]) -> list[LineChart]
         LineChart("Learning rate", train("lr"), _short, _short, smooth=False, zero=True, marks=marks),
         LineChart("Gradient norm, before clipping", train("grad_norm"), _short, compact, log=True, marks=marks),
         LineChart("Loss scale", train("loss_scale"), compact, compact, smooth=False, log=True, marks=marks),
-        LineChart("Images/s", train("images_per_second"), _rate, compact, zero=True, marks=marks),
+        LineChart("Samples/s", train("images_per_second"), _rate, compact, zero=True, marks=marks),
         share("Model FLOPs utilisation (MFU)", train("mfu")),
         share("Time waiting for data", waits, about),
         _memory(train("memory_bytes"), marks),
@@ -152,7 +152,7 @@ def _short(value: float) -> str:
 
 
 def _rate(value: float) -> str:
-    return f"{value:,.{0 if value >= 100 else 1}f} images/s"
+    return f"{value:,.{0 if value >= 100 else 1}f} samples/s"
 
 
 def _memory(lines: Sequence[Line], marks: Sequence[RunMark]) -> LineChart:

@@ -91,7 +91,7 @@ def _results(run: RunRecord) -> dict[str, str]:
         "training loss": "" if train_loss is None else f"{train_loss:.4f}",
         "steps": f"{metrics.steps:,}{total}",
         "training time": "" if hours is None else _duration(hours),
-        "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} images/s on average",
+        "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} samples/s on average",
         "MFU": "" if mfu is None else percent(mfu),
         "memory": "" if memory is None else f"{size(memory)} at most on rank 0",
         "plan": f"<code>{escape(shown(run.plan_words))}</code>",
@@ -255,7 +255,7 @@ def _duration(hours: float) -> str:
 
 def _unbroken(html: str) -> str:
     """Return HTML in which numbers and their units stay on one line."""
-    return re.sub(rf"(?<=\d) (?=(?:%|[MG]B|images/s|min|s|h|M)(?:\W|$))|(?<=top{HYPHEN}\d) ", "&nbsp;", html)
+    return re.sub(rf"(?<=\d) (?=(?:%|[MG]B|samples/s|min|s|h|M)(?:\W|$))|(?<=top{HYPHEN}\d) ", "&nbsp;", html)
 
 
 def _style(runs: int) -> str:

@@ -76,8 +76,6 @@ class MAE(Task):
 
     def reference_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
         """Return what `local_targets` returns, by loops over images and patches."""
-        import torch
-
         from vitpar.models.mae.config import MAEConfig
         from vitpar.models.mae.masking import masking_noise
 
@@ -89,7 +87,7 @@ class MAE(Task):
             for patch in order[config.visible :]:
                 row, column = divmod(patch, side)
                 pixels = image[:, row * p : (row + 1) * p, column * p : (column + 1) * p]
-                values = torch.stack([pixels[:, y, x] for y in range(p) for x in range(p)]).flatten()
+                values = pixels.permute(1, 2, 0).flatten()
                 if self.norm_pix_loss:
                     centred = values - values.sum() / len(values)
                     values = centred / ((centred**2).sum() / (len(values) - 1) + EPS) ** 0.5
@@ -102,7 +100,8 @@ class MAE(Task):
 
         losses = []
         for output, target in zip(outputs, targets, strict=True):
-            errors = [((o - t) ** 2).sum() / len(t) for o, t in zip(output, target, strict=True) if not t.isnan().any()]
+            counts = ~target.isnan().any(1)
+            errors = [((o - t) ** 2).sum() / len(t) for o, t in zip(output[counts], target[counts], strict=True)]
             losses.append(torch.stack(errors).sum() / len(errors))
         return torch.stack(losses)
 

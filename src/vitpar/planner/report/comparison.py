@@ -17,7 +17,7 @@ from vitpar.text import size
 def comparison_columns(rows: Iterable[Compared]) -> tuple[str, ...]:
     """Return the headings of `comparison_rows`, without the last column: the plan, and what most of its step is for."""
     hours = next((hours_name(row.best.costs.hardware) for row in rows if row.best), "GPU-hours")
-    return ("cluster", "devices", "batch", "images/s", "MFU", "memory", "days", hours)
+    return ("cluster", "devices", "batch", "samples/s", "MFU", "memory", "days", hours)
 
 
 def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:

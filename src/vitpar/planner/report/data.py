@@ -23,9 +23,9 @@ from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.text import count, size
 
-COLUMNS = ("micro-batches", "images/s", "vs. best", "memory")
+COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
 """Headings of `figures`."""
-SCALING_COLUMNS = ("ranks", "batch", "images/s", "per rank", "MFU", "efficiency", "gap")
+SCALING_COLUMNS = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap")
 """Headings of `scaling_rows`, without the last column, the plan."""
 GAIN_COLUMNS = ("time per image", "change")
 """Headings of `gain_rows`, without the last column, the plan."""
@@ -43,11 +43,11 @@ def duration(seconds: float) -> str:
 def speed_words(price: Price, costs: LayerCosts) -> str:
     """Return the predicted speed in words; uncertainty and MFU only if they are known.
 
-    Example: `3,898.5 images/s ± 4.0 %, 262.7 ms a step of 1,024 images, MFU 49.4 %`.
+    Example: `3,898.5 samples/s ± 4.0 %, 262.7 ms a step of 1,024 samples, MFU 49.4 %`.
     """
     doubt, mfu = uncertainty(price, costs), price.mfu(costs)
-    words = f"{price.images_per_second:,.1f} images/s{f' {doubt}' if doubt else ''}"
-    words += f", {duration(price.seconds)} per step of {price.batch_size:,} images"
+    words = f"{price.images_per_second:,.1f} samples/s{f' {doubt}' if doubt else ''}"
+    words += f", {duration(price.seconds)} per step of {price.batch_size:,} samples"
     return words + ("" if mfu is None else f", MFU {mfu * 100:.1f} %")
 
 

@@ -72,7 +72,7 @@ def page(findings: Findings, moments: float) -> str:
         svg.lines(
             _sensitivity(_unlike(findings)[:SHOWN], costs, moments),
             [f"× {f:g}" for f in FACTORS],
-            "images/s",
+            "samples/s",
             "Speed of the same plans if every link were this many times as fast",
         ),
         '<p class="note">Speed of the same plans if every link were this many times as fast.</p>',
@@ -191,8 +191,8 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
     parts = [
         f"<h1>{escape(title)}</h1>",
         facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
-        "<h2>Images/s per device by number of devices</h2>",
-        svg.lines(series, ticks, "images/s", "Images/s per device by number of devices"),
+        "<h2>Samples/s per device by number of devices</h2>",
+        svg.lines(series, ticks, "samples/s", "Samples/s per device by number of devices"),
     ]
     for regime, points in by_regime.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]

@@ -78,7 +78,7 @@ class Search:
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
     ) -> Result:
-        """Return the plans with the most images per second whose ranks need at most `budget` bytes.
+        """Return the plans with the most samples per second whose ranks need at most `budget` bytes.
 
         Uniform plans (one strategy, even stages) come first. A patient search prices all of them that could be the
         best, whatever the other limits of the effort. Plans with several strategies or uneven stages follow, within the

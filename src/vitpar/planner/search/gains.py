@@ -91,7 +91,7 @@ def _changes(
     for between in sorted(crossing):
         where = "" if len(crossing) == 1 else " between nodes" if between else " within nodes"
         yield f"links{where} twice as fast", with_links(costs, 2.0, between), batch_size, budget
-    yield f"twice the batch, {2 * batch_size:,} images", costs, 2 * batch_size, budget
+    yield f"twice the batch, {2 * batch_size:,} samples", costs, 2 * batch_size, budget
     if searched:  # memory changes the choice of a plan, not the time of one
         yield "50 % more memory", costs, batch_size, 1.5 * budget
 

@@ -84,11 +84,11 @@ def _reason(search: Search, plan: Plan, best: Price, budget: float) -> Reason:
     quickest = min(fitting, key=lambda price: price.seconds)
     slower = 1 - quickest.images_per_second / best.images_per_second
     if slower < -0.001:
-        return Reason(str(plan), quickest, f"{-slower:.1%} more images/s, but outside the searched space")
+        return Reason(str(plan), quickest, f"{-slower:.1%} more samples/s, but outside the searched space")
     if slower < 0.001:
         return Reason(str(plan), quickest, "is as fast")
     what, most = _more(quickest, best)
-    return Reason(str(plan), quickest, f"{slower:.1%} fewer images/s: {most:.0%} of the step is {SPENT[what]}")
+    return Reason(str(plan), quickest, f"{slower:.1%} fewer samples/s: {most:.0%} of the step is {SPENT[what]}")
 
 
 def _needs(price: Price) -> str:

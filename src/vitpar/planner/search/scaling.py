@@ -45,7 +45,7 @@ def images(regime: Regime, batch_size: int, ranks: int, most: int) -> int:
         return batch_size
     if batch_size * ranks % most:
         raise PlannerError(
-            f"a batch of {batch_size} on {most} ranks does not scale to a whole number of images on {ranks}: use a "
+            f"a batch of {batch_size} on {most} ranks does not scale to a whole number of samples on {ranks}: use a "
             f"--batch-size divisible by {most}"
         )
     return batch_size * ranks // most

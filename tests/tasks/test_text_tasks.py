@@ -25,27 +25,7 @@ from vitpar.tasks.text import TextTask
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe, read_recipe
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "nine",
-    "mice",
-    "run",
-    "past",
-    "its",
-    "tail",
-    "in",
-    "one",
-    "long",
-    "quiet",
-    "line",
-]
+WORDS = "the cat sat on a mat and saw nine mice run past its tail in one long quiet line".split()
 MODELS: dict[str, dict[str, Any]] = {
     "mlm": {"model.name": "bert_custom", "model.embed_dim": 16, "model.depth": 3, "model.num_heads": 4},
     "span": {

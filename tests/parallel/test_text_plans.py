@@ -1,7 +1,7 @@
 """BERT and T5 under plans: loss, gradients and predictions equal those of one process with shared tensors."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vitpar.parallel.vocabulary import VocabularyPart, first_hits, token_losses
 from vitpar.sharded import local
 from vitpar.strategy import Execution
 from vitpar.tasks.input import EvalInput
+from vitpar.tasks.task import Task
 from vitpar.training.evaluate import evaluate
 from vitpar.weights.folder import load_weights, save_weights
 
@@ -168,10 +169,10 @@ def test_plans_that_do_not_fit_are_refused(mesh: str, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Words:
+class Words(Task):
     """Task, input and data set of one batch in one, as far as `evaluate` needs them."""
 
-    config: TextModel
+    config: TextModel = field(default_factory=lambda: MODELS["bert"])
     place = "memory"
 
     def __len__(self) -> int:
@@ -210,7 +211,7 @@ def evaluated(device: torch.device, mesh: str, folder: Path) -> tuple[dict[str, 
     config, found = MODELS["bert"], []
     plan = validate(parse(mesh), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, "fp64"), device, TokenLoss())
-    words: Any = Words(config)
+    words: Any = Words(config=config)
     predict = model.predict
     with pytest.MonkeyPatch.context() as patch:  # the input has the rows of all ranks
         mine = lambda x, *more, **sides: predict(x[model.image_rows(BATCH)], *more, **sides)  # noqa: E731
@@ -231,7 +232,7 @@ def test_a_split_vocabulary_is_evaluated_and_saved_complete(
 ) -> None:
     config = MODELS["bert"]
     model, (x, sides, targets) = plain(config).eval(), sample(config, BATCH)
-    logits, words = model(x, **sides), Words(config)
+    logits, words = model(x, **sides), Words(config=config)
     expected = words.result(words.sums(logits, targets))
     results = ranks(parse(mesh).world_size).run(evaluated, mesh, tmp_path / "weights")
     for metrics, _, same in results:

@@ -25,7 +25,7 @@ from vitpar.tasks.text import TextTask
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe, read_recipe
 
-WORDS = "the cat sat on a mat and saw nine mice run past its tail in one long quiet line".split()
+LINE = "the cat sat on a mat and saw nine mice run past its tail in one long quiet line"
 MODELS: dict[str, dict[str, Any]] = {
     "mlm": {"model.name": "bert_custom", "model.embed_dim": 16, "model.depth": 3, "model.num_heads": 4},
     "span": {
@@ -40,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return packed text of 60 documents of different lengths, and a last validation batch that is not full."""
     place, draw = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
     for split, number in (("train", 60), ("val", 21)):
-        lines = [" ".join(draw.choice(WORDS, draw.integers(3, 9))) for _ in range(number)]
+        lines = [" ".join(draw.choice(LINE.split(), draw.integers(3, 9))) for _ in range(number)]
         (place / f"{split}.txt").write_text("\n".join(lines))
     pack_text(place, place / "packed", 20, documents="line")
     return place / "packed"

@@ -1,4 +1,4 @@
-"""Packed image data sets, and each rank's batches of them.
+"""Packed data sets of images and text, and each rank's batches of them.
 
 >>> pack("digits", "data_shards/digits")
 >>> shards = ShardSet.open("data_shards/digits", "train")

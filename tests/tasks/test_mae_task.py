@@ -24,6 +24,9 @@ MAE = (
     *(word for key, value in DECODER.items() for word in ("--set", f"model.options.{key}={value}")),
 )
 DATA = ("--data", "data", "--set", "data.workers=0", "--batch-size", "16")
+STREAM = " ".join(
+    f"--set stream.{one}" for one in ("train=x.tar", "val=x.tar", "samples=9", "val_samples=9", "classes=7")
+)
 
 
 def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vitpar: Command, refused: Refused) -> None:
@@ -65,6 +68,15 @@ REFUSED = (
     (
         "train --data data --task mae --model mae_vit_base --steps 1 --set augment.mixup=0.5",
         "augment.mixup is 0.5, but task 'mae' does not mix images: set it to 0",
+    ),
+    *(
+        (f"{words} {STREAM}", "task 'mae' needs streamed images on all ranks that give outputs: pack the data, or")
+        for words in (
+            "train --task mae --model mae_vit_base --steps 1 --mesh pp2",
+            "train --task mae --model mae_vit_base --steps 1 --mesh tp2+sp",
+            "eval --checkpoint run --mesh pp2",
+            "bench --recipe run/recipe.toml --mesh pp2",
+        )
     ),
 )
 

@@ -26,12 +26,13 @@ from vitpar.data import (
     TrainTransform,
 )
 from vitpar.data.image_files import NotedImages
-from vitpar.errors import ModelError, StrategyError
+from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
+from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
 from vitpar.tasks.input import EvalInput
@@ -95,8 +96,7 @@ class ImageInput:
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
 
-    Raises ModelError for a model of images that are not decoded: with another number of channels than 3. Raises
-    StrategyError for a stream whose images would be needed on several ranks.
+    Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: Task) -> None:
@@ -115,12 +115,7 @@ class ImageInput:
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
-        apart = task.LOCAL_TARGETS and not model.images_are_at_outputs
-        if apart and recipe.stream:
-            raise StrategyError(
-                f"task '{task.NAME}' needs streamed images on all ranks that give outputs: pack the data, or leave pp "
-                "and +sp out of the plan"
-            )
+        apart = task.LOCAL_TARGETS and not images_are_at_outputs(model.config, model.plan)
         self._decoded = sorted({*self._rows, *self._outputs})
         """Rows of the batch whose images this rank needs."""
         places = {row: place for place, row in enumerate(self._decoded)}
@@ -316,6 +311,7 @@ class ImageInput:
 
         The part is None if this rank does not decode.
         """
+        assert self._taken is None, "`refuse_streamed_targets` has refused it"
         groups, rank = self._model.image_groups, dist.get_rank()
         group_rows = self._model.batch_size // len(groups)  # rows of a group
         share = -(-group_rows // len(groups[0]))

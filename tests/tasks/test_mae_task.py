@@ -1,18 +1,27 @@
 """Masked autoencoding through the command line: training, evaluation, resuming, fine-tuning, weights, refusals."""
 
 import json
+import re
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command, Refused
+from helpers.html_pages import Page
 from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
 from helpers.oracles import timm, transformers
+from vitpar.data import ShardSet
+from vitpar.data.images import decode
 from vitpar.errors import DataError
-from vitpar.models.mae.masking import masking_noise
+from vitpar.models.mae.masking import masked, masking_noise
+from vitpar.tasks.image_input import transforms
+from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
@@ -52,12 +61,30 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
+    said("report", "run", "--images", "17", "--out", "page.html")
+    losses = refuse_wrong_pictures(Page((place / "page.html").read_text()), place)
+    assert sum(losses) / 17 == pytest.approx(figures[0]["loss"], abs=1e-4), "as the evaluation masks and counts"
     Image.new("RGB", (8, 8)).save(place / "one.png")
     refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
 
 
+def refuse_wrong_pictures(page: Page, place: Path) -> list[float]:
+    """Compare the pictures of all validation images with the images and their masks, and return the losses."""
+    assert page.outside == [] and "Confusion matrix" not in page.text and "mistakes" not in page.text
+    images = page.all("img")
+    assert [image["alt"] for image in images] == ["original", "masked", "reconstruction"] * 17
+    drawn = [np.array(Image.open(BytesIO(b64decode(str(image["src"]).partition(",")[2])))) for image in images]
+    shards, prepare = ShardSet.open(place / "data", "val"), transforms(read_recipe(place / "run" / "recipe.toml"), 8)[1]
+    grid = masked(torch.zeros(1, dtype=torch.int64), 16, 4).view(4, 4).numpy()
+    hidden = np.kron(grid, np.ones((2, 2), dtype=bool))[..., None]
+    for number, (original, seen, made) in enumerate(zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)):
+        image = prepare(decode(shards.read(number))).permute(1, 2, 0).numpy()
+        assert (original == image).all() and (seen == np.where(hidden, 128, image)).all()
+        assert (made == image)[~np.repeat(hidden, 3, 2)].all() and (made != image).any()
+    return [float(loss) for loss in re.findall(r"loss (\d\.\d{4})", page.text.partition("Validation images")[2])]
+
+
 REFUSED = (
-    ("report run --images 2", "--images shows classes, which task 'mae' does not predict"),
     ("eval --checkpoint run --predictions p.parquet", "--predictions has nothing to write for task 'mae'"),
     ("predict one.png --checkpoint run", "`vitpar predict` has nothing to print for task 'mae'"),
     ("train --data data --model mae_vit_base --steps 1", "task 'classify' does not train mae_vit_base, which only"),

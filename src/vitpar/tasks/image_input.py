@@ -110,7 +110,7 @@ class ImageInput:
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
-        self._normalize = replace(normalize, compiled=model.execution.compile)
+        self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
@@ -214,8 +214,8 @@ class ImageInput:
         needed, compute = self._needed(), self._model.precision.compute
         images = self._gathered(batch.images, len(needed))
         if mixed is None:
-            return StepInput(self._normalize(images, compute), targets, keys)
-        images = mixed.images(self._normalize(images), needed, len(self._rows)).to(compute)
+            return StepInput(self.normalize(images, compute), targets, keys)
+        images = mixed.images(self.normalize(images), needed, len(self._rows)).to(compute)
         return StepInput(images, targets, keys)
 
     def eval_step(self, batch: Batch) -> EvalInput | None:
@@ -233,9 +233,9 @@ class ImageInput:
         images = None
         if self._model.takes_images:
             taken = pixels if self._taken is None else pixels[self._taken]
-            images = self._normalize(taken, self._model.precision.compute)
+            images = self.normalize(taken, self._model.precision.compute)
         # Not in the 16 bits of computation.
-        targeted = self._normalize(pixels if self._targeted is None else pixels[self._targeted])
+        targeted = self.normalize(pixels if self._targeted is None else pixels[self._targeted])
         return images, self._local_targets(targeted, labels, keys)
 
     def _local_targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class ImageInput:
         if not self._model.takes_images:
             return None
         pixels = self._gathered(batch.images, len(self._decoded))
-        return self._normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
+        return self.normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
         """Return the labels of the global batch on the device, int64 [batch], IGNORED where there is no usable image.

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from base64 import b64decode
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from helpers.command_line import Command, Refused
 from helpers.html_pages import Page
 from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
 from helpers.oracles import timm, transformers
+from helpers.small_data import damage
 from vitpar.data import ShardSet
 from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.models.mae.masking import masked, masking_noise
+from vitpar.runs.predictions import drawn_samples
 from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import recipe_for
@@ -62,22 +66,29 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
     said("report", "run", "--images", "17", "--out", "page.html")
-    losses = refuse_wrong_pictures(Page((place / "page.html").read_text()), place)
+    losses = refuse_wrong_pictures(place, range(17))
     assert sum(losses) / 17 == pytest.approx(figures[0]["loss"], abs=1e-4), "as the evaluation masks and counts"
+    first, bad, *others = drawn_samples(17, 5)
+    shutil.copytree(place / "data", place / "spoilt")
+    damage(place / "spoilt", "val", bad)
+    done = vitpar("report", "run", "--images", "5", "--out", "page.html", "--data", "spoilt")
+    assert done.returncode == 1 and ShardSet.open(place / "data", "val").name(bad) in done.stderr, done.stderr
+    assert refuse_wrong_pictures(place, [first, *others]) == [losses[number] for number in (first, *others)]
     Image.new("RGB", (8, 8)).save(place / "one.png")
     refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
 
 
-def refuse_wrong_pictures(page: Page, place: Path) -> list[float]:
-    """Compare the pictures of all validation images with the images and their masks, and return the losses."""
+def refuse_wrong_pictures(place: Path, numbers: Sequence[int]) -> list[float]:
+    """Compare the pictures of validation images on the page with the images and masks, and return the losses."""
+    page = Page((place / "page.html").read_text())
     assert page.outside == [] and "Confusion matrix" not in page.text and "mistakes" not in page.text
     images = page.all("img")
-    assert [image["alt"] for image in images] == ["original", "masked", "reconstruction"] * 17
+    assert [image["alt"] for image in images] == ["original", "masked", "reconstruction"] * len(numbers)
     drawn = [np.array(Image.open(BytesIO(b64decode(str(image["src"]).partition(",")[2])))) for image in images]
     shards, prepare = ShardSet.open(place / "data", "val"), transforms(read_recipe(place / "run" / "recipe.toml"), 8)[1]
     grid = masked(torch.zeros(1, dtype=torch.int64), 16, 4).view(4, 4).numpy()
     hidden = np.kron(grid, np.ones((2, 2), dtype=bool))[..., None]
-    for number, (original, seen, made) in enumerate(zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)):
+    for number, original, seen, made in zip(numbers, drawn[::3], drawn[1::3], drawn[2::3], strict=True):
         image = prepare(decode(shards.read(number))).permute(1, 2, 0).numpy()
         assert (original == image).all() and (seen == np.where(hidden, 128, image)).all()
         assert (made == image)[~np.repeat(hidden, 3, 2)].all() and (made != image).any()

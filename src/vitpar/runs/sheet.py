@@ -33,7 +33,7 @@ SHEET_STYLE = """
 .sheet figure { margin: 0; } .sheet figcaption { overflow-wrap: anywhere; line-height: 1.35; }
 .sheet img { width: 96px; height: 96px; object-fit: contain; background: var(--faint); display: block; }
 .sheet img.tiny { image-rendering: pixelated; }
-.sheet.pictures { grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); }
+.sheet.pictures { grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); column-gap: 1.2rem; }
 .pictures div { display: flex; gap: 3px; } .pictures img { flex: 1; min-width: 0; height: auto; aspect-ratio: 1; }
 .confusion { width: auto; font-size: 12px; } .confusion td { text-align: center; padding: .15rem .4rem;
   border: 1px solid var(--faint); min-width: 1.4rem; } .confusion th { font-weight: normal; text-align: center;

@@ -95,6 +95,7 @@ class ImageInput:
     task: says what the labels of images are to the loss.
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
+    normalize: normalisation of images.
 
     Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """

@@ -21,8 +21,7 @@ from vitpar.data.randomness import betas, uniforms
 from vitpar.data.transforms.settings import NormalizeSettings
 from vitpar.errors import RecipeError
 
-GREY = 128.0
-"""Value of pixels without a value."""
+_GREY = 128.0  # stands for NaN
 _MIX = 0x3D5A  # separates these random numbers from those of the transforms of a single sample
 _WHETHER, _WHICH, _TOP, _LEFT, _WEIGHT = range(5)
 
@@ -48,7 +47,7 @@ class Normalize(NormalizeSettings):
     def pixels(self, images: Tensor) -> Tensor:
         """Return the images, uint8, that were normalised. Values out of range are clipped, and NaN is grey."""
         mean, std = _channels(self.mean, images.device), _channels(self.std, images.device)
-        return (images * std + mean).nan_to_num(GREY).round().clamp(0, 255).to(torch.uint8)
+        return (images * std + mean).nan_to_num(_GREY).round().clamp(0, 255).to(torch.uint8)
 
 
 def _normalized(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:

@@ -82,7 +82,7 @@ def bench(
     asked = o.request(bench, locals(), {"train.steps": 1})
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
-    from vitpar.tasks.image_data import transform_settings
+    from vitpar.tasks.image_data import refuse_streamed_targets, transform_settings
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
@@ -97,6 +97,8 @@ def bench(
     if images is not None and trained.INPUT == "images":
         transform_settings(merged, config.image_size)
     chosen = choose_plan(merged, config, device_type)
+    if images is not None:
+        refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:
         _make(profile)
     length = steps, repeats, warmup

@@ -33,7 +33,8 @@ def report(
             min=1,
             metavar="N",
             help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
-            "most confident mistakes. All validation images are predicted with the run's weights, on one device.",
+            "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
+            "are computed with the run's weights, on one device.",
         ),
     ] = None,
     data: Annotated[
@@ -129,15 +130,16 @@ def _refuse_idle(
 
 
 def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
-    """Predict the validation images of a run on one device, and write the page with them."""
+    """Write the page with validation images of a run and what its model, on one device, makes of them."""
     from vitpar.data.shards.shard_set import ShardSet
+    from vitpar.runs.predictions import drawn_samples
     from vitpar.tasks.image_data import open_split
     from vitpar_cli.predict import class_names
     from vitpar_cli.saved_model import AT_ONCE, saved_model
 
     saved = saved_model(run, asked, doing="an evaluation")
     task = saved.task()
-    if not task.OUTPUTS_ARE_LABELS:
+    if not task.PICTURES and not task.OUTPUTS_ARE_LABELS:
         written = ", or write the predictions with `vitpar eval --predictions`" if task.PREDICTS else ""
         raise DataError(
             f"--images shows classes, which task '{saved.recipe.task.name}' does not predict: leave it out{written}"
@@ -145,11 +147,44 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):
         raise DataError("--images reads single validation images, which a stream cannot: name packed data with --data")
+    if task.PICTURES:
+        drawn = drawn_samples(len(validation), number)
+        planned = saved.in_batches_of(min(len(drawn), AT_ONCE)).planned(device)
+        planned.run(_draw, validation, drawn, run, out, made_by)
+        return
     validation, note = saved.labelled(validation)
     assert isinstance(validation, ShardSet)
     names = class_names(saved) or validation.class_names or tuple(map(str, range(validation.num_classes)))
     planned = saved.in_batches_of(min(len(validation), AT_ONCE)).planned(device)
     planned.run(_predict, validation, note, names, number, run, out, made_by)
+
+
+def _draw(
+    device: "torch.device",
+    planned: "PlannedModel",
+    validation: "ShardSet",
+    drawn: Sequence[int],
+    run: Path,
+    out: Path,
+    made_by: str,
+) -> int:
+    """Draw the pictures of validation images on `device`, write the page with them, and return the exit code."""
+    from vitpar.data.image_files import NotedImages
+    from vitpar.runs.sheet import pictures_sheet
+    from vitpar.tasks.image_input import ImageInput
+    from vitpar.training.inference import pictures, skipping
+
+    source, task = NotedImages(validation, drawn), planned.task()
+    model, warning = planned.built(device)
+    with progress_bar("predicting") as progress:
+        shown = [
+            (one.loss, {name: picture.permute(1, 2, 0).numpy() for name, picture in one.pixels.items()})
+            for one in pictures(model, ImageInput(skipping(planned.recipe), model, task), source, progress)
+        ]
+    warn(warning)
+    about = f"{task.PICTURES} By the weights in {planned.folder}, for the validation images of {validation.place}."
+    _write_page([run], out, made_by, pictures_sheet(shown, about))
+    return report_bad(source.problems)
 
 
 def _predict(

@@ -85,6 +85,24 @@ def test_images_that_cannot_be_read_do_not_count() -> None:
     )
 
 
+def test_pictures_show_predicted_patches() -> None:
+    """Perfect outputs give the image; outputs of 0 give the mean of each masked patch, or 0 without norm_pix_loss."""
+    config, keys = mae(), torch.arange(3)
+    images = torch.randn(3, 3, 16, 16).double()
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4)  # [3, channels, 4, 4, p, p]
+    means = patches.mean((1, 4, 5), keepdim=True).expand_as(patches).transpose(3, 4).reshape(images.shape)
+    for normalised in (True, False):
+        task = MAE(norm_pix_loss=normalised)
+        targets = task.reference_targets(images, keys, config)
+        hidden = task.pictures(targets, images, keys, config)["masked"].isnan()
+        assert hidden[:, 0].sum().item() == 3 * 12 * 16 and not (hidden[0] == hidden[1]).all()
+        perfect = task.pictures(targets, images, keys, config)["reconstruction"]
+        torch.testing.assert_close(perfect, images)
+        empty = task.pictures(torch.zeros_like(targets), images, keys, config)
+        expected = torch.where(hidden, means if normalised else torch.zeros_like(images), images)
+        torch.testing.assert_close(empty["reconstruction"], expected)
+
+
 def test_masks_depend_on_the_samples_keys_only() -> None:
     keys = torch.arange(2000) * 1_000_003
     order = shuffled(keys, 49)

@@ -1,18 +1,31 @@
 """Masked autoencoding through the command line: training, evaluation, resuming, fine-tuning, weights, refusals."""
 
 import json
+import re
+import shutil
+from base64 import b64decode
+from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command, Refused
+from helpers.html_pages import Page
 from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
 from helpers.oracles import timm, transformers
+from helpers.small_data import damage
+from vitpar.data import ShardSet
+from vitpar.data.images import decode
 from vitpar.errors import DataError
-from vitpar.models.mae.masking import masking_noise
+from vitpar.models.mae.masking import masked, masking_noise
+from vitpar.runs.predictions import drawn_samples
+from vitpar.tasks.image_input import transforms
+from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
@@ -24,6 +37,9 @@ MAE = (
     *(word for key, value in DECODER.items() for word in ("--set", f"model.options.{key}={value}")),
 )
 DATA = ("--data", "data", "--set", "data.workers=0", "--batch-size", "16")
+STREAM = " ".join(
+    f"--set stream.{one}" for one in ("train=x.tar", "val=x.tar", "samples=9", "val_samples=9", "classes=7")
+)
 
 
 def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vitpar: Command, refused: Refused) -> None:
@@ -49,12 +65,37 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
+    said("report", "run", "--images", "17", "--out", "page.html")
+    losses = refuse_wrong_pictures(place, range(17))
+    assert sum(losses) / 17 == pytest.approx(figures[0]["loss"], abs=1e-4), "as the evaluation masks and counts"
+    first, bad, *others = drawn_samples(17, 5)
+    shutil.copytree(place / "data", place / "spoilt")
+    damage(place / "spoilt", "val", bad)
+    done = vitpar("report", "run", "--images", "5", "--out", "page.html", "--data", "spoilt")
+    assert done.returncode == 1 and ShardSet.open(place / "data", "val").name(bad) in done.stderr, done.stderr
+    assert refuse_wrong_pictures(place, [first, *others]) == [losses[number] for number in (first, *others)]
     Image.new("RGB", (8, 8)).save(place / "one.png")
     refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
 
 
+def refuse_wrong_pictures(place: Path, numbers: Sequence[int]) -> list[float]:
+    """Compare the pictures of validation images on the page with the images and masks, and return the losses."""
+    page = Page((place / "page.html").read_text())
+    assert page.outside == [] and "Confusion matrix" not in page.text and "mistakes" not in page.text
+    images = page.all("img")
+    assert [image["alt"] for image in images] == ["original", "masked", "reconstruction"] * len(numbers)
+    drawn = [np.array(Image.open(BytesIO(b64decode(str(image["src"]).partition(",")[2])))) for image in images]
+    shards, prepare = ShardSet.open(place / "data", "val"), transforms(read_recipe(place / "run" / "recipe.toml"), 8)[1]
+    grid = masked(torch.zeros(1, dtype=torch.int64), 16, 4).view(4, 4).numpy()
+    hidden = np.kron(grid, np.ones((2, 2), dtype=bool))[..., None]
+    for number, original, seen, made in zip(numbers, drawn[::3], drawn[1::3], drawn[2::3], strict=True):
+        image = prepare(decode(shards.read(number))).permute(1, 2, 0).numpy()
+        assert (original == image).all() and (seen == np.where(hidden, 128, image)).all()
+        assert (made == image)[~np.repeat(hidden, 3, 2)].all() and (made != image).any()
+    return [float(loss) for loss in re.findall(r"loss (\d\.\d{4})", page.text.partition("Validation images")[2])]
+
+
 REFUSED = (
-    ("report run --images 2", "--images shows classes, which task 'mae' does not predict"),
     ("eval --checkpoint run --predictions p.parquet", "--predictions has nothing to write for task 'mae'"),
     ("predict one.png --checkpoint run", "`vitpar predict` has nothing to print for task 'mae'"),
     ("train --data data --model mae_vit_base --steps 1", "task 'classify' does not train mae_vit_base, which only"),
@@ -65,6 +106,15 @@ REFUSED = (
     (
         "train --data data --task mae --model mae_vit_base --steps 1 --set augment.mixup=0.5",
         "augment.mixup is 0.5, but task 'mae' does not mix images: set it to 0",
+    ),
+    *(
+        (f"{words} {STREAM}", "task 'mae' needs streamed images on all ranks that give outputs: pack the data, or")
+        for words in (
+            "train --task mae --model mae_vit_base --steps 1 --mesh pp2",
+            "train --task mae --model mae_vit_base --steps 1 --mesh tp2+sp",
+            "eval --checkpoint run --mesh pp2",
+            "bench --recipe run/recipe.toml --mesh pp2",
+        )
     ),
 )
 

@@ -78,27 +78,29 @@ class NotedImages:
     """Images of another source, with a note on each that was found to be bad.
 
     images: the other source.
+    numbers: numbers in it of the images to have, in order; None for all.
 
     The attribute `problems` has the messages so far, by number of the image.
     """
 
-    def __init__(self, images: ShardSet | ImageFiles) -> None:
-        self._images = images
-        self.labels, self.checked, self.place = images.labels, images.checked, images.place
+    def __init__(self, images: ShardSet | ImageFiles, numbers: Sequence[int] | None = None) -> None:
+        self._images, self._numbers = images, range(len(images)) if numbers is None else numbers
+        self.labels = images.labels if numbers is None else images.labels[list(numbers)]
+        self.checked, self.place = images.checked, images.place
         self.problems: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._numbers)
 
     def read(self, i: int) -> bytes:
         """Return the encoded image `i`."""
-        return self._images.read(i)
+        return self._images.read(self._numbers[i])
 
     def name(self, i: int) -> str:
         """Return the path of image `i`, or its shard and key."""
-        return self._images.name(i)
+        return self._images.name(self._numbers[i])
 
     def complaint(self, i: int, error: BadImage) -> str:
         """Return the source's message on image `i`, and note it."""
-        self.problems[i] = self._images.complaint(i, error)
+        self.problems[i] = self._images.complaint(self._numbers[i], error)
         return self.problems[i]

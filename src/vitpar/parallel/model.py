@@ -151,11 +151,6 @@ class ParallelModel:
         return self._rows(self._outputs[self._stage_rank], batch)
 
     @property
-    def images_are_at_outputs(self) -> bool:
-        """Whether every rank gives the outputs of exactly the images that it takes."""
-        return self.plan.num_stages == 1 and self._images == self._outputs
-
-    @property
     def image_groups(self) -> list[list[int]]:
         """Ranks of the world that take images, grouped by those that take the same ones. Equal on all ranks."""
         first = self.pipe.mesh[0].tolist()

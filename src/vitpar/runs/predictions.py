@@ -115,9 +115,13 @@ class PredictedImages:
         return wrong[np.argsort(-self.probability[wrong], kind="stable")[:most]].tolist()
 
     def drawn(self, number: int) -> list[int]:
-        """Return `number` rows, the same in every report, in the order of the images."""
-        chosen = np.random.default_rng(0).permutation(len(self.samples))[:number]
-        return np.sort(chosen).tolist()
+        """Return `number` rows, in the order of the images."""
+        return drawn_samples(len(self.samples), number)
+
+
+def drawn_samples(total: int, number: int) -> list[int]:
+    """Return `number` samples out of `total`, the same in every report, in order."""
+    return np.sort(np.random.default_rng(0).permutation(total)[:number]).tolist()
 
 
 def predict(

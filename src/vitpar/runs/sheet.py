@@ -1,11 +1,14 @@
-"""Validation images with their predictions, a confusion matrix, and results of classes, as HTML."""
+"""Validation images with predictions, a confusion matrix and results of classes, or with pictures, as HTML."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage, decode
 from vitpar.pages.document import table
@@ -30,6 +33,8 @@ SHEET_STYLE = """
 .sheet figure { margin: 0; } .sheet figcaption { overflow-wrap: anywhere; line-height: 1.35; }
 .sheet img { width: 96px; height: 96px; object-fit: contain; background: var(--faint); display: block; }
 .sheet img.tiny { image-rendering: pixelated; }
+.sheet.pictures { grid-template-columns: repeat(auto-fill, minmax(270px, 1fr)); column-gap: 1.2rem; }
+.pictures div { display: flex; gap: 3px; } .pictures img { flex: 1; min-width: 0; height: auto; aspect-ratio: 1; }
 .confusion { width: auto; font-size: 12px; } .confusion td { text-align: center; padding: .15rem .4rem;
   border: 1px solid var(--faint); min-width: 1.4rem; } .confusion th { font-weight: normal; text-align: center;
   padding: .15rem .4rem; }
@@ -63,14 +68,27 @@ def sheet(predicted_images: PredictedImages, read: Callable[[int], bytes], image
     return "".join(parts)
 
 
-def thumbnail(data: bytes) -> str:
-    """Return an `img` element with a small copy of an encoded image inside.
+def pictures_sheet(shown: Iterable[tuple[float, Mapping[str, NDArray[np.uint8]]]], about: str) -> str:
+    """Return the section on validation images with their pictures.
 
-    Raises BadImage for an image that cannot be decoded.
+    shown: loss of each image, and its pictures by name, [height, width, 3].
+    about: sentences on the pictures, the weights and the data.
     """
+    figures, order = [], ""
+    for loss, pictures in shown:
+        drawn = "".join(thumbnail(pixels, name) for name, pixels in pictures.items())
+        figures.append(f"<figure><div>{drawn}</div><figcaption>loss {loss:.4f}</figcaption></figure>")
+        order = f"From left to right: {', '.join(pictures)}. "
+    return (
+        f'<h2>Validation images</h2><p>{escape(order + about)}</p><div class="sheet pictures">{"".join(figures)}</div>'
+    )
+
+
+def thumbnail(pixels: NDArray[np.uint8], name: str = "") -> str:
+    """Return an `img` element with a small copy of an image, [height, width, 3], inside. name: alternative text."""
     from PIL import Image
 
-    image, file = Image.fromarray(decode(data)), io.BytesIO()
+    image, file = Image.fromarray(pixels), io.BytesIO()
     tiny = max(image.size) <= TINY
     if tiny:
         image.save(file, "PNG", optimize=True)
@@ -78,7 +96,7 @@ def thumbnail(data: bytes) -> str:
         image.thumbnail((SIDE, SIDE))
         image.save(file, "JPEG", quality=80)
     kind, text = "png" if tiny else "jpeg", base64.b64encode(file.getvalue()).decode()
-    return f'<img src="data:image/{kind};base64,{text}"{" class=tiny" * tiny} alt="">'
+    return f'<img src="data:image/{kind};base64,{text}"{" class=tiny" * tiny} alt="{escape(name)}">'
 
 
 def _figures(predicted_images: PredictedImages, rows: Sequence[int], read: Callable[[int], bytes]) -> str:
@@ -86,7 +104,7 @@ def _figures(predicted_images: PredictedImages, rows: Sequence[int], read: Calla
     figures = []
     for row in rows:
         try:
-            picture = thumbnail(read(int(predicted_images.samples[row])))
+            picture = thumbnail(decode(read(int(predicted_images.samples[row]))))
         except BadImage:  # it has changed since it was predicted
             continue
         label, predicted = int(predicted_images.labels[row]), int(predicted_images.predicted[row])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vitpar.errors import StrategyError
 from vitpar.models.description import layer_of
 from vitpar.strategy.layer import ROLES, Role, Strategy
-from vitpar.strategy.layout import Layout, token_layout
+from vitpar.strategy.layout import Layout, image_layout, output_layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.text import count, nearest, shown
@@ -195,6 +195,12 @@ def stage_layers(config: ModelConfig, plan: Plan) -> tuple[tuple[str, ...], ...]
     stages[0].insert(0, config.first_layer.name)
     stages[-1].append(config.last_layer.name)
     return tuple(tuple(names) for names in stages)
+
+
+def images_are_at_outputs(config: ModelConfig, plan: Plan) -> bool:
+    """Return whether every rank gives the outputs of exactly the images that it takes."""
+    strategies = tuple(plan.strategies(config.layer_names).values())
+    return plan.num_stages == 1 and image_layout(strategies[0]) == output_layout(strategies[-1])
 
 
 def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:

@@ -11,7 +11,12 @@ from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.settings import EvalSettings, NormalizeSettings, TrainSettings
-from vitpar.errors import DataError
+from vitpar.errors import DataError, StrategyError
+from vitpar.models.config import ModelConfig
+from vitpar.strategy import Plan
+from vitpar.strategy.stages import images_are_at_outputs
+from vitpar.tasks.task import Task
+from vitpar.text import shown
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
@@ -58,6 +63,15 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
         EvalSettings(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean),
         NormalizeSettings(d.mean, d.std),
     )
+
+
+def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:
+    """Raise StrategyError for a stream if ranks that do not take its images make targets of them."""
+    if recipe.stream and task.LOCAL_TARGETS and not images_are_at_outputs(config, plan):
+        raise StrategyError(
+            f"task '{shown(task.NAME)}' needs streamed images on all ranks that give outputs: pack the data, or leave "
+            "pp and +sp out of the plan"
+        )
 
 
 def order_of(recipe: Recipe, samples: int) -> SampleOrder:

@@ -26,12 +26,13 @@ from vitpar.data import (
     TrainTransform,
 )
 from vitpar.data.image_files import NotedImages
-from vitpar.errors import ModelError, StrategyError
+from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
+from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
 from vitpar.tasks.input import EvalInput
@@ -94,9 +95,9 @@ class ImageInput:
     task: says what the labels of images are to the loss.
     local: the ranks of this machine, and the cores of this one.
     workers: decoding threads of this rank.
+    normalize: normalisation of images.
 
-    Raises ModelError for a model of images that are not decoded: with another number of channels than 3. Raises
-    StrategyError for a stream whose images would be needed on several ranks.
+    Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: Task) -> None:
@@ -110,17 +111,12 @@ class ImageInput:
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
-        self._normalize = replace(normalize, compiled=model.execution.compile)
+        self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
-        apart = task.LOCAL_TARGETS and not model.images_are_at_outputs
-        if apart and recipe.stream:
-            raise StrategyError(
-                f"task '{task.NAME}' needs streamed images on all ranks that give outputs: pack the data, or leave pp "
-                "and +sp out of the plan"
-            )
+        apart = task.LOCAL_TARGETS and not images_are_at_outputs(model.config, model.plan)
         self._decoded = sorted({*self._rows, *self._outputs})
         """Rows of the batch whose images this rank needs."""
         places = {row: place for place, row in enumerate(self._decoded)}
@@ -219,8 +215,8 @@ class ImageInput:
         needed, compute = self._needed(), self._model.precision.compute
         images = self._gathered(batch.images, len(needed))
         if mixed is None:
-            return StepInput(self._normalize(images, compute), targets, keys)
-        images = mixed.images(self._normalize(images), needed, len(self._rows)).to(compute)
+            return StepInput(self.normalize(images, compute), targets, keys)
+        images = mixed.images(self.normalize(images), needed, len(self._rows)).to(compute)
         return StepInput(images, targets, keys)
 
     def eval_step(self, batch: Batch) -> EvalInput | None:
@@ -238,9 +234,9 @@ class ImageInput:
         images = None
         if self._model.takes_images:
             taken = pixels if self._taken is None else pixels[self._taken]
-            images = self._normalize(taken, self._model.precision.compute)
+            images = self.normalize(taken, self._model.precision.compute)
         # Not in the 16 bits of computation.
-        targeted = self._normalize(pixels if self._targeted is None else pixels[self._targeted])
+        targeted = self.normalize(pixels if self._targeted is None else pixels[self._targeted])
         return images, self._local_targets(targeted, labels, keys)
 
     def _local_targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
@@ -258,7 +254,7 @@ class ImageInput:
         if not self._model.takes_images:
             return None
         pixels = self._gathered(batch.images, len(self._decoded))
-        return self._normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
+        return self.normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
         """Return the labels of the global batch on the device, int64 [batch], IGNORED where there is no usable image.
@@ -316,6 +312,7 @@ class ImageInput:
 
         The part is None if this rank does not decode.
         """
+        assert self._taken is None, "`refuse_streamed_targets` has refused it"
         groups, rank = self._model.image_groups, dist.get_rank()
         group_rows = self._model.batch_size // len(groups)  # rows of a group
         share = -(-group_rows // len(groups[0]))

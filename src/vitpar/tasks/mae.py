@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitpar.models.config import ModelConfig
+    from vitpar.models.mae.config import MAEConfig
 
 EPS = 1e-6
 """Number that is added to the variance of a patch before its pixels are divided by its root."""
@@ -28,6 +30,10 @@ class MAE(Task):
     FAMILIES: ClassVar[tuple[str, ...]] = ("mae",)
     LOCAL_TARGETS: ClassVar[bool] = True
     PREDICTS: ClassVar[bool] = False
+    PICTURES: ClassVar[str] = (
+        "Visible patches of a reconstruction are those of the original; where the loss normalises patches, masked "
+        "patches have the original's mean and deviation."
+    )
 
     norm_pix_loss: bool = True
     """Whether the pixels of each patch are normalised by their mean and variance to give the target."""
@@ -38,20 +44,24 @@ class MAE(Task):
         return 1
 
     def local_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
-        import torch
+        pixels, counts = _patches(images, keys, config)
+        if self.norm_pix_loss:
+            mean, deviation = _moments(pixels)
+            pixels = (pixels - mean) / deviation
+        return pixels.masked_fill(~counts, float("nan"))
+
+    def pictures(self, outputs: Tensor, images: Tensor, keys: Tensor, config: ModelConfig) -> Mapping[str, Tensor]:
+        """Return what the encoder sees, and the images with the outputs in the places of masked patches."""
         from einops import rearrange
 
-        from vitpar.models.mae.config import MAEConfig
-        from vitpar.models.mae.masking import masked
-
-        assert isinstance(config, MAEConfig), "the task has been checked to fit the model"
-        p = config.patch_size
-        pixels = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=p, q=p)
+        pixels, hidden = _patches(images, keys, config)
         if self.norm_pix_loss:
-            variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
-            pixels = (pixels - mean) / (variance + EPS).sqrt()
-        counts = masked(keys, config.patches, config.visible)
-        return pixels.where(counts[..., None], torch.full_like(pixels, float("nan")))
+            mean, deviation = _moments(pixels)
+            outputs = outputs * deviation + mean
+        made = {"masked": pixels.masked_fill(hidden, float("nan")), "reconstruction": outputs.where(hidden, pixels)}
+        p = _mae(config).patch_size
+        whole, h = "b (h w) (p q c) -> b c (h p) (w q)", images.shape[2] // p
+        return {name: rearrange(picture, whole, h=h, p=p, q=p) for name, picture in made.items()}
 
     def count(self, targets: Tensor, batch: int) -> int:
         """Return the number of samples: each has equally many masked patches."""
@@ -76,10 +86,9 @@ class MAE(Task):
 
     def reference_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
         """Return what `local_targets` returns, by loops over images and patches."""
-        from vitpar.models.mae.config import MAEConfig
         from vitpar.models.mae.masking import masking_noise
 
-        assert isinstance(config, MAEConfig), "the task has been checked to fit the model"
+        config = _mae(config)
         p, side = config.patch_size, config.image_size // config.patch_size
         targets = images.new_full((len(images), config.patches, config.patch_values), float("nan"))
         for sample, (image, noise) in enumerate(zip(images, masking_noise(keys, config.patches).tolist(), strict=True)):
@@ -109,3 +118,33 @@ class MAE(Task):
         import torch
 
         return torch.zeros(1, 1, 1).double(), torch.zeros(1, 1, 1)
+
+
+def _mae(config: ModelConfig) -> MAEConfig:
+    """Return the configuration of the model, which is of the task's family."""
+    from vitpar.models.mae.config import MAEConfig
+
+    assert isinstance(config, MAEConfig), "the task has been checked to fit the model"
+    return config
+
+
+def _patches(images: Tensor, keys: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Return the pixels of every patch, [samples, patches, pixels · channels], and whether it is masked, bool [.., 1].
+
+    Arguments are those of ``Task.local_targets``.
+    """
+    from einops import rearrange
+
+    from vitpar.models.mae.masking import masked
+
+    c = _mae(config)
+    pixels = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=c.patch_size, q=c.patch_size)
+    return pixels, masked(keys, c.patches, c.visible)[..., None]
+
+
+def _moments(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and the deviation of each patch, [samples, patches, 1] both."""
+    import torch
+
+    variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
+    return mean, (variance + EPS).sqrt()

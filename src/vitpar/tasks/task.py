@@ -118,6 +118,8 @@ class Task:
     """Metrics of training steps besides the loss, which `measure` returns."""
     PREDICTS: ClassVar[bool] = True
     """Whether `predict` says something about each sample."""
+    PICTURES: ClassVar[str] = ""
+    """Sentence on what `pictures` shows, for `vitpar report --images`; empty if it shows nothing."""
     MIXES: ClassVar[bool] = False
     """Whether images may be mixed (mixup, CutMix). Targets of mixed ones are those of `vitpar.data.Mixed`."""
     FAMILIES: ClassVar[tuple[str, ...]] = ()
@@ -205,6 +207,15 @@ class Task:
     def predict(self, outputs: Tensor) -> Mapping[str, Tensor]:
         """Return what the model says about each sample by name, [batch] or [batch, k] each."""
         return {"prediction": outputs[:, 0] if outputs.shape[1] == 1 else outputs}
+
+    def pictures(self, outputs: Tensor, images: Tensor, keys: Tensor, config: ModelConfig) -> Mapping[str, Tensor]:
+        """Return pictures of each sample besides the image by name, shaped and normalised as `images`, under PICTURES.
+
+        outputs: [samples, …], those of the model. images, keys, config: as for `local_targets`.
+
+        Pixels without a value are NaN.
+        """
+        raise NotImplementedError
 
     def answers(self, outputs: Tensor, most: int, names: Sequence[str] | None) -> list[list[dict[str, Any]]]:
         """Return what `vitpar predict` prints: for each sample rows of values by column.

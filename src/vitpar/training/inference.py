@@ -1,11 +1,11 @@
-"""Outputs of a model for single images: logits, and the features that the classifier reads.
+"""Outputs of a model for single images: logits, the features that the classifier reads, and pictures.
 
 They are computed on one device. Images are prepared as evaluation prepares them (``ImageInput.eval_batches``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.task import LOSS
 from vitpar.training.recipe import Recipe
 
 
@@ -123,3 +124,42 @@ def outputs(
             samples = (number * model.batch_size + rows).tolist()
             yield Outputs(samples, logits.float().cpu()[rows], taken().cpu()[rows])
             progress(min(len(images), (number + 1) * model.batch_size), len(images))
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures of an image of a set."""
+
+    loss: float
+    """Loss of the image."""
+    pixels: Mapping[str, Tensor]
+    """Pictures by name, the original first, uint8 [3, size, size] on the CPU."""
+
+
+def pictures(
+    model: ParallelModel,
+    source: ImageInput,
+    images: NotedImages,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Pictures]:
+    """Yield the pictures of the images of a set that the task draws (``Task.PICTURES``), in order.
+
+    Images that cannot be read are left out. model, progress: as for `outputs`. Raises DataError as the loader does.
+    """
+    assert model.plan.world_size == 1, "pictures are drawn on one device"
+    task = source.task
+    with closing(iter(source.eval_batches(images))) as batches:
+        for number, batch in enumerate(batches, start=1):
+            given = source.eval_step(batch)
+            assert given is not None and batch.images is not None, "the batch has all images"
+            outputs = model.predict(given.images, model.batch_size, **given.sides)
+            assert outputs is not None
+            outputs, pixels = outputs.double(), batch.images.to(model.device)
+            normalised = source.normalize(pixels, torch.float64)
+            drawn = task.pictures(outputs, normalised, torch.zeros_like(given.labels), model.config)
+            shown = {name: source.normalize.pixels(picture).cpu() for name, picture in drawn.items()}
+            for row in (given.labels != IGNORED).nonzero().flatten().tolist():
+                loss = task.result(task.sums(outputs[row : row + 1], given.targets[row : row + 1]))[LOSS.name]
+                one = {name: picture[row] for name, picture in shown.items()}
+                yield Pictures(loss, {"original": batch.images[row], **one})
+            progress(min(len(images), number * model.batch_size), len(images))

@@ -19,7 +19,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
-from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
+from vitpar.tasks.image_data import ImageSet, order_of, refuse_streamed_targets, transform_settings
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
@@ -139,6 +139,7 @@ def prepare(
     refuse_huge_batch(recipe, config)
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
+    refuse_streamed_targets(recipe, task, config, chosen.plan)
     if searched:
         recipe = recipe.under(chosen.plan)
     if recipe.model.weights is not None and source.begins:

@@ -21,6 +21,7 @@ from vitpar.data.randomness import betas, uniforms
 from vitpar.data.transforms.settings import NormalizeSettings
 from vitpar.errors import RecipeError
 
+_GREY = 128.0  # stands for NaN
 _MIX = 0x3D5A  # separates these random numbers from those of the transforms of a single sample
 _WHETHER, _WHICH, _TOP, _LEFT, _WEIGHT = range(5)
 
@@ -42,6 +43,11 @@ class Normalize(NormalizeSettings):
         """
         mean, std = _channels(self.mean, images.device), _channels(self.std, images.device)
         return (_compiled() if self.compiled else _normalized)(images, mean, std, dtype)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Return the images, uint8, that were normalised. Values out of range are clipped, and NaN is grey."""
+        mean, std = _channels(self.mean, images.device), _channels(self.std, images.device)
+        return (images * std + mean).nan_to_num(_GREY).round().clamp(0, 255).to(torch.uint8)
 
 
 def _normalized(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:

@@ -73,4 +73,35 @@ SMALL = {  # for 8 ranks: 4 blocks
     "chunks": 2,
     "vtp": 2,
 }
+BERT_LARGE = {  # shipped for 8 ranks
+    **HUGE,
+    "tp_sizes_enc": column((2, 24)),
+    **{
+        key: column((value, 24)) for key, value in (("tp_consecutive_flags", 1), ("dp_types_enc", 0), ("checkpoint", 0))
+    },
+    "use_sp": column((0, 24)),
+    "global_bsz": 128,
+    "chunks": 3,
+    "pp_division": "24",
+}
+T5_LARGE = {  # sample of 2022 for 8 ranks: 24 layers of the encoder, then 24 of the decoder
+    "pp_deg": 2,
+    "tp_sizes_enc": column((2, 12), (1, 36)),
+    "tp_consecutive_flags": column((1, 48)),
+    "dp_types_enc": column((0, 36), (1, 12)),
+    "global_bsz": 8,
+    "chunks": 2,
+    "pp_division": "26,22",
+}
+T5_3B = {  # shipped for 8 ranks
+    **HUGE,
+    "tp_sizes_enc": column((1, 48)),
+    "tp_consecutive_flags": column((1, 48)),
+    "dp_types_enc": column((1, 22), (0, 7), (1, 19)),
+    "use_sp": column((0, 48)),
+    "checkpoint": column((1, 48)),
+    "global_bsz": 1024,
+    "pp_division": "48",
+    "vtp": 1,
+}
 FILES = {"huge": (HUGE, 4), "old": (OLD, 16), "layerwise": (LAYERWISE, 8), "mixed": (MIXED, 24), "small": (SMALL, 8)}

@@ -1,5 +1,7 @@
 """Galvatron strategy files, as its own tools write them."""
 
+from typing import Any
+
 
 def column(*parts: tuple[int, int]) -> str:
     """Return the comma-separated list of repeated values: `(2, 3), (1, 2)` gives "2,2,2,1,1"."""
@@ -102,6 +104,26 @@ T5_3B = {  # shipped for 8 ranks
     "checkpoint": column((1, 48)),
     "global_bsz": 1024,
     "pp_division": "48",
+    "vtp": 1,
+}
+
+
+def of_2022(pp: int, tp: str, sharded: str, batch_size: int, division: str = "") -> dict[str, Any]:
+    """Return a file for 8 ranks in the format of 2022. Columns as text: tp degrees, 1 for sharded layers."""
+    ones = column((1, tp.count(",") + 1))
+    keys = {"pp_deg": pp, "tp_sizes_enc": tp, "tp_consecutive_flags": ones, "dp_types_enc": sharded}
+    return {**keys, "global_bsz": batch_size, "chunks": 1, **({"pp_division": division} if division else {})}
+
+
+BERT_HUGE_8GB = of_2022(2, column((2, 32)), column((0, 15), (1, 1), (0, 15), (1, 1)), 8)
+BERT_HUGE_12GB = of_2022(1, column((2, 32)), column((0, 16), (1, 16)), 16)
+SWIN_48 = of_2022(2, column((1, 44), (2, 2), (4, 2)), column((0, 2), (1, 4), (0, 42)), 64, "19,29")
+SWIN_32_8GB = of_2022(1, column((1, 4), (2, 24), (1, 2), (4, 2)), column((1, 32)), 48)
+SWIN_HUGE = {  # shipped for 8 ranks, there with 41 chunks of unequal sizes
+    **of_2022(8, column((1, 48)), column((0, 48)), 1024, "3,7,7,7,7,7,7,3"),
+    "chunks": 32,
+    "pipeline_type": "pipedream_flush",
+    "default_dp_type": "zero2",
     "vtp": 1,
 }
 FILES = {"huge": (HUGE, 4), "old": (OLD, 16), "layerwise": (LAYERWISE, 8), "mixed": (MIXED, 24), "small": (SMALL, 8)}

@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from helpers.galvatron_2022 import (
-    BATCHES,
-    COLUMNS,
-    MB,
-    TABLE,
-    UnderItsModel,
-    imported,
-    its_price,
-    vit_huge_32,
-    write_profiles,
-)
+from helpers.galvatron_2022 import BATCHES, COLUMNS, TABLE, imported, vit_cost_model, vit_huge_32, write_profiles
+from helpers.galvatron_cost import MB, UnderItsModel
 from vitpar import __version__
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
@@ -50,18 +41,19 @@ def costs(folder: Path) -> LayerCosts:
 def test_galvatrons_cost_model_gives_its_published_table(gigabytes: int) -> None:
     """The expected values are those that Galvatron printed."""
     speed, batch_size, words = TABLE[gigabytes]
-    found = its_price(parse(words), batch_size)
+    its_model = vit_cost_model()
+    found = its_model.price(parse(words), batch_size)
     assert found.images_per_second == pytest.approx(speed, rel=0.006)
     assert found.memory_bytes <= gigabytes * 1024 * MB
     for plan, speeds in COLUMNS.items():
-        prices = [its_price(parse(plan), n) for n in BATCHES]
+        prices = [its_model.price(parse(plan), n) for n in BATCHES]
         fitting = [p.images_per_second for p in prices if p.memory_bytes <= gigabytes * 1024 * MB]
         assert max(fitting, default=0.0) == pytest.approx(speeds[list(TABLE).index(gigabytes)], rel=0.004)
 
 
 @pytest.mark.parametrize("gigabytes", TABLE)
 def test_search_finds_the_optimum_of_galvatrons_cost_model(costs: LayerCosts, gigabytes: int) -> None:
-    found = UnderItsModel(costs).best(gigabytes * 1024 * MB).plans[0]
+    found = UnderItsModel(costs, vit_cost_model(), tuple(BATCHES)).best(gigabytes * 1024 * MB).plans[0]
     assert found.images_per_second == pytest.approx(OPTIMUM[gigabytes], abs=0.005)
     assert found.memory_bytes <= gigabytes * 1024 * MB and found.memory_bytes % MB == 0
     validate(found.plan, costs.config, found.batch_size)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from vitpar.planner.search.best import ROUNDING, Search
 from vitpar.planner.search.bounds import Machine, PlanOutline
 from vitpar.planner.search.options import Array, Choices, Load, Option
 from vitpar.planner.search.ranking import SearchEffort
-from vitpar.planner.search.space import Space
+from vitpar.planner.search.space import ROLES, Space
 from vitpar.planner.search.tables import Moves
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.stages import split_blocks
@@ -67,6 +68,16 @@ class CostModel:
     """Function (samples of a data-parallel part, pipeline degree, strategy) that gives the micro-batches of a step."""
     overhead: float = 0.0
     """ms per layer of data-parallel plans."""
+    roles: ClassVar[tuple[str, ...]] = ROLES
+    """Roles of the plans that the cost model can price."""
+    flags: ClassVar[tuple[str, ...]] = ()
+    """Flags of their strategies."""
+
+    def knows(self, pp: int, strategy: Strategy) -> bool:
+        """Return whether the cost model can price `strategy`: dp or fsdp outside tp, tp over neighbours."""
+        roles = [axis.role for axis in strategy.axes]
+        data = [role for role in roles if role != "tp"]
+        return len(data) <= 1 and roles == [*data, *(["tp"] if strategy.has("tp") else [])] and pp in (1, 2, 4, 8)
 
     @property
     def one_type(self) -> bool:
@@ -91,7 +102,7 @@ class CostModel:
             share = 2 / 3 if layer.decoder and pp == 1 else 1 / 2
         # Without tp and fsdp, stages of a pipeline overlap what is left of the messages.
         left = 1 / pp if tp == 1 and not fsdp else 1.0
-        exposed = _overlapped(message, rate, share * 2 * forward, left) - share * 2 * forward
+        exposed = overlapped(message, rate, share * 2 * forward, OVERLAP, left) - share * 2 * forward
         exposed += self.overhead * (data > 1)
         computed = 3 * forward + tensor
         if pp > 1:
@@ -140,32 +151,30 @@ class CostModel:
         return Price(plan, batch_size, seconds, {}, tuple(memory), ())
 
 
-def _overlapped(message: float, rate: float, backward: float, left: float) -> float:
+def overlapped(message: float, rate: float, backward: float, slower: float, left: float = 1.0) -> float:
     """Return the time of a message overlapped with a backward: both take longer while they overlap.
 
+    slower: factor by which both take longer
     left: share of the rest of a message behind backward that takes time
     """
-    sends, computes = message * rate * OVERLAP, backward * OVERLAP
+    sends, computes = message * rate * slower, backward * slower
     if sends > computes:
-        return computes + left * (message - computes / (rate * OVERLAP)) * rate
-    return sends + backward - sends / OVERLAP
+        return computes + left * (message - computes / (rate * slower)) * rate
+    return sends + backward - sends / slower
 
 
-def known(pp: int, strategy: Strategy) -> bool:
-    """Return whether the cost model can price `strategy`: dp or fsdp outside tp, tp over neighbours."""
-    roles = [axis.role for axis in strategy.axes]
-    data = [role for role in roles if role != "tp"]
-    return len(data) <= 1 and roles == [*data, *(["tp"] if strategy.has("tp") else [])] and pp in (1, 2, 4, 8)
-
-
+@dataclass(frozen=True)
 class _Space(Space):
     """Plans that the cost model can price. It fixes the number of micro-batches itself."""
+
+    knows: Callable[[int, Strategy], bool] = lambda pp, strategy: True
+    """Function (pipeline degree, strategy): whether the cost model can price it."""
 
     def microbatches(self, pipeline: Plan, batch_size: int) -> list[int]:
         return super().microbatches(pipeline, batch_size)[:1]
 
     def strategies(self, size: int) -> tuple[Strategy, ...]:
-        return tuple(s for s in super().strategies(size) if known(self.ranks // size, s))
+        return tuple(s for s in super().strategies(size) if self.knows(self.ranks // size, s))
 
 
 class UnderItsModel(Search):
@@ -176,7 +185,10 @@ class UnderItsModel(Search):
     """
 
     def __init__(self, costs: LayerCosts, its_model: CostModel, batch_sizes: tuple[int, ...]) -> None:
-        space = _Space(costs.config, GPUS, batch_sizes, flags=(), schedules=("gpipe",))
+        roles, flags = its_model.roles, its_model.flags
+        space = _Space(
+            costs.config, GPUS, batch_sizes, roles=roles, flags=flags, schedules=("gpipe",), knows=its_model.knows
+        )
         super().__init__(space, costs, effort=SearchEffort(simpler=0.0))
         self._its_model = its_model
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vitpar.errors import RecipeError
 from vitpar.sizes import parse_size
 from vitpar.terminal import say
 from vitpar_cli import recipe_options as o
@@ -30,20 +31,25 @@ def import_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
     ] = None,
+    assignments: o.Assignments = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Convert a strategy file of Galvatron to a plan.
+    """Convert a strategy file of Galvatron to a plan. The file of a T5 needs --model.
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
-    from vitpar.models import model_config
-    from vitpar.strategy.galvatron import read_galvatron
+    request = o.request(import_command, locals())
+    from vitpar.strategy.galvatron import read_galvatron, unlisted_blocks
     from vitpar.strategy.plan_json import plan_to_json, write_plan
     from vitpar.text import count
 
-    config = model_config(model) if model else None
-    read = read_galvatron(file, world_size, config.num_blocks if config else None)
-    if config and len(config.block_kinds) > 1 and not read.plan.is_uniform:
+    request.refuse_idle("an import")
+    if assignments and not model:
+        raise RecipeError("--set is given without --model: name the model whose settings it changes")
+    config = planned_recipe(request).config(1000) if model else None
+    unlisted = unlisted_blocks(config.layers.values()) if config else ()
+    read = read_galvatron(file, world_size, config.num_blocks if config else None, unlisted)
+    if config and len(config.block_kinds) > 1 and not unlisted and not read.plan.is_uniform:
         read = replace(read, notes=(*read.notes, MERGING))
     if out is not None:
         write_plan(out, read.plan)
@@ -78,18 +84,20 @@ def export_command(
     schedule: o.Schedule = None,
     split: o.Split = None,
     recipe: o.RecipeFile = None,
+    assignments: o.Assignments = None,
 ) -> None:
     """Write a plan as a strategy file of Galvatron. Plans that Galvatron cannot express are refused.
 
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
     merged = o.request(export_command, locals(), {"parallel.mesh": strategy}).read()
-    from vitpar.strategy.galvatron import write_galvatron
+    from vitpar.strategy.galvatron import unlisted_blocks, write_galvatron
 
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
-    write_galvatron(out, plan, config.num_blocks, merged.train.batch_size, costs)
+    unlisted = unlisted_blocks(config.layers.values())
+    write_galvatron(out, plan, config.num_blocks, merged.train.batch_size, costs, unlisted)
     typer.echo(f"{plan} of {config.name} written to {out}")
 
 

@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from helpers.galvatron_2022 import (
-    BATCHES,
-    COLUMNS,
-    MB,
-    TABLE,
-    UnderItsModel,
-    imported,
-    its_price,
-    vit_huge_32,
-    write_profiles,
-)
+from helpers.galvatron_2022 import BATCHES, COLUMNS, TABLE, imported, vit_cost_model, vit_huge_32, write_profiles
+from helpers.galvatron_cost import MB, UnderItsModel
 from vitpar import __version__
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
@@ -50,18 +41,19 @@ def costs(folder: Path) -> LayerCosts:
 def test_galvatrons_cost_model_gives_its_published_table(gigabytes: int) -> None:
     """The expected values are those that Galvatron printed."""
     speed, batch_size, words = TABLE[gigabytes]
-    found = its_price(parse(words), batch_size)
+    its_model = vit_cost_model()
+    found = its_model.price(parse(words), batch_size)
     assert found.images_per_second == pytest.approx(speed, rel=0.006)
     assert found.memory_bytes <= gigabytes * 1024 * MB
     for plan, speeds in COLUMNS.items():
-        prices = [its_price(parse(plan), n) for n in BATCHES]
+        prices = [its_model.price(parse(plan), n) for n in BATCHES]
         fitting = [p.images_per_second for p in prices if p.memory_bytes <= gigabytes * 1024 * MB]
         assert max(fitting, default=0.0) == pytest.approx(speeds[list(TABLE).index(gigabytes)], rel=0.004)
 
 
 @pytest.mark.parametrize("gigabytes", TABLE)
 def test_search_finds_the_optimum_of_galvatrons_cost_model(costs: LayerCosts, gigabytes: int) -> None:
-    found = UnderItsModel(costs).best(gigabytes * 1024 * MB).plans[0]
+    found = UnderItsModel(costs, vit_cost_model(), tuple(BATCHES)).best(gigabytes * 1024 * MB).plans[0]
     assert found.images_per_second == pytest.approx(OPTIMUM[gigabytes], abs=0.005)
     assert found.memory_bytes <= gigabytes * 1024 * MB and found.memory_bytes % MB == 0
     validate(found.plan, costs.config, found.batch_size)
@@ -176,13 +168,16 @@ def test_profiles_from_the_command_are_readable_by_search(folder: Path, tmp_path
     assert "not searched, because the profiles lack it: ckpt, ckpt.selective, offload" in found.stderr
 
 
-def write_swin_profile(folder: Path, target: Path) -> None:
-    """Write a profile of swin_nano: layer type n takes n + 1 ms per image, and keeps 10 · (n + 1) MB of it."""
+def write_profile(folder: Path, target: Path, tokens: tuple[int, ...], other: str = "other") -> None:
+    """Write a profile: layer type n has tokens[n], takes n + 1 ms per sample, and keeps 10 · (n + 1) MB of it.
+
+    other: name of everything else in the file.
+    """
     for file in folder.iterdir():
         (target / file.name).write_text(file.read_text())
-    tokens, every = (256, 64, 16), "[256,64,16]"
+    every = f"[{','.join(map(str, tokens))}]" if len(tokens) > 1 else str(tokens[0])
     times = {f"layertype_{n}_bsz4_seq{seq}": n + 1.0 for n, seq in enumerate(tokens)}
-    raw = {f"layernum[1,1,1]_bsz4_seq{every}": 20.0, f"layertype_other_bsz4_seq{every}": 2.0}
+    raw = {f"layernum[1,1,1]_bsz4_seq{every}": 20.0, f"layertype_{other}_bsz4_seq{every}": 2.0}
     memory = {
         f"layertype_{n}": {
             str(seq): {"tp_activation_per_bsz_dict": {"1": 10.0 * (n + 1), "2": 6.0 * (n + 1), "checkpoint": 1.0}}
@@ -196,7 +191,7 @@ def write_swin_profile(folder: Path, target: Path) -> None:
 
 def test_layer_types_of_a_swin_become_its_kinds_of_blocks(folder: Path, tmp_path: Path) -> None:
     """Blocks that merge patches take longer by their additional FLOPs. tp2 does not split the 3 heads of stage 1."""
-    write_swin_profile(folder, tmp_path)
+    write_profile(folder, tmp_path, (256, 64, 16))
     config = model_config("swin_nano_patch2_window4_32", embed_dim=48, num_heads=(3, 6, 12))
     model = import_model(tmp_path, config, "fp32")
     found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
@@ -217,7 +212,7 @@ def test_layer_types_of_a_swin_become_its_kinds_of_blocks(folder: Path, tmp_path
 
 
 def test_a_swin_profile_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
-    write_swin_profile(folder, tmp_path)
+    write_profile(folder, tmp_path, (256, 64, 16))
     with pytest.raises(PlannerError, match="no layertype_0 of 64 tokens"):
         import_model(tmp_path, model_config("swin_nano_patch4_window4_32"), "fp32")
     (tmp_path / "computation_profiling_fp32_all.json").write_text(
@@ -225,3 +220,35 @@ def test_a_swin_profile_of_another_size_is_refused(folder: Path, tmp_path: Path)
     )
     with pytest.raises(PlannerError, match=r"no layertype_other of \[256,64,16\] tokens \(it has none\)"):
         import_model(tmp_path, model_config("swin_nano_patch2_window4_32"), "fp32")
+
+
+def test_layer_types_of_a_t5_become_its_encoder_and_decoder(folder: Path, tmp_path: Path) -> None:
+    """The decoder has its own tokens in the file. What is measured together is shared by the three other layers."""
+    write_profile(folder, tmp_path, (24, 8))
+    config = model_config("t5_small", tokens=24, decoder_tokens=8)
+    model = import_model(tmp_path, config, "fp32")
+    found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
+    expected = {"encoder": (1.0, 10), "decoder": (2.0, 20), **dict.fromkeys(("embed", "dec_embed", "head"), (2 / 3, 5))}
+    assert {kind for kind, _ in found} == {*config.kinds} == {*expected}
+    for kind, (milliseconds, megabytes) in expected.items():
+        assert found[kind, "tp1"].forward.seconds(4) == pytest.approx(4 * milliseconds / 1e3)
+        assert found[kind, "tp2"].forward.seconds(4) == pytest.approx(2 * milliseconds / 1e3)
+        assert found[kind, "tp1"].saved.of(1) == megabytes * MB
+    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
+    best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
+    assert validate(best.plan, config, 64) == best.plan
+    with pytest.raises(PlannerError, match=r"no layertype_1 of 16 tokens \(it has 8\)"):
+        import_model(tmp_path, model_config("t5_small", tokens=24, decoder_tokens=16), "fp32")
+
+
+@pytest.mark.parametrize("other", ["other", "other_0"])
+def test_profile_of_a_bert_is_read(folder: Path, tmp_path: Path, other: str) -> None:
+    """The BERT profiles that Galvatron ships have "other_0"."""
+    write_profile(folder, tmp_path, (128,), other)
+    model = import_model(tmp_path, model_config("bert_base", tokens=128), "fp32")
+    found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
+    assert [found[kind, "tp1"].forward.seconds(4) for kind in ("block", "embed", "head")] == [4e-3, 4e-3, 4e-3]
+    assert found["block", "tp2"].saved.of(1) == 6 * MB
+    with pytest.raises(PlannerError, match="no layertype_0 of 512 tokens"):
+        import_model(tmp_path, model_config("bert_base"), "fp32")

@@ -1,6 +1,7 @@
 """Prices and searches of models whose layers share parameters."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,12 @@ import vitpar
 from helpers.plans import ZBV
 from helpers.shared_models import Relative, Tied
 from vitpar import parse, validate
+from vitpar.models import model_config
 from vitpar.planner.cost.links import sharing_group
 from vitpar.planner.cost.price import price
 from vitpar.planner.describe import summarize
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
 
 WIDE = Tied(num_classes=4096, width=192, hidden=768, depth=6)
@@ -59,6 +63,27 @@ def test_search_gives_layers_that_share_one_strategy() -> None:
     for one in found.plans:
         validate(one.plan, WIDE, BATCH)
     assert any(not one.plan.is_uniform for one in found.plans)
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes", "words", "microbatches"),
+    [("bert_large", 4, "dp8+zero2", 2), ("t5_large", 4, "tp2xdp4+zero2", 8)],
+)
+def test_search_mixes_strategies_where_embed_and_head_share_a_matrix(
+    model: str, gigabytes: int, words: str, microbatches: int
+) -> None:
+    """Blocks at both ends may differ: embed, head and a T5's decoder embedding have the strategy of one of them.
+
+    words: fastest uniform plan that fits
+    """
+    costs = estimated_costs(model_config(model), "8xA100", "bf16")
+    flags: dict[str, Any] = {"roles": ("dp", "fsdp", "tp"), "flags": ("zero1", "zero2")}
+    space = Space(costs.config, 8, (BATCH,), precision="bf16", compiled=True, **flags)
+    best = Search(space, costs).best(gigabytes * 1e9).plans[0]
+    assert validate(best.plan, costs.config, BATCH) == best.plan
+    uniform = price(validate(replace(parse(words), microbatches=microbatches), costs.config, BATCH), costs, BATCH)
+    assert max(uniform.memory_bytes, best.memory_bytes) <= gigabytes * 1e9
+    assert best.images_per_second > 1.01 * uniform.images_per_second
 
 
 def test_shared_parameters_count_once() -> None:

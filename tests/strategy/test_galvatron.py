@@ -129,14 +129,18 @@ def test_exported_keys(text: str, fields: dict[str, Any], changes: dict[str, Any
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
-    """Draw a plan that Galvatron can express, as import returns it, with the number of blocks and a batch size."""
+def plans(draw: st.DrawFn) -> tuple[Plan, int, int, tuple[int, ...]]:
+    """Draw a plan that Galvatron can express, as import returns it.
+
+    Returns (plan, number of blocks, batch size, numbers of the blocks without values in the file).
+    """
     depth, stage, zero = (
         draw(st.integers(1, 9)),
         draw(st.sampled_from([1, 2, 4, 6, 12, 15])),
         draw(st.sampled_from([0, 2])),
     )
-    pp = draw(st.integers(1, depth))
+    unlisted = (draw(st.integers(0, depth - 2)),) if depth > 1 and draw(st.booleans()) else ()
+    pp = draw(st.integers(1, depth - len(unlisted)))
 
     def strategy(outside: bool) -> Strategy:
         tp = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
@@ -152,8 +156,10 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
 
     outside = strategy(outside=True)
     blocks = [outside if draw(st.booleans()) else strategy(outside=False) for _ in range(depth)]
+    blocks = [outside if index in unlisted else block for index, block in enumerate(blocks)]
     named = (("embed", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
-    cuts = sorted(draw(st.sets(st.integers(1, depth - 1), min_size=pp - 1, max_size=pp - 1))) if pp > 1 else []
+    possible = [cut for cut in range(1, depth) if cut - 1 not in unlisted]
+    cuts = sorted(draw(st.sets(st.sampled_from(possible), min_size=pp - 1, max_size=pp - 1))) if pp > 1 else []
     sizes = tuple(end - start for start, end in zip([0, *cuts], [*cuts, depth], strict=True))
     even = tuple(depth // pp + (index < depth % pp) for index in range(pp))
     plan = Plan(
@@ -164,16 +170,17 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int]:
         split="even" if sizes == even else sizes,
     )
     parts = math.lcm(*(layer.degree("dp") * layer.degree("fsdp") for layer in (outside, *blocks)))
-    return plan, depth, parts * plan.microbatches * draw(st.integers(1, 3))
+    return plan, depth, parts * plan.microbatches * draw(st.integers(1, 3)), unlisted
 
 
 @given(plans())
-def test_plans_are_unchanged_by_export_and_import(drawn: tuple[Plan, int, int]) -> None:
-    plan, depth, batch = drawn
-    written = json.loads(json.dumps(to_galvatron(plan, depth, batch)))
-    imported = from_galvatron(written, plan.world_size, depth)
+def test_plans_are_unchanged_by_export_and_import(drawn: tuple[Plan, int, int, tuple[int, ...]]) -> None:
+    plan, depth, batch, unlisted = drawn
+    written = json.loads(json.dumps(to_galvatron(plan, depth, batch, unlisted=unlisted)))
+    assert len(written["tp_sizes_enc"].split(",")) == depth - len(unlisted)
+    imported = from_galvatron(written, plan.world_size, depth, unlisted)
     assert (imported.plan, imported.num_blocks, imported.batch_size) == (plan, depth, batch)
-    assert to_galvatron(imported.plan, depth, batch) == written
+    assert to_galvatron(imported.plan, depth, batch, unlisted=unlisted) == written
 
 
 @pytest.mark.parametrize(

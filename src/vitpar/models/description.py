@@ -195,6 +195,11 @@ class LayerDescription:
         return not self.first and not self.last
 
     @property
+    def embeds_ids(self) -> bool:
+        """Whether the layer embeds token ids."""
+        return any(part.role == "vocabulary_embedding" for part in self.parts)
+
+    @property
     def compiled(self) -> bool:
         """Whether the layer is compiled where a training compiles: it is a block, so that many share a graph."""
         return self.is_block

@@ -5,7 +5,8 @@ image of the batch, and a backward takes twice as long. Every profiled batch siz
 through these points has a fixed part, which tensor parallelism does not split. Below the smallest profiled batch a
 forward takes as long as that one: Galvatron's line through zero would make micro-batches of one image free. Costs that
 Galvatron does not measure (optimizer, sharding apart from communication, workspace) are taken as zero, as `measured`
-notes. Of a model with several sections of blocks, such as Swin, layer type n is section n.
+notes. Of a model with several sections of blocks, layer type n is section n: of a Swin a stage, of a T5 the encoder and
+the decoder. The layers outside the blocks are measured together, and get equal shares of that time.
 Source: https://github.com/PKU-DAIR/Hetu-Galvatron, its hardware and model profilers.
 """
 
@@ -135,18 +136,19 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
 
     Raises PlannerError if the files are missing, ambiguous, or for another number of tokens.
     """
-    sections = sections_of(config).sections
-    tokens = [str(config.layers[block_name(section.blocks[0])].gives.tokens) for section in sections]
-    every = tokens[0] if len(tokens) == 1 else f"[{','.join(tokens)}]"
+    types = list(_layer_types(config))
+    every = types[0][1] if len(types) == 1 else f"[{','.join(tokens for _, tokens in types)}]"
     computed = _numbers(_read(_only(folder, "computation_profiling_*.json")), folder)
     memory = _read(_only(folder, "memory_profiling_*.json"))
     blocks = {
-        kind: _block(computed, memory, number, tokens[number], share, folder)
-        for number, section in enumerate(sections)
+        kind: _block(computed, memory, number, tokens, share, folder)
+        for number, (section, tokens) in enumerate(types)
         for kind, share in _shares(config, section).items()
     }
-    # Galvatron measures everything but the blocks together: embed and head get half each.
-    ends = tuple((images, seconds / 2) for images, seconds in _forwards(computed, "other", every, folder))
+    # Galvatron measures everything but its layer types together.
+    embeds = [kind for kind, layer in config.kinds.items() if layer.embeds_ids or layer.first]
+    outside = _forwards(computed, "other", every, folder)
+    ends = tuple((images, seconds / (len(embeds) + 1)) for images, seconds in outside)
     degrees = set.intersection(*({*block.saved} for block in blocks.values()))
     first, last = (
         _activations(_section(memory, f"other_memory_pp_on_{place}", every, folder).get("activation"), folder)
@@ -161,7 +163,7 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
             validate(parse(tensor), config, None)  # refuses degrees that do not fit the model
         for policy, times in (("none", 2), ("full", 3)):
             kinds: dict[LayerKind, tuple[Forwards, float | None]] = {
-                config.first_layer.kind: (ends, first.get(tp, first.get(1, 0.0) / tp)),
+                **dict.fromkeys(embeds, (ends, first.get(tp, first.get(1, 0.0) / tp))),
                 **{kind: (block.forwards, block.megabytes(tp, policy)) for kind, block in blocks.items()},
                 config.last_layer.kind: (ends, last.get(tp, last.get(1, 0.0) / tp)),
             }
@@ -201,6 +203,20 @@ def import_model(folder: Path, config: ModelConfig, precision: str) -> ModelProf
         microbatch=0,
         measured={"by": "Galvatron", "unmeasured": UNMEASURED},
     )
+
+
+def _layer_types(config: ModelConfig) -> Iterator[tuple[BlockSection, str]]:
+    """Yield the sections of blocks that Galvatron profiles, with the tokens of a sample that each computes.
+
+    Behind a block that embeds token ids, the tokens before it only pass through: a T5's decoder takes those of both.
+    """
+    passing = 0
+    for section in sections_of(config).sections:
+        block = config.layers[block_name(section.blocks[0])]
+        if not block.embeds_ids:
+            yield section, str(block.gives.tokens - passing)
+        elif block.takes:
+            passing = block.takes.tokens
 
 
 @dataclass(frozen=True)
@@ -267,7 +283,9 @@ def _forwards(computed: Mapping[str, float], name: str, tokens: str, folder: Pat
 
     Raises PlannerError if no batch was profiled with `tokens` tokens.
     """
-    pattern = re.compile(rf"layertype_{name}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}}|\[[0-9,]{{1,99}}\])")
+    # Older profiles of one layer type have "other_0".
+    key = "other(?:_0)?" if name == "other" else name
+    pattern = re.compile(rf"layertype_{key}_bsz([1-9][0-9]{{0,8}})_seq([0-9]{{1,9}}|\[[0-9,]{{1,99}}\])")
     matches = [(match, each) for key, each in computed.items() if (match := pattern.fullmatch(key))]
     forwards = {int(match[1]): int(match[1]) * each / 1e3 for match, each in matches if match[2] == tokens}
     if not forwards:

@@ -18,13 +18,12 @@ from itertools import count
 
 import numpy as np
 
-from vitpar.models.description import layer_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds, uniform_bounds
-from vitpar.planner.search.ends import with_other_ends
+from vitpar.planner.search.ends import tied_layers, with_other_ends, with_tied_alike
 from vitpar.planner.search.expand import Expansion
 from vitpar.planner.search.options import Array, Choices, Option, Options
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
@@ -68,9 +67,11 @@ class Search:
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
         config = costs.config
-        self._ends = config.first_layer.name, config.last_layer.name
-        shared = (names for owner, names in config.holders.items() if owner not in config.tables)
-        self._shared = tuple({layer_of(name) for name in names} for names in shared if len(names) > 1)
+        self._tied = tied_layers(config)
+        ends = (frozenset({layer.name}) for layer in (config.first_layer, config.last_layer))
+        self._ends = tuple(
+            dict.fromkeys(end.union(*(layers for layers in self._tied if end <= layers)) for end in ends)
+        )
         self._prices: dict[tuple[Plan, int], Price] = {}
         self._shares: dict[tuple[object, ...], Array] = {}
         self._searched: set[tuple[Plan, int]] = set()  # plans whose `frontier` was searched
@@ -257,16 +258,19 @@ class Search:
         def late() -> bool:
             return now() > until and (bool(best_plans.plans) or not effort.patient)
 
+        def alike(plan: Plan) -> Iterator[Plan]:
+            return with_tied_alike(plan, self.costs.config, self._tied)
+
         moves = self._moves(outline, machine)
-        return Expansion(outline, choices, machine, sections, moves, fits, self.price, best_plans, effort, late)
+        return Expansion(outline, choices, machine, sections, moves, alike, fits, self.price, best_plans, effort, late)
 
     def _free_ends(self, budget: float, best_plans: BestPlans, until: float) -> None:
         """Try other strategies for embed and head in the plans of `best_plans`, and offer it the faster ones."""
         for best in best_plans.plans[:ENDS]:
             pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
             outline = PlanOutline(pipeline, best.batch_size, best.plan.microbatches or 1)
-            for layer in self._ends:
-                for other in with_other_ends(best.plan, layer, self.options(outline), outline, self.costs.config):
+            for layers in self._ends:
+                for other in with_other_ends(best.plan, layers, self.options(outline), outline, self.costs.config):
                     if now() < until and self._fits(other, outline.batch_size, budget):
                         tried = self.price(other, outline.batch_size)
                         best = tried if tried.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
@@ -347,10 +351,7 @@ class Search:
 
     def _separates(self, plan: Plan) -> bool:
         """Return whether layers that share a parameter have different strategies, which the runtime refuses."""
-        if plan.is_uniform or not self._shared:
-            return False
-        strategies = plan.strategies(self.costs.config.layer_names)
-        return any(len({strategies[layer] for layer in layers}) > 1 for layers in self._shared)
+        return next(with_tied_alike(plan, self.costs.config, self._tied)) != plan
 
     def _outlines(self) -> Iterator[PlanOutline]:
         for batch_size in self.space.batch_sizes:

@@ -1,33 +1,73 @@
-"""Plans whose first or last layer has another strategy than the block next to it."""
+"""Plans whose first or last layer has another strategy than the block next to it, also to share a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import block_index, is_block, layer_of
 from vitpar.planner.cost.stage import Load
 from vitpar.planner.search.bounds import PlanOutline
 from vitpar.planner.search.options import Choices
-from vitpar.strategy import Plan
+from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.selectors import canonical
 
 MOST = 4
 """Strategies that are tried for a layer at most."""
 
 
+def tied_layers(config: ModelConfig) -> tuple[frozenset[str], ...]:
+    """Return the names of the layers that share a parameter and need one strategy, for each such parameter."""
+    shared = (names for owner, names in config.holders.items() if owner not in config.tables)
+    tied = (frozenset(map(layer_of, names)) for names in shared)
+    return tuple(dict.fromkeys(layers for layers in tied if len(layers) > 1))
+
+
+def with_tied_alike(plan: Plan, config: ModelConfig, tied: Sequence[Collection[str]]) -> Iterator[Plan]:
+    """Yield `plan` if the layers of each of `tied` have one strategy, else the plans that give them one of theirs."""
+    if plan.is_uniform or not tied:
+        yield plan
+        return
+    strategies = plan.strategies(config.layer_names)
+    theirs = [tuple(dict.fromkeys(strategies[name] for name in strategies if name in layers)) for layers in tied]
+    if all(len(each) == 1 for each in theirs):
+        yield plan
+        return
+    for chosen in product(*theirs):
+        changed = {name: strategy for layers, strategy in zip(tied, chosen, strict=True) for name in layers}
+        yield _with_layers(plan, {**strategies, **changed})
+
+
 def with_other_ends(
-    plan: Plan, layer: str, choices: Choices, outline: PlanOutline, config: ModelConfig
+    plan: Plan, layers: Collection[str], choices: Choices, outline: PlanOutline, config: ModelConfig
 ) -> Iterator[Plan]:
-    """Yield `plan` with other strategies of `layer`, embed or head: those with the least seconds of that layer.
+    """Yield `plan` with other strategies of `layers`: those with the least seconds of these layers.
 
     Memory is not compared: a strategy that is fast and does not fit is the caller's to refuse.
+
+    layers: names of embed or head, and of the layers tied to it; they have one strategy
     """
-    present, of = plan.strategies(config.layer_names)[layer], config.layers[layer].kind
-    every = [option for option in choices.options if of in option.loads and option.strategy != present]
-    groups = tuple((selector, strategy) for selector, strategy in plan.layers if selector != layer)
-    for option in sorted(every, key=lambda option: _seconds(option.loads[of], outline.microbatches))[:MOST]:
-        yield replace(plan, layers=canonical(((layer, option.strategy), *groups)))
+    strategies, kinds = plan.strategies(config.layer_names), [config.layers[name].kind for name in layers]
+    (present,) = {strategies[name] for name in layers}
+    every = [o for o in choices.options if {*kinds} <= o.loads.keys() and o.strategy != present]
+
+    def seconds(loads: Mapping[str, Load]) -> float:
+        return sum(_seconds(loads[kind], outline.microbatches) for kind in kinds)
+
+    for option in sorted(every, key=lambda option: seconds(option.loads))[:MOST]:
+        yield _with_layers(plan, {**strategies, **dict.fromkeys(layers, option.strategy)})
+
+
+def _with_layers(plan: Plan, strategies: Mapping[str, Strategy]) -> Plan:
+    """Return `plan` with these strategies by layer; embed and head are left out where the next block has theirs."""
+    embed, *blocks, head = strategies
+    groups = [(str(block_index(name)) if is_block(name) else name, strategy) for name, strategy in strategies.items()]
+    left_out = {
+        end for end, next_to in ((embed, blocks[0]), (head, blocks[-1])) if strategies[end] == strategies[next_to]
+    }
+    return replace(plan, layers=canonical(tuple(group for group in groups if group[0] not in left_out)))
 
 
 def _seconds(load: Load, microbatches: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +38,7 @@ class Expansion:
     machine: rates and memory for the bounds
     sections: sections of the model's blocks
     moves: seconds of redistribution between blocks
+    alike: function of a plan that yields it, or where layers that share a parameter differ, plans in which they do not
     fits: function of a plan and a batch size: whether the plan fits into memory
     price: function of a plan and a batch size that returns its price
     best_plans: receives the prices; its limit prunes the search
@@ -52,6 +53,7 @@ class Expansion:
         machine: Machine,
         sections: Sections,
         moves: Moves,
+        alike: Callable[[Plan], Iterator[Plan]],
         fits: Callable[[Plan, int], bool],
         price: Callable[[Plan, int], Price],
         best_plans: BestPlans,
@@ -59,7 +61,7 @@ class Expansion:
         late: Callable[[], bool],
     ) -> None:
         self._outline, self._choices, self._machine, self._sections = outline, choices, machine, sections
-        self._fits, self._price, self._best_plans = fits, price, best_plans
+        self._alike, self._fits, self._price, self._best_plans = alike, fits, price, best_plans
         self._nodes, self._late = effort.nodes, late
         self._table = LayerTable(outline, choices, sections, machine, moves)
         # Plans that do not fit are counted separately: computing memory takes a fraction of the time of a price.
@@ -110,18 +112,18 @@ class Expansion:
         """Price the plan with these stages if it can win and fits. Return false if the effort is used up."""
         if seconds >= self._limits()[0]:
             return True
-        plan = self._plan(stages)
-        if plan in self._tried:
-            return True
-        if self._left <= 0 or self._misfits <= 0 or self._late():
-            self._cut = True
-            return False
-        self._tried.add(plan)
-        if not self._fits(plan, self._outline.batch_size):
-            self._misfits -= 1
-            return True
-        self._left -= 1
-        self._best_plans.offer(self._price(plan, self._outline.batch_size))
+        for plan in self._alike(self._plan(stages)):
+            if plan in self._tried:
+                continue
+            if self._left <= 0 or self._misfits <= 0 or self._late():
+                self._cut = True
+                return False
+            self._tried.add(plan)
+            if self._fits(plan, self._outline.batch_size):
+                self._left -= 1
+                self._best_plans.offer(self._price(plan, self._outline.batch_size))
+            else:
+                self._misfits -= 1
         return True
 
     def _plan(self, stages: list[tuple[int, Runs]]) -> Plan:

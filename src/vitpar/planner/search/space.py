@@ -9,6 +9,8 @@
 | several kinds  | at most two strategies for the blocks of a stage that are in one section (`sections`); with several|
 | of blocks      | stages per rank, one strategy where it fits and its dp or fsdp counterpart in the other sections   |
 | embed, head    | the strategy of the neighbouring block; for the best plans, others too (`ends`)                    |
+| layers that    | the strategy that one of them would have by the rows above; for the best plans, others too         |
+| share          |                                                                                                    |
 | strategy       | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint    |
 |                | policy; +offload if fsdp shards and there is no dp                                                 |
 

@@ -24,6 +24,9 @@ of ranks N. With S = N / pp_deg ranks per stage, t of a block's tp_sizes_enc, an
 The files of 2022 lack all of vtp, use_sp, default_dp_type and pipeline_type; the values for absent keys fit them too.
 Galvatron runs micro-batches of unequal sizes; they are refused here.
 
+Values of a T5 are those of its encoder, then of its decoder. vitpar's block between them, which embeds the decoder's
+ids, has no value: it has the strategy of embed and head, and the stage of the block behind it, as in Galvatron.
+
 Source: Galvatron (PKU-DAIR/Hetu-Galvatron), galvatron/utils/config_utils.py and core/runtime/hybrid_parallel_config.py.
 """
 
@@ -31,8 +34,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -40,6 +44,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from vitpar.errors import StrategyError
 from vitpar.io import PathLike
 from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_RANKS
+from vitpar.models.description import LayerDescription
 from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.plan import Plan
@@ -128,21 +133,32 @@ def is_galvatron(data: object) -> bool:
     return isinstance(data, dict) and "tp_sizes_enc" in data
 
 
-def read_galvatron(path: PathLike, world_size: int, num_blocks: int | None = None) -> ImportedPlan:
+def unlisted_blocks(layers: Iterable[LayerDescription]) -> tuple[int, ...]:
+    """Return the numbers of the blocks without values in a file: those that embed token ids."""
+    blocks = (layer for layer in layers if layer.is_block)
+    return tuple(index for index, block in enumerate(blocks) if block.embeds_ids)
+
+
+def read_galvatron(
+    path: PathLike, world_size: int, num_blocks: int | None = None, unlisted: Sequence[int] = ()
+) -> ImportedPlan:
     """Read the file `path` with `from_galvatron`. Raises StrategyError naming the file if it is missing or invalid."""
     data = read_json(path)
     try:
-        return from_galvatron(data, world_size, num_blocks)
+        return from_galvatron(data, world_size, num_blocks, unlisted)
     except StrategyError as error:
         raise StrategyError(f"{shown(path)}: {error}") from None
 
 
-def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None = None) -> ImportedPlan:
+def from_galvatron(
+    data: dict[str, Any], world_size: int, num_blocks: int | None = None, unlisted: Sequence[int] = ()
+) -> ImportedPlan:
     """Return the plan that `data` describes for `world_size` ranks.
 
     Embed and head share one strategy; if all blocks have it too, the plan is uniform.
 
     num_blocks: number of blocks of the model, checked against the file; None for that of the file
+    unlisted: numbers of the blocks without values in the file (`unlisted_blocks`), by rising number
 
     Raises StrategyError naming the block or key that vitpar cannot run or read.
     """
@@ -156,10 +172,11 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
         )
     stage = world_size // pp
     columns = _columns(file)
-    depth = len(file.tp_sizes_enc)
-    if num_blocks not in (None, depth):
+    listed = len(file.tp_sizes_enc)
+    if num_blocks is not None and num_blocks - len(unlisted) != listed:
         raise StrategyError(
-            f"tp_sizes_enc has {count(depth, 'block')} but the model {num_blocks}: use a file made for it"
+            f"tp_sizes_enc has {count(listed, 'block')} but the model {num_blocks - len(unlisted)}: "
+            "use a file made for it"
         )
     # The file has other keys for embed and head: collect their values under the keys of blocks.
     sharded = file.embed_sdp if _says(file, "embed_sdp") else file.vocab_sdp
@@ -170,15 +187,17 @@ def from_galvatron(data: dict[str, Any], world_size: int, num_blocks: int | None
         _strategy(
             f"block {index}", {key: column[index] for key, column in columns.items()}, stage, file.default_dp_type
         )
-        for index in range(depth)
+        for index in range(listed)
     ]
+    for index in unlisted:
+        blocks.insert(index, outside)
     layers: Groups = (("*", outside),)
     if set(blocks) != {outside}:
         layers = (("embed", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
     schedule = SCHEDULE_NAMES[file.pipeline_type] if pp > 1 else Plan().schedule
-    plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, depth))
+    plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, unlisted))
     check_batch(plan, file.global_bsz)
-    return ImportedPlan(plan, file.global_bsz, depth, tuple(_notes(file, plan)))
+    return ImportedPlan(plan, file.global_bsz, len(blocks), tuple(_notes(file, plan)))
 
 
 def check_batch(plan: Plan, batch_size: int) -> None:
@@ -262,17 +281,23 @@ def _chunks(file: GalvatronFile, stage: int) -> int:
     return 1 if file.pp_deg == 1 else max(1, math.ceil(file.global_bsz // stage / 4))
 
 
-def _split(file: GalvatronFile, depth: int) -> str | tuple[int, ...]:
+def _split(file: GalvatronFile, unlisted: Sequence[int]) -> str | tuple[int, ...]:
     """Return `Plan.split`: the number of blocks of each stage, or "even" if that gives the same."""
     # Galvatron gives the remaining blocks to the last stage, `Plan` to the first ones.
-    pp, key = file.pp_deg, "pp_division" if _says(file, "pp_division") else "pp_deg"
-    sizes = (*[depth // pp] * (pp - 1), depth - depth // pp * (pp - 1))
+    listed, pp, key = len(file.tp_sizes_enc), file.pp_deg, "pp_division" if _says(file, "pp_division") else "pp_deg"
+    sizes = [*[listed // pp] * (pp - 1), listed - listed // pp * (pp - 1)]
     if key == "pp_division":
-        sizes = tuple(file.pp_division)
+        sizes = file.pp_division.copy()
     try:
-        return "even" if split_blocks(depth, pp, sizes) == split_blocks(depth, pp, "even") else sizes
+        split_blocks(listed, pp, tuple(sizes))
     except StrategyError as error:
         raise StrategyError(f"{key}: {error}") from None
+    for index in unlisted:
+        ends = accumulate(sizes)
+        sizes[next((stage for stage, end in enumerate(ends) if index < end), pp - 1)] += 1
+    depth = sum(sizes)
+    even = split_blocks(depth, pp, tuple(sizes)) == split_blocks(depth, pp, "even")
+    return "even" if even else tuple(sizes)
 
 
 def _notes(file: GalvatronFile, plan: Plan) -> Iterator[str]:

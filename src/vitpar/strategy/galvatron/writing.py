@@ -17,11 +17,16 @@ from vitpar.text import either, shown
 
 
 def to_galvatron(
-    plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
+    plan: Plan,
+    num_blocks: int,
+    batch_size: int,
+    costs: Sequence[float] | None = None,
+    unlisted: Sequence[int] = (),
 ) -> dict[str, object]:
     """Return the plan as Galvatron's JSON, with all its keys for a model without experts.
 
     costs: costs of the layers for split "balanced", as in ``split_blocks``
+    unlisted: numbers of the blocks without values in the file (``unlisted_blocks``)
 
     Raises StrategyError naming the layer or field that Galvatron's file cannot express.
     """
@@ -33,9 +38,12 @@ def to_galvatron(
         )
     names = ("embed", *(f"block {index}" for index in range(num_blocks)), "head")
     layers = plan.strategies(names)
-    _check_layers(layers)
+    _check_layers(layers, ("embed", *(f"block {index}" for index in unlisted), "head"))
     check_batch(plan, batch_size)
-    outside, *blocks = list(layers.values())[:-1]
+    stages = split_blocks(num_blocks, plan.pipeline_degree, plan.split, costs)
+    _check_stages(stages, unlisted)
+    outside, *every = list(layers.values())[:-1]
+    blocks = [block for index, block in enumerate(every) if index not in unlisted]
     zero = any(layer.zero for layer in layers.values())
 
     def column(values: Iterable[int]) -> str:
@@ -50,7 +58,7 @@ def to_galvatron(
         "checkpoint": column(int(block.checkpoint is not None) for block in blocks),
         "global_bsz": batch_size,
         "chunks": plan.microbatches,
-        "pp_division": column(len(part) for part in split_blocks(num_blocks, plan.pipeline_degree, plan.split, costs)),
+        "pp_division": column(len({*stage}.difference(unlisted)) for stage in stages),
         "pipeline_type": "gpipe" if plan.schedule == "gpipe" and plan.pp != 1 else "pipedream_flush",
         "default_dp_type": "zero2" if zero else "ddp",
         "vtp": outside.degree("tp"),
@@ -62,13 +70,18 @@ def to_galvatron(
 
 
 def write_galvatron(
-    path: PathLike, plan: Plan, num_blocks: int, batch_size: int, costs: Sequence[float] | None = None
+    path: PathLike,
+    plan: Plan,
+    num_blocks: int,
+    batch_size: int,
+    costs: Sequence[float] | None = None,
+    unlisted: Sequence[int] = (),
 ) -> None:
     """Write the plan in Galvatron's format to `path` atomically, one key per line.
 
     Raises StrategyError if the format cannot express the plan, or the file cannot be written.
     """
-    write_text(path, json.dumps(to_galvatron(plan, num_blocks, batch_size, costs), indent=2) + "\n")
+    write_text(path, json.dumps(to_galvatron(plan, num_blocks, batch_size, costs, unlisted), indent=2) + "\n")
 
 
 def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -83,8 +96,11 @@ def _beyond_plan(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"{plan.virtual_stages} virtual stages", "set virtual_stages to 1"
 
 
-def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
-    """Yield the settings of the layer that the file cannot express, and what to use instead."""
+def _beyond_layer(name: str, layer: Strategy, outside: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the settings of the layer that the file cannot express, and what to use instead.
+
+    outside: names of the layers that have one strategy in the file
+    """
     if layer.is_open:
         yield "an open degree", "give every axis a number"
     if layer.tensor_mode != "1d":
@@ -99,29 +115,47 @@ def _beyond_layer(name: str, layer: Strategy) -> Iterator[tuple[str, str]]:
         yield "+offload", f"use {replace(layer, offload=False)}"
     if layer.checkpoint == "selective":
         yield "+ckpt.selective", f"use {replace(layer, checkpoint='full')} or {replace(layer, checkpoint=None)}"
-    if name in ("embed", "head"):
+    if name in outside:
+        them = f"{', '.join(outside[:-1])} and {outside[-1]}"
         if layer.checkpoint:
-            yield "+ckpt outside the blocks", f"use {replace(layer, checkpoint=None)} for embed and head"
+            where = "outside the blocks" if len(outside) == 2 else "outside encoder and decoder"
+            yield f"+ckpt {where}", f"use {replace(layer, checkpoint=None)} for {them}"
         if _is_strided(layer):
-            yield "tp as its outer axis", f"use {replace(layer, axes=layer.axes[::-1])} for embed and head"
+            yield "tp as its outer axis", f"use {replace(layer, axes=layer.axes[::-1])} for {them}"
 
 
-def _check_layers(layers: dict[str, Strategy]) -> None:
-    """Raise StrategyError if the file cannot express the strategies. layers: strategies by name in messages."""
+def _check_layers(layers: dict[str, Strategy], outside: Sequence[str]) -> None:
+    """Raise StrategyError if the file cannot express the strategies.
+
+    layers: strategies by name in messages
+    outside: names of the layers that have one strategy in the file, embed first
+    """
     for name, layer in layers.items():
-        for what, fix in _beyond_layer(name, layer):
+        for what, fix in _beyond_layer(name, layer, outside):
             raise StrategyError(f"{name} ({layer}) has {what}, which Galvatron's file cannot express: {fix}")
-    embed, head = layers["embed"], layers["head"]
-    if embed != head:
-        raise StrategyError(
-            f"embed is {embed} but head is {head}, and Galvatron's file has one strategy for both: use either in both"
-        )
+    embed = layers["embed"]
+    for name in outside:
+        if layers[name] != embed:
+            raise StrategyError(
+                f"embed is {embed} but {name} is {layers[name]}, and Galvatron's file has one strategy for both: "
+                "use either in both"
+            )
     replicated = {layer.zero: f"{name} is {layer}" for name, layer in reversed(layers.items()) if layer.has("dp")}
     if len(replicated) > 1:
         raise StrategyError(
             f"{replicated[0]} but {replicated[2]}, and Galvatron's file has one default_dp_type for all: "
             "use +zero2 in both or neither, or fsdp"
         )
+
+
+def _check_stages(stages: Sequence[range], unlisted: Sequence[int]) -> None:
+    """Raise StrategyError if a block of `unlisted` is not on the stage of the block behind it."""
+    for number, stage in enumerate(stages):
+        if stage[-1] in unlisted:
+            raise StrategyError(
+                f"stage {number} ends with block {stage[-1]}, and in Galvatron that block, which embeds token ids, is "
+                "on the stage of the next one: use another split"
+            )
 
 
 def _is_strided(layer: Strategy) -> bool:

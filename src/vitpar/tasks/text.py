@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from vitpar.data.text.section import Specials
 from vitpar.errors import RecipeError
 from vitpar.models.config import IGNORED
 from vitpar.tasks.task import LOSS, Metric, Task
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from vitpar.data.text.section import Specials
     from vitpar.data.text.text_set import TextSet
     from vitpar.data.text.tokenizer import WordTable
     from vitpar.models.config import ModelConfig
@@ -50,6 +50,8 @@ class TextFacts:
 
         Raises RecipeError for a vocabulary that is too small for special tokens.
         """
+        from vitpar.data.text.section import Specials
+
         if vocab_size < 16:
             raise RecipeError(f"a vocabulary of {vocab_size} tokens is too small: use at least 16")
         sentinels = tuple(range(vocab_size - vocab_size // 4, vocab_size))

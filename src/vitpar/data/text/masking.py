@@ -7,15 +7,17 @@ equal on every rank, under every plan and after a resume. They take and return n
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import uniforms
-from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 from vitpar.models.config import IGNORED
+
+if TYPE_CHECKING:
+    from vitpar.data.text.section import Specials
 
 Ids = NDArray[np.int64]
 """Numbers of tokens, or counts of them."""

@@ -13,7 +13,7 @@ from helpers.support_matrix import covering, ranks_of, smallest_plan
 from vitpar import parse, validate
 from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.models.config import ModelConfig
-from vitpar.strategy.support import splits
+from vitpar.strategy.support import DIMENSIONS, splits
 from vitpar.tasks import Task, task_of
 from vitpar.training.recipe import Recipe
 
@@ -53,16 +53,15 @@ def check_choice(device: torch.device, name: str, choice: tuple[str, ...]) -> Ch
 
 
 def choices_of(name: str) -> Iterator[Any]:
-    """Yield test parameters: the first 12 plans of a model, of at most 4 ranks, are slow tests, the others soak."""
+    """Yield test parameters of a model: 12 plans of at most 4 ranks in the slow tests, and all in soak."""
     config = setting_of(name, "fp32", 16)[1]
-    few = covering(lambda choice: splits(config, choice[1]) and ranks_of(choice) <= 4, most=12)
-    every = covering(lambda choice: splits(config, choice[1]))
+    able = {tensor for tensor in DIMENSIONS["tensor"] if splits(config, tensor)}
+    few = covering(lambda choice: choice[1] in able and ranks_of(choice) <= 4, most=12)
+    every = covering(lambda choice: choice[1] in able)
     assert len(few) == 12 and len(every) >= 40
-    for choice in few:
-        yield pytest.param(name, choice, marks=pytest.mark.slow, id=f"{name} {' '.join(choice)}")
-    for choice in every:
-        if choice not in few:
-            yield pytest.param(name, choice, marks=pytest.mark.soak, id=f"{name} {' '.join(choice)}")
+    for choice in dict.fromkeys([*few, *every]):
+        marks = [pytest.mark.slow] * (choice in few) + [pytest.mark.soak] * (choice in every)
+        yield pytest.param(name, choice, marks=marks, id=f"{name} {' '.join(choice)}")
 
 
 @pytest.mark.parametrize(("name", "choice"), [case for name in MODELS for case in choices_of(name)])

@@ -130,7 +130,7 @@ def test_gradients_equal_one_process(
         ("bert", "fsdp2", "bf16", 0.1),
         ("t5 v1.1", "dp2", "bf16", 0.1),
         ("bert", "tp2+sp", "fp16", 0.05),
-        ("t5", "tp2", "fp16", 0.05),
+        ("t5 v1.1", "tp2", "fp16", 0.05),
     ],
 )
 def test_gradients_in_16_bits_are_those_of_one_process_up_to_rounding(

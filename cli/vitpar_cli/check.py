@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vitpar.check import CheckResult
     from vitpar.models import ModelConfig
 
+CLASSES = 10
+"""Default number of classes of images."""
 VOCABULARY = 64
 """Default number of tokens in the vocabulary of text."""
 ROWS_SHOWN = 4
@@ -44,7 +46,13 @@ def check(
     model: o.ModelName = None,
     task: o.TaskName = None,
     num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
+        int | None,
+        typer.Option(
+            "--num-classes",
+            min=2,
+            help="Classes of the model; tokens of the vocabulary for mlm and span.  "
+            f"\\[default: the data's, or {CLASSES}, or {VOCABULARY} tokens]",
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -75,11 +83,11 @@ def check(
 ) -> None:
     """Prove that a plan does not change the training.
 
-    Trains the model under the plan and in one process on the same random images. Compares losses, every parameter's
-    gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights, label smoothing,
-    mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it has in one
-    process. Exits with 1 if anything differs by more. Without --recipe the model is a tiny ViT with drop-path and
-    dropout, and all of these features are on.
+    Trains the model under the plan and in one process on the same random images or text. Compares losses, every
+    parameter's gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights,
+    label smoothing, mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it
+    has in one process. Exits with 1 if anything differs by more. Without --recipe the model is a tiny ViT with
+    drop-path and dropout, and all of these features are on.
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
@@ -94,7 +102,7 @@ def check(
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     merged = on_device(merged, device_type)
-    usual = 10 if task_class(merged).INPUT == "images" else VOCABULARY
+    usual = CLASSES if task_class(merged).INPUT == "images" else VOCABULARY
     checked = task_of(merged, classes_of(merged, num_classes, usual))
     config = merged.config(checked.outputs, checked.model_options)
     checked.refuse_model(config)

@@ -31,17 +31,20 @@ def ranks_of(choice: tuple[str, ...]) -> int:
     return parse(smallest_plan(*choice[: len(STRUCTURE)])[0]).world_size
 
 
-def covering(keep: Callable[[tuple[str, ...]], bool] = lambda choice: True) -> list[tuple[str, ...]]:
+def covering(
+    keep: Callable[[tuple[str, ...]], bool] = lambda choice: True, most: int | None = None
+) -> list[tuple[str, ...]]:
     """Return few combinations of at most 8 ranks that contain every possible pair of features.
 
     The choice is greedy: the combination with the most new pairs comes next.
 
     keep: whether a combination may be chosen
+    most: number of combinations after which to stop, although pairs are missing; None for no limit
     """
     choices = [choice for choice in combinations((*STRUCTURE, "precision")) if ranks_of(choice) <= 8 and keep(choice)]
     missing = {pair for choice in choices for pair in pairs_of(choice, 2)}
     found = []
-    while missing:
+    while missing and len(found) != most:
         best = max(choices, key=lambda choice: len(missing.intersection(pairs_of(choice, 2))))
         missing.difference_update(pairs_of(best, 2))
         found.append(best)

@@ -46,7 +46,7 @@ def mine(x: Tensor, kind: str, rank: int) -> Tensor:
 def forward(kind: str, in_float8: bool, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if kind == "column":
         return column_linear(x, weight, bias, group.WORLD, Fast() if in_float8 else None)
-    return gathered_linear(x, weight, 0 if kind == "batch" else -1, group.WORLD, Fast() if in_float8 else None)
+    return gathered_linear(x, weight, bias, 0 if kind == "batch" else -1, group.WORLD, Fast() if in_float8 else None)
 
 
 def backward(
@@ -68,8 +68,7 @@ def backward(
         "b": gradients[rank].sum((0, 1)),
     }
     found = dict(zip("xwb", (leaf.grad for leaf in leaves), strict=True))
-    names = wanted if kind == "column" else "xw"
-    wrong = [n for n in names if not (found[n] is None if n in frozen else torch.equal(found[n], wanted[n]))]
+    wrong = [n for n in wanted if not (found[n] is None if n in frozen else torch.equal(found[n], wanted[n]))]
     return order(recorded), wrong
 
 

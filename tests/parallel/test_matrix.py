@@ -19,6 +19,7 @@ from vitpar.parallel import Communication
 from vitpar.strategy.support import (
     CLASHES,
     DIMENSIONS,
+    MODELS,
     Clash,
     combinations,
     features,
@@ -149,6 +150,19 @@ def test_reducing_every_microbatch_needs_unsplit_backwards() -> None:
     refuse_unused(replace(plan, schedule="interleaved1f1b"), "fp32", settings)
     with pytest.raises(StrategyError, match=r"^communication.reduce_every_microbatch clashes with zbvzerobubble in '"):
         refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_plan_of_a_model_is_refused_where_the_page_says_so(family: str) -> None:
+    config = model_config(MODELS[family])
+    row = next(line for line in page().splitlines() if line.startswith(f"| {family} |"))
+    for tensor, cell in zip(DIMENSIONS["tensor"], row.split(" | ")[1:], strict=True):
+        plan = parse(smallest_plan("no dp", tensor, "no pp", "no ckpt")[0])
+        if cell.startswith("refused"):
+            with pytest.raises(StrategyError, match=r"whose parts only tp and .sp can split: leave .* out$"):
+                validate(plan, config, 16)
+        else:
+            validate(plan, config, 16)
 
 
 def test_docs_page_is_up_to_date() -> None:

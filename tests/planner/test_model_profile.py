@@ -12,8 +12,10 @@ from torch.nn import functional as F
 import vitpar.planner.measure.clock as timing
 import vitpar.planner.measure.model as profiling
 from helpers.command_line import refusal
+from helpers.mae_models import mae
+from helpers.text_models import bert, t5
 from vitpar.errors import PlannerError
-from vitpar.models import ViTConfig, model_config
+from vitpar.models import ModelConfig, ViTConfig, model_config
 from vitpar.models.layers import LayerNorm
 from vitpar.parallel.attention import use_attention
 from vitpar.planner.cost.elements import layer_parameters
@@ -162,6 +164,22 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch
                     guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
                     few = 16 * config.tokens * 4
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
+
+
+@pytest.mark.parametrize("config", [mae(), bert(), t5()], ids=lambda config: config.FAMILY)
+@pytest.mark.parametrize("mesh", ["dp1", "fsdp2xtp2", "tp2+sp"])
+def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh: str) -> None:
+    """The head runs with the loss of tokens or patches, of which a rank may have a part."""
+    with built(Subject(config, "fp32", 2), mesh, CPU) as model:
+        for kind in config.kinds:
+            bench = LayerBench(model, kind)
+            saved, more = bench.memory(2 * bench.unit)
+            assert saved > 0 and more > 0
+
+
+def test_time_beside_the_layers_of_a_model_of_tokens_is_measured() -> None:
+    clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
+    assert all(profiling._microbatch(Subject(config, "fp32", 1), CPU, clock) >= 0 for config in (mae(), t5()))
 
 
 def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import vitpar
 from helpers.text_models import V1_1, TextModel, bert, t5
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.vocabulary import token_losses
+from vitpar.planner.measure.model import LayerBench, Subject, built
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 
@@ -61,6 +64,30 @@ def test_bytes_kept_for_backward_are_those_of_autograd(case: str) -> None:
     found = kept(config, batch)
     for kind, layer in config.kinds.items():
         assert rows[kind] == pytest.approx(found[layer.name] / batch, rel=0.2), kind
+
+
+@pytest.mark.parametrize("tensor", ["tp3", "tp3+sp"])
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_kept_under_tensor_parallelism_are_those_of_one_rank(
+    case: str, tensor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Estimates are for GPUs, where RMSNorm keeps its input: on CPUs torch keeps the normalised input too."""
+
+    def from_input(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        result = checkpoint(F.rms_norm, x, norm.normalized_shape, norm.weight, norm.eps, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result
+
+    monkeypatch.setattr(nn.RMSNorm, "forward", from_input)
+    config = CASES[case]
+    profile = estimate_model(config, "fp32", find_cluster("8xH100").hardware(), (tensor,))
+    with built(Subject(config, "fp32", 3), tensor, torch.device("cpu")) as model:
+        # The decoder's embedding is overestimated: no product keeps what its norm gives.
+        for kind in config.kinds.keys() - {"dec_embed"}:
+            bench = LayerBench(model, kind)
+            once, twice = (bench.memory(rows * bench.unit)[0] for rows in (2, 4))
+            (saved,) = {p.saved.per_row for p in profile.layers if (p.layer, p.checkpoint) == (kind, "none")}
+            assert saved == pytest.approx((twice - once) / 2 / bench.unit, rel=0.2), kind
 
 
 @pytest.mark.parametrize("model", ["bert_base", "t5_small"])

@@ -24,6 +24,7 @@ from vitpar.tasks import task_of
 from vitpar.tasks.text import TextTask
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.request import classes_of
 
 LINE = "the cat sat on a mat and saw nine mice run past its tail in one long quiet line"
 MODELS: dict[str, dict[str, Any]] = {
@@ -159,6 +160,11 @@ def test_check_compares_with_the_second_formula(
 ) -> None:
     for result in ranks(parse(mesh).world_size).run(checked, task, mesh, mistake):
         assert result.passed != mistake, result.worst
+
+
+def test_check_and_bench_without_reading_take_the_vocabulary_of_the_data(text: Path) -> None:
+    recipe = recipe_of(text, "mlm", "dp1")
+    assert [classes_of(recipe, None, 64), classes_of(recipe, 70, 64)] == [TextSet.open(text, "train").vocab_size, 70]
 
 
 @pytest.mark.parametrize(

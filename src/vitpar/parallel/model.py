@@ -81,7 +81,8 @@ class ParallelModel:
         """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
         (``vitpar.strategy.execution.adds_no_gradients``)."""
         self._loss = loss
-        self._local_targets: bool = getattr(loss, "LOCAL_TARGETS", False)
+        self.local_targets: bool = getattr(loss, "LOCAL_TARGETS", False)
+        """Whether targets are those of this rank's outputs, not of the complete batch."""
         self._count: int | Tensor = self.batch_size
         self._measured: Tensor | None = None
         self.phase: Phase = untimed
@@ -180,7 +181,7 @@ class ParallelModel:
             those of `outputs` if the loss has a true `LOCAL_TARGETS`.
         """
         here = targets
-        if not self._local_targets:
+        if not self.local_targets:
             rows = self._outputs[self._stage_rank].row_range(len(targets))
             here = targets[rows.start : rows.stop]
         if outputs.ndim < 3 and outputs.dtype is not torch.float64:

@@ -83,7 +83,7 @@ def _linear(module: SplitModule, x: Tensor) -> Tensor:
     if before is None and after is None:
         return F.linear(x, weight, bias)
     if before is not None and before.exchange.dim is not None:
-        y = gathered_linear(x, weight, before.exchange.dim, _group(module, before.axis), in_float8)
+        y = gathered_linear(x, weight, None, before.exchange.dim, _group(module, before.axis), in_float8)
     else:
         if before is not None:
             x = scatter_to_tp_region(x, -1, _group(module, before.axis))
@@ -131,9 +131,7 @@ def _vocabulary_output(module: SplitModule, x: Tensor) -> Tensor:
     if before.exchange is COPY:
         logits = column_linear(rows, weight, bias, group)
     else:
-        logits = gathered_linear(rows, weight, 0, group)
-        if bias is not None:
-            logits.add_(bias)  # in place: logits are large
+        logits = gathered_linear(rows, weight, bias, 0, group)
     inner = x.shape[1:-1]
     # Independent of `logits`, as in ``vitpar.models.text_layers.TokenLogits``.
     whole: Tensor = torch.ops.aten._unsafe_view(logits, [len(logits) // inner.numel(), *inner, logits.shape[1]])

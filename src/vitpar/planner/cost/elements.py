@@ -27,6 +27,8 @@ class LayerElements:
     """Elements that the rank stores."""
     compute_numel: int
     """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
+    tables: int
+    """Elements of tables, which every rank keeps complete: counted in both numbers, but never gathered or cast."""
     sums: Mapping[str, int]
     """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
 
@@ -52,17 +54,19 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
     shard, shards = 0, 1
     for axis in sharding_axes(strategy):
         shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
-    local_numel, compute_numel, sums = 0, 0, Counter[str]()
+    local_numel, compute_numel, tables, sums = 0, 0, 0, Counter[str]()
     for split in parameter_splits(layer, strategy.mode).values():
         shape = list(split.shape)
         for axis, dim in split.axes.items():
             if axis in sizes:
                 shape[dim] = len(chunk_range(shape[dim], sizes[axis], at[axis]))
         compute_numel += math.prod(shape)
-        if not split.complete:
+        if split.complete:
+            tables += math.prod(shape)
+        else:
             shape[0] = len(chunk_range(shape[0], shards, shard))
         local_numel += math.prod(shape)
         for axis in split.sums:
             if axis in sizes:
                 sums[axis] += math.prod(shape)
-    return LayerElements(local_numel, compute_numel, dict(sums))
+    return LayerElements(local_numel, compute_numel, tables, dict(sums))

@@ -204,16 +204,18 @@ class LayerCosts:
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
+        # Gradients of tables are summed over the world, which `sharing_seconds` prices.
+        compute_numel, local_numel = elements.compute_numel - elements.tables, elements.local_numel - elements.tables
         if wrapped or precision.compute != precision.parameters:
-            gathered = elements.compute_numel * precision.compute.itemsize
+            gathered = compute_numel * precision.compute.itemsize
         if wrapped:
             local = self._weight_profiles[self.profiled(kind), position.tensor]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
-            unreduced = elements.compute_numel * precision.reduce.itemsize
+            unreduced = compute_numel * precision.reduce.itemsize
             if shards:
-                # FSDP2 pads each shard to the size of the first, so the collectives carry more than compute_numel.
-                padded = elements.local_numel * groups.shard.ranks
+                # FSDP2 pads each shard to the size of the first, so the collectives carry more than that.
+                padded = local_numel * groups.shard.ranks
                 # Shards are cast to the compute dtype before the all-gather, gradients are reduced in their own dtype.
                 asked, given = padded * precision.compute.itemsize, padded * precision.reduce.itemsize
                 gather += self.links.seconds("all_gather", groups.shard, asked)
@@ -223,11 +225,11 @@ class LayerCosts:
             reduce += local.reduce * share
             if offloaded:
                 # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
-                gather += self._moved(elements.local_numel * precision.parameters.itemsize)
-                reduce += self._moved(elements.local_numel * precision.reduce.itemsize)
+                gather += self._moved(local_numel * precision.parameters.itemsize)
+                reduce += self._moved(local_numel * precision.reduce.itemsize)
         # Layers without fully_shard sum partial gradients together with those of replicas.
         joint = 0 if wrapped else elements.sums.get("j", 0)
-        apart = (elements.local_numel - joint) * copies
+        apart = (local_numel - joint) * copies
         # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
         copies_across = False
         for numel, group in ((apart, groups.replicate), (joint, groups.partial)):

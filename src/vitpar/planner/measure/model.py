@@ -23,6 +23,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.derived import Excerpt
 from vitpar.models.families import config_to_json
 from vitpar.models.layers import given_sides, zero_sides
+from vitpar.models.loss import CrossEntropy, Loss
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.precision import resolve_precision
@@ -44,6 +45,8 @@ from vitpar.strategy import output_layout, parse, token_layout, validate
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
+from vitpar.tasks.mae import MAE
+from vitpar.tasks.mlm import MaskedLanguage
 from vitpar.training.optim.norms import clip_factor, global_norm
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
@@ -134,7 +137,14 @@ def built(
     smallest = row_parts(parse(mesh).strategy)
     plan = validate(parse(mesh), config, smallest)
     with pretended(plan.world_size):
-        yield parallelize(config, plan, subject.execution(smallest), device)
+        yield parallelize(config, plan, subject.execution(smallest), device, _loss(subject.config))
+
+
+def _loss(config: ModelConfig) -> Loss:
+    """Return a loss for the outputs of a model: logits of tokens, pixels of patches, or logits of classes."""
+    if config.input.dtype is not None:
+        return MaskedLanguage()
+    return MAE() if config.FAMILY in MAE.FAMILIES else CrossEntropy()
 
 
 class LayerBench:
@@ -164,7 +174,7 @@ class LayerBench:
             self.layer.set_requires_gradient_sync(sync)
 
     def prepare(self, rows: int) -> None:
-        """Create this rank's input, labels and keys for `rows` rows of a tensor-parallel group."""
+        """Create this rank's input, targets and keys for `rows` rows of a tensor-parallel group."""
         config, total = self._model.config, rows * self.groups
         taken = self.layer.description.takes
         if taken is None:
@@ -181,15 +191,14 @@ class LayerBench:
         group = slice(len(output_layout(self._strategy)[0].row_range(total)))
         sides = zero_sides(config, group.stop, self._model.device)
         self._sides = given_sides(self.layer, None, sides, slice(here), group)
-        targets = total, *config.output_shape[:-1]
-        self._labels = torch.zeros(targets, dtype=torch.int64, device=self._model.device)
+        self._targets = _targets(self._model, total, group.stop)
         self._gradient: Tensor | None = None  # of the output; the head ends in the loss, which needs none
 
     def forward(self) -> None:
         """Run a forward; one backward must follow each."""
         x = self._x.detach().requires_grad_(not self.layer.description.first)
         if self.layer.description.last:
-            y = self._model.loss(self.layer(x), self._labels)
+            y = self._model.loss(self.layer(x), self._targets)
         else:
             y = self.layer(x, **self._sides)
             if self._gradient is None:
@@ -385,6 +394,14 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
         return clock.timings(sum(p.numel() for p in parameters), fill, step)[1]
 
 
+def _targets(model: ParallelModel, batch: int, here: int) -> Tensor:
+    """Return targets of zeros for `batch` samples over all ranks, of which this rank gives the outputs of `here`."""
+    shape, dtype = model.config.output_shape, model.precision.compute
+    if model.local_targets:
+        return torch.zeros(here, *shape, dtype=dtype, device=model.device)
+    return torch.zeros(batch, *shape[:-1], dtype=torch.int64, device=model.device)
+
+
 def _input(shape: tuple[int, ...], config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an input of the model: random images, or token ids of 0."""
     if config.input.dtype is None:
@@ -403,13 +420,12 @@ def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
     counts = Counter(config.layers[name].kind for name in (begin, *names, end))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         sides = zero_sides(config, 1, device)
-        labels = torch.zeros((1, *config.output_shape[:-1]), dtype=torch.int64, device=device)
         for kind, times in counts.items():
             bench = LayerBench(model, kind)
             bench.prepare(1)
             layers += times * sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
     with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
         images = _input((1, *config.input.shape), config, model.precision.compute, device)
-        keys = sides.pop("keys", None)
-        whole = clock.timing(1, lambda: model.run_microbatches(images, labels, keys, **sides)).seconds
+        keys, targets = sides.pop("keys", None), _targets(model, 1, 1)
+        whole = clock.timing(1, lambda: model.run_microbatches(images, targets, keys, **sides)).seconds
     return max(0.0, whole - layers)

@@ -137,10 +137,14 @@ class RecipeRequest:
 
 
 def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
-    """Return `given`, else the number of classes of the recipe's data if they can be found, else `default`."""
+    """Return `given`, else the number of classes of the recipe's data if they can be found, else `default`.
+
+    Classes of text are the tokens of its vocabulary.
+    """
     from vitpar.data.shards.manifest import MANIFEST, read_manifest
 
     path = recipe.data.path
     if given is None and path is not None and (Path(path) / MANIFEST).is_file():
-        return len(read_manifest(path).classes)
+        manifest = read_manifest(path)
+        return len(manifest.classes) if manifest.text is None else manifest.text.vocab_size
     return given or recipe.stream.classes or default

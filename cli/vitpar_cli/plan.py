@@ -10,9 +10,9 @@ import typer
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.launch.resources import choose_device
 from vitpar.sizes import parse_size
+from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
 from vitpar.training.recipe.machine import replace_auto_precision
-from vitpar.training.recipe.request import classes_of
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
@@ -103,7 +103,7 @@ def plan(
         merged = replace_auto_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
-    config = merged.config(classes_of(merged, num_classes, 1000)) if whole is None else whole.whole
+    config = model_of(merged, num_classes, 1000) if whole is None else whole.whole
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks

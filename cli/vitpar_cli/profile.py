@@ -17,12 +17,13 @@ from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
+from vitpar.tasks.data import model_of
 from vitpar.terminal import is_terminal
 from vitpar.text import count
 from vitpar.training.ranks import default_ranks, resolve
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
-from vitpar.training.recipe.request import NO_DATA, classes_of
+from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, refuse_unwritable
 from vitpar_cli.world import run_in_world, run_ranks
@@ -124,7 +125,7 @@ def model(
     merged = on_device(asked.read(), device_type)
     largest = ranks or default_ranks(device_type)
     refuse_many_ranks(largest, "the world")
-    config = merged.config(classes_of(merged, num_classes, 10))
+    config = model_of(merged, num_classes, 10)
     refuse_unwritable(out)
     ranks = largest if device_type == "cpu" else 1
     run_ranks(ranks, device_type, _model, device_type, merged, config, largest, seconds, out, as_json)

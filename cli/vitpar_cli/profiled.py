@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.errors import PlannerError
+from vitpar.tasks.data import model_of
+from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.request import RecipeRequest, classes_of
+from vitpar.training.recipe.request import RecipeRequest
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -112,12 +114,20 @@ def costs_of(
 
     train = recipe.train
     if cluster:
-        config = recipe.config(classes_of(recipe, num_classes, 1000))
+        config = model_of(recipe, num_classes, 1000)
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
         costs = estimated_costs(config, cluster, *of_recipe)
     else:
+        # Classes change no costs, but the sizes of text do.
+        text = task_class(recipe).INPUT == "text"
         costs = profiled_costs(
-            recipe.config, train.precision, train.compile, hardware, model, recipe.frozen, train.fp8_min_features
+            lambda classes: model_of(recipe, None, classes) if text else recipe.config(classes),
+            train.precision,
+            train.compile,
+            hardware,
+            model,
+            recipe.frozen,
+            train.fp8_min_features,
         )
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

@@ -21,6 +21,7 @@ from vitpar.models import IGNORED, ModelConfig, model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.tasks import task_of
+from vitpar.tasks.data import model_of
 from vitpar.tasks.text import TextTask
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe, read_recipe
@@ -203,3 +204,15 @@ def test_without_data_sequences_fill_the_model(task: str, model: ModelConfig, si
     assert isinstance(full, TextTask)
     options = full.model_options
     assert (full.text.tokens, options["tokens"], options.get("decoder_tokens", 0)) == sizes
+
+
+def test_plans_and_prices_have_the_sizes_of_the_text(text: Path) -> None:
+    """A search once priced a BERT of 362 tokens with 30,522."""
+    recipe = recipe_of(text, "span", "dp1")
+    sizes = [model_of(recipe, classes, 1000) for classes in (None, 100)]
+    assert [(one.num_classes, one.input.shape, one.output_shape[0]) for one in sizes] == [
+        (362, (19,), 5),
+        (100, (512,), 512),
+    ]
+    unpacked = recipe_of(text.parent, "mlm", "dp1")
+    assert model_of(unpacked, None, 1000).num_classes == model_config("bert_base").num_classes

@@ -1,19 +1,21 @@
-"""Data sets of a recipe's task, opened without torch."""
+"""Data sets of a recipe's task, and the model that follows from them, without torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitpar.data.shards.manifest import read_manifest
+from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.errors import RecipeError
 from vitpar.tasks import image_data
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.known import task_class
+from vitpar.tasks.known import task_class, task_of
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.request import classes_of
 
 if TYPE_CHECKING:
     from vitpar.data.text.text_set import TextSet
+    from vitpar.models.config import ModelConfig
 
 
 def open_split(recipe: Recipe, split: str) -> ImageSet | TextSet:
@@ -42,3 +44,18 @@ def open_data(
     path = recipe.data.path
     has_val = path is None or "val" in read_manifest(path).splits
     return train or open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
+
+
+def model_of(recipe: Recipe, num_classes: int | None, default: int) -> ModelConfig:
+    """Return the model of a recipe for plans and prices, with the classes, or the sizes of text, of its data if found.
+
+    num_classes: classes, or tokens of the vocabulary, in place of the data's.
+    default: classes without data; a model of text then has its own sizes.
+    """
+    path = recipe.data.path
+    there = path is not None and (Path(path) / MANIFEST).is_file()
+    if num_classes is None and there and task_class(recipe).INPUT == "text":
+        task = task_of(recipe, open_split(recipe, "train"))
+        return recipe.config(task.outputs, task.model_options)
+    usual = {} if num_classes is None else {"vocab_size": num_classes}
+    return recipe.config(classes_of(recipe, num_classes, default), usual)

@@ -42,7 +42,7 @@ def test_data_without_a_recipe_trains_with_the_defaults(default_run: tuple[Path,
     assert read_recipe(folder / "recipe.toml") == expected.with_precision("fp32")
     assert words.count(f"defaults for {IMAGES} images") == 1
     assert "mixup 0.8 or CutMix 1" in words and "precision  fp32 (auto)" in words
-    assert f"warning: the batch of 40 images is larger than the training set of {IMAGES}" in words
+    assert f"warning: the batch of 40 samples is larger than the training set of {IMAGES}" in words
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_options_restrict_the_search_and_stand_in_the_suggested_command(run: Run
 
 def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run) -> None:
     words = run(*H100, "--epochs", "90")
-    assert "90 epochs of 1,281,167 images; evaluation and checkpoints not included" in words
+    assert "90 epochs of 1,281,167 samples; evaluation and checkpoints not included" in words
     assert "ImageNet-1k's 1,281,167 images are assumed: name other data with --data" in words
     assert "time       computing 9" in words
     assert re.search(r"\nwhat would help\n.*\n +-\d.* devices that compute twice as fast ", words)

@@ -59,7 +59,7 @@ def test_optimizer_with_less_state_needs_less_memory() -> None:
     ("options", "sentence"),
     [
         ({"memory": "1MB"}, r"^no plan fits into 1 MB per rank: allow more memory"),
-        ({"microbatches": 7}, r"^a batch of 64 images is not divisible by 7 micro-batches"),
+        ({"microbatches": 7}, r"^a batch of 64 samples is not divisible by 7 micro-batches"),
         ({"roles": ("pp", "xp")}, r"^unknown role 'xp'"),
         ({"without": ("turbo",)}, r"^unknown flag 'turbo'"),
         ({"ranks": 16}, r"^16 ranks do not fit the 4 devices"),

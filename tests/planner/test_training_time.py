@@ -30,7 +30,7 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
     assert found.device_hours == pytest.approx(115_306 * 0.5 * 8 / 3600)
     assert "ImageNet-1k's 1,281,167 images are assumed" in found.assumed
     words = found.words("GPU-hours")
-    assert words.startswith("16.0 hours, 128 GPU-hours: 115,306 steps, 90 epochs of 1,281,167 images")
+    assert words.startswith("16.0 hours, 128 GPU-hours: 115,306 steps, 90 epochs of 1,281,167 samples")
     assert "evaluation and checkpoints not included" in words
     # Twice the batch: half the steps, as many images.
     assert training_time(priced(2000, 0.5), length).steps == 57_653
@@ -39,7 +39,7 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
 def test_length_in_steps_assumes_nothing() -> None:
     found = training_time(priced(1024, 2.0), training_length(recipe(train__steps=500)))
     assert (found.steps, found.images, found.seconds, found.assumed) == (500, 512_000, 1000.0, "")
-    assert found.words("GPU-hours").startswith("16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 images")
+    assert found.words("GPU-hours").startswith("16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples")
 
 
 def test_recipe_without_length_has_the_default_epochs() -> None:

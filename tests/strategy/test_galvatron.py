@@ -210,7 +210,7 @@ def test_chunks_follow_galvatrons_rule(changes: dict[str, Any], ranks: int, micr
 def test_indivisible_chunks_are_refused() -> None:
     """The rule rounds 18 / 4 up to 5; Galvatron then runs micro-batches of unequal sizes, which vitpar does not."""
     data = SMALL | {"chunks": -1, "global_bsz": 36, "vtp": 1, "tp_sizes_enc": "1,1,1,1"}
-    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot split the 18 images .* evenly: use 2, 3 or 6$"):
+    with pytest.raises(StrategyError, match=r"^5 micro-batches cannot split the 18 samples .* evenly: use 2, 3 or 6$"):
         from_galvatron(data, 4)
 
 

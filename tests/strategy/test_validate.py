@@ -229,25 +229,25 @@ def test_plans_that_do_not_fit_the_model_are_refused(
         (
             plan_of("dp2", microbatches=12),
             64,
-            "12 micro-batches cannot split the 32 images of a data-parallel part (batch 64 over 'dp2') evenly: "
+            "12 micro-batches cannot split the 32 samples of a data-parallel part (batch 64 over 'dp2') evenly: "
             "use 4, 8 or 16",
         ),
         (
             plan_of("dp2", microbatch_size=5),
             64,
-            "micro-batches of 5 images do not divide the 32 images of a data-parallel part (batch 64 over 'dp2'): "
+            "micro-batches of 5 samples do not divide the 32 samples of a data-parallel part (batch 64 over 'dp2'): "
             "use a microbatch_size of 2, 4 or 8",
         ),
         (
             plan_of("dp2", microbatch_size=64),
             64,
-            "micro-batches of 64 images do not divide the 32 images of a data-parallel part (batch 64 over 'dp2'): "
+            "micro-batches of 64 samples do not divide the 32 samples of a data-parallel part (batch 64 over 'dp2'): "
             "use a microbatch_size of 8, 16 or 32",
         ),
         (
             parse("pp4xdp2"),
             4,
-            "schedule 1f1b over 4 stages needs at least 4 micro-batches, more than the 2 images of a data-parallel "
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, more than the 2 samples of a data-parallel "
             "part (batch 4 over 'pp4xdp2'): use a batch of 8 or more, fewer stages, or schedule gpipe",
         ),
         (
@@ -268,13 +268,13 @@ def test_plans_that_do_not_fit_the_model_are_refused(
         (
             parse("tp4xdp2+sp"),
             20,
-            "the 10 images of a data-parallel part (batch 20 over 'tp4xdp2+sp') cannot be split into 4, as "
+            "the 10 samples of a data-parallel part (batch 20 over 'tp4xdp2+sp') cannot be split into 4, as "
             "'tp4xdp2+sp' splits a micro-batch over tp: use a batch of 16 or 24",
         ),
         (
             plan_of("tp4xdp2+sp", microbatches=4),
             16,
-            "micro-batches of 2 images cannot be split into 4, as 'tp4xdp2+sp' does over tp: use 1 or 2",
+            "micro-batches of 2 samples cannot be split into 4, as 'tp4xdp2+sp' does over tp: use 1 or 2",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
     if counts is not None and not any(batch % number == 0 for batch in space.batch_sizes for number in counts):
         batches = " or ".join(f"{batch:,}" for batch in space.batch_sizes)
         raise PlannerError(
-            f"a batch of {batches} images is not divisible by {counts[0]} micro-batches: use another number"
+            f"a batch of {batches} samples is not divisible by {counts[0]} micro-batches: use another number"
         )
     raise PlannerError(
         f"no plan fits into {size(budget)} per rank: allow more memory, more ranks, a smaller batch, other numbers of "

@@ -57,7 +57,7 @@ class TrainingTime:
         return self.seconds / 86_400
 
     def words(self, hours: str) -> str:
-        """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 images`.
+        """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples`.
 
         hours: name of device-hours
         """
@@ -65,9 +65,9 @@ class TrainingTime:
         spent = next(
             f"{figure(self.seconds / unit)} {name}" for name, unit in units if self.seconds >= unit or unit == 1
         )
-        length = f"{self.images:,} images"
+        length = f"{self.images:,} samples"
         if self.epochs is not None:
-            length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} images"
+            length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} samples"
         return (
             f"{spent}, {figure(self.device_hours)} {hours}: {self.steps:,} steps, {length}; evaluation and checkpoints "
             "not included"

@@ -110,9 +110,9 @@ def refuse_both_ways(plan: Plan) -> None:
 
 
 def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
-    """Return the number of micro-batches for `local` images per data-parallel part."""
+    """Return the number of micro-batches for `local` samples per data-parallel part."""
     unit = smallest_microbatch(plan)
-    part = f"{count(local, 'image')} of a data-parallel part (batch {batch_size} over '{shown(plan)}')"
+    part = f"{count(local, 'sample')} of a data-parallel part (batch {batch_size} over '{shown(plan)}')"
     if local % unit:
         raise StrategyError(
             f"the {part} cannot be split into {unit}, as '{_most_cut(plan)}' splits a micro-batch over tp: "
@@ -136,7 +136,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         size = plan.microbatch_size
         number = local // size
         if local % size:
-            problem = f"micro-batches of {count(size, 'image')} do not divide the {part}"
+            problem = f"micro-batches of {count(size, 'sample')} do not divide the {part}"
         else:
             problem = schedule_objection(plan, number) or _cut_objection(plan, size) or ""
         fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
@@ -152,7 +152,7 @@ def _cut_objection(plan: Plan, size: int) -> str | None:
     unit = smallest_microbatch(plan)
     if size % unit == 0:
         return None
-    return f"micro-batches of {count(size, 'image')} cannot be split into {unit}, as '{_most_cut(plan)}' does over tp"
+    return f"micro-batches of {count(size, 'sample')} cannot be split into {unit}, as '{_most_cut(plan)}' does over tp"
 
 
 def _most_cut(plan: Plan) -> Strategy:

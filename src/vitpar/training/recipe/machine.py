@@ -59,7 +59,7 @@ def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
     if batch <= samples:
         return None
     return (
-        f"the batch of {batch:,} images is larger than the training set of {samples:,}, so every step "
+        f"the batch of {batch:,} samples is larger than the training set of {samples:,}, so every step "
         f"repeats images: use --batch-size {samples} or less"
     )
 

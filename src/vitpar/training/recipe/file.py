@@ -218,8 +218,8 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":  # raised by our validators, already a sentence
-        said = str(first["ctx"]["error"])
-        return said if len(first["loc"]) < 2 or key in said else f"{key}: {said}"
+        sentence = str(first["ctx"]["error"])
+        return sentence if len(first["loc"]) < 2 or key in sentence else f"{key}: {sentence}"
     said = OTHER_VALUES.get((key, first["input"] if isinstance(first["input"], str) else ""))
     said = said or f"{first['msg'][0].lower()}{first['msg'][1:]}"
     return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"

@@ -53,9 +53,10 @@ def lr_words(recipe: Recipe, samples: int) -> str:
 
     samples: number of training samples.
     """
-    steps, least = recipe.warmup_steps(samples), recipe.lr_schedule.min_lr
+    rate = recipe.learning_rate(samples)
+    steps, least = rate.warmup_steps, recipe.lr_schedule.min_lr
     warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
-    return f"{recipe.optimizer.lr:g} {warmup}, cosine to {least:g}"
+    return f"{rate.peak:g} {warmup}, {recipe.lr_schedule.shape} to {least:g}"
 
 
 def augment_words(recipe: Recipe) -> str:

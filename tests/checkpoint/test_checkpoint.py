@@ -20,6 +20,7 @@ from helpers.ranks import RankPool
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.errors import CheckpointError, RecipeError
+from vitpar.intervals import EPOCH
 from vitpar.sharded import sharded_as
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.recipe import Recipe
@@ -136,7 +137,7 @@ def test_newer_checkpoints_stay_until_the_resumed_run_saves(run: Path, data: Pat
 
 
 def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: None) -> None:
-    recipe = recipe_of(data, "dp1", **{"checkpoint.every_steps": 0})
+    recipe = recipe_of(data, "dp1", **{"checkpoint.every": 0})
     train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run", allow_change=["train.seed"])
     assert not (tmp_path / "run" / "checkpoints").exists()
     train(CPU, recipe, tmp_path / "run", resume=tmp_path / "run")
@@ -147,13 +148,13 @@ def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: 
     ("settings", "steps"),
     [
         ({}, [2, 3]),  # the default is every epoch, here 35 images in batches of 20
-        ({"every_samples": 50}, [2, 3]),
-        ({"every_epochs": 2}, [3]),
-        ({"every_epochs": 0}, []),
-        ({"every_minutes": 1e-9}, [1, 2, 3]),
-        ({"every_minutes": 60, "first": True}, [1, 3]),
-        ({"every_minutes": 0}, []),
-        ({"every_steps": 1, "keep": 2, "keep_every_steps": 3, "steps": 8}, [3, 6, 7, 8]),
+        ({"every": "50 samples"}, [2, 3]),
+        ({"every": "2 epochs"}, [3]),
+        ({"every": "0 epochs"}, []),
+        ({"every": "1e-9 minutes"}, [1, 2, 3]),
+        ({"every": "60 minutes", "first": True}, [1, 3]),
+        ({"every": "0 minutes"}, []),
+        ({"every": 1, "keep": 2, "keep_every_steps": 3, "steps": 8}, [3, 6, 7, 8]),
     ],
     ids=str,
 )
@@ -164,7 +165,7 @@ def test_settings_determine_when_checkpoints_are_written_and_kept(
     values |= {"train.steps": settings.get("steps", 3), "train.batch_size": 20}
     recipe = recipe_of(data, "dp1", **values)
     if not settings:
-        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None})})
+        recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"every": EPOCH})})
     train(CPU, recipe, tmp_path / "run")
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == steps
 
@@ -177,7 +178,7 @@ def test_best_checkpoint_is_kept(data: Path, tmp_path: Path, alone: None, monkey
         return replace(result, metrics={**result.metrics, "top1": next(rates)})
 
     monkeypatch.setattr("vitpar.training.trainer.evaluate", rated)
-    best = {"checkpoint.every_steps": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}
+    best = {"checkpoint.every": 4, "checkpoint.keep": 1, "checkpoint.keep_best": True, "train.eval_every": 1}
     recipe = recipe_of(data, "dp1", **best)
     trainer = trainer_of(recipe, tmp_path / "run")
     trainer.total_steps = 4

@@ -127,7 +127,7 @@ def test_index_of_a_thousand_ranks_is_read(tmp_path: Path) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Callable[[Path], Path]:
     """Return a function that copies a checkpoint of step 1 to a new folder."""
     place = tmp_path_factory.mktemp("trained")
-    recipe = recipe_of(pack_small(place), "dp1", **{"train.steps": 1, "checkpoint.every_steps": 1})
+    recipe = recipe_of(pack_small(place), "dp1", **{"train.steps": 1, "checkpoint.every": 1})
     ranks(1).run(train, recipe, place / "run")
     return lambda folder: Path(shutil.copytree(place / "run" / "checkpoints" / "step_1", folder / "step_1"))
 

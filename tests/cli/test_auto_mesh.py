@@ -16,7 +16,7 @@ from vitpar.planner.sources import estimated_costs
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import read_recipe
 
-RECIPE = SMALL + "[checkpoint]\nevery_steps = 2\n"
+RECIPE = SMALL + "[checkpoint]\nevery = 2\n"
 AUTO = ("train", "--recipe", "recipe.toml", "--mesh", "auto")
 SHEET = ("--cluster", "8xH100", "--ranks", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

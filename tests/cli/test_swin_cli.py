@@ -40,7 +40,7 @@ eval_every = 4
 ema_decay = 0.9
 
 [checkpoint]
-every_steps = 2
+every = 2
 keep = 0
 """
 

@@ -12,7 +12,7 @@ from helpers.trained import recipe_text
 RECIPE = recipe_text(
     **{"model.drop_path": 0.1, "model.dropout": 0.1, "augment.policy": "3a", "augment.mixup": 0.8},
     **{"data.path": "data", "optimizer.lr": 1e-3, "train.steps": 40, "train.batch_size": 8, "train.log_every": 1},
-    **{"train.eval_every": 10, "train.ema_decay": 0.9, "checkpoint.every_steps": 6},
+    **{"train.eval_every": 10, "train.ema_decay": 0.9, "checkpoint.every": 6},
 )
 
 

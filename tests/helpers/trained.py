@@ -51,10 +51,10 @@ def recipe_text(**settings: Any) -> str:
 def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:
     values: dict[str, Any] = {**MODEL}
     values |= {"data.path": str(data), "data.workers": 0, "parallel.mesh": mesh, "train.batch_size": 24}
-    values |= {"train.steps": 2 * STEPS, "train.ema_decay": 0.9, "checkpoint.every_steps": STEPS, "checkpoint.keep": 0}
+    values |= {"train.steps": 2 * STEPS, "train.ema_decay": 0.9, "checkpoint.every": STEPS, "checkpoint.keep": 0}
     values |= {f"parallel.{key}": value for key, value in PLANS.get(mesh, {}).items()}
     if any(key.startswith("checkpoint.every") for key in changed):
-        del values["checkpoint.every_steps"]
+        del values["checkpoint.every"]
     return read_recipe(None, {**values, **changed})
 
 

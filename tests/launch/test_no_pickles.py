@@ -30,7 +30,7 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
     Return the names of the run's files.
     The run includes evaluation, debug checks and checkpoints.
     """
-    settings = {"train.eval_every": 1, "checkpoint.every_steps": 1, "train.steps": 2}
+    settings = {"train.eval_every": 1, "checkpoint.every": 1, "train.steps": 2}
     settings |= {"faults.debug_checks": True, "faults.non_finite": "skip", "data.bad_sample": "skip"}
     recipe = recipe_of(data, mesh, **settings)
     with pytest.MonkeyPatch.context() as patch:

@@ -119,7 +119,7 @@ def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
-    settings += ["--set=train.ema_decay=0.9", "--set=checkpoint.every_steps=2", "--set=faults.non_finite=skip"]
+    settings += ["--set=train.ema_decay=0.9", "--set=checkpoint.every=2", "--set=faults.non_finite=skip"]
     common = ("--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cpu")
     words = ("train", *common, "--mesh", mesh, "--steps", "4", "--run-dir", "run")
     resume = ("train", "--resume", "run/checkpoints/step_2", "--run-dir", "on", "--device", "cpu")

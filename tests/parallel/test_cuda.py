@@ -198,7 +198,7 @@ def test_gpu_run_resumes_bitwise(tokens: int, tmp_path: Path) -> None:
     sizes = {"image_size": side, "patch_size": 2, "embed_dim": 128, "depth": 4, "num_heads": 2, "drop_path": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in (sizes | INIT).items()]
     common = ("train", "--data", str(data), "--model", "vit_custom", *settings, "--batch-size", "8", "--device", "cuda")
-    saving = ("--set=checkpoint.every_steps=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
+    saving = ("--set=checkpoint.every=5", "--set=train.ema_decay=0.9", "--precision", "bf16")
     vitpar(*common, *saving, "--steps", "10", "--run-dir", "through", cwd=tmp_path)
     vitpar("train", "--resume", "through/checkpoints/step_5", "--run-dir", "on", "--device", "cuda", cwd=tmp_path)
     runs = []

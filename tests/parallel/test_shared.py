@@ -78,7 +78,7 @@ def trained(
     """Train to step 6 with debug checks; return the names of this rank's tensors after that. Runs on every rank."""
     vitpar.register(type(MODELS[name]), name)
     values = {"model.name": name, "model.image_size": 8, "parallel.mesh": mesh, "faults.debug_checks": True}
-    values |= {"train.steps": 6, "train.batch_size": 12, "train.log_every": 1, "checkpoint.every_steps": 3}
+    values |= {"train.steps": 6, "train.batch_size": 12, "train.log_every": 1, "checkpoint.every": 3}
     values |= {"checkpoint.keep": 0, "data.workers": 0, "train.ema_decay": 0.9, "optimizer.lr": 0.01}
     trainer = trainer_of(read_recipe(None, {**values, **settings}), run_dir, resume=resume)
     trainer.run()

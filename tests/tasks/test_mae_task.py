@@ -124,7 +124,7 @@ def test_default_settings_are_those_of_the_paper() -> None:
     recipe = recipe_for(1_281_167, options)
     assert recipe.optimizer.lr == 0.0024 and recipe.optimizer.betas == (0.9, 0.95)
     assert recipe.optimizer.weight_decay == 0.05 and recipe.data.crop_scale == (0.2, 1.0)
-    assert (recipe.train.epochs, recipe.lr_schedule.warmup_epochs) == (800, 40)
+    assert (recipe.train.epochs, str(recipe.lr_schedule.warmup)) == (800, "40 epochs")
     assert recipe.augment.policy is None and recipe.augment.repeats == 1 and not recipe.augment.mixup
     assert recipe_for(10_000_000, options).train.epochs == 30
 

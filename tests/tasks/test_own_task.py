@@ -82,7 +82,7 @@ def test_run_is_evaluated_and_its_best_checkpoint_kept(tmp_path: Path, ranks: Ca
     names = [str(number * 1.5) for number in range(CLASSES)]
     rename_classes(data, names)
     more = {"task.name": TASK, "task.options": {"tolerance": 2.0}, "train.eval_every": 2, "train.ema_decay": None}
-    best = {"checkpoint.keep_best": True, "checkpoint.keep": 1, "checkpoint.every_steps": 100}
+    best = {"checkpoint.keep_best": True, "checkpoint.keep": 1, "checkpoint.every": 100}
     recipe = recipe_of(data, "tp2xdp2", **more, **best)
     ranks(4).run(trained, recipe, tmp_path / "run")
     evaluations = rows(tmp_path / "run", "eval")

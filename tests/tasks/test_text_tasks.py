@@ -51,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(text: Path, task: str, mesh: str, **more: Any) -> Recipe:
     values = {"data.path": str(text), "task.name": task, **MODELS[task], "parallel.mesh": mesh}
     values |= {"train.batch_size": 16, "train.steps": 4, "train.log_every": 1, "train.eval_every": 2}
-    return read_recipe(None, {**values, "train.precision": "fp64", "checkpoint.every_steps": 2, **more})
+    return read_recipe(None, {**values, "train.precision": "fp64", "checkpoint.every": 2, **more})
 
 
 @pytest.mark.parametrize("task", ["mlm", "span"])

@@ -32,7 +32,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "precision": ({"train.precision": "bf16"}, 'train.precision is "fp32" on ranks 0 and 2 and "bf16" on rank 1'),
     "cache": ({"data.cache": "memory"}, 'data.cache is "none" on ranks 0 and 2 and "memory" on rank 1'),
     "log": ({"train.log_every": 7}, "train.log_every is"),
-    "saves": ({"checkpoint.every_steps": 7}, "checkpoint.every_steps is"),
+    "saves": ({"checkpoint.every": 7}, "checkpoint.every is"),
     "model": ({"model.embed_dim": 96}, "model.embed_dim is null on ranks 0 and 2 and 96 on rank 1"),
     "data": ({"data": "moved"}, "the content of the training data is"),
     "classes": ({"data": "named"}, "the classes of the training data is"),

@@ -22,7 +22,7 @@ from vitpar.training.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
     **{"train.steps": 6, "train.batch_size": 12, "train.clip_grad_norm": 0.5, "train.label_smoothing": 0.1},
-    **{"train.ema_decay": 0.7, "train.seed": 3, "train.log_every": 1, "lr_schedule.warmup_steps": 2},
+    **{"train.ema_decay": 0.7, "train.seed": 3, "train.log_every": 1, "lr_schedule.warmup": 2},
     # A large eps: gradients of key biases are pure rounding noise, which Adam with a small eps scales to full steps.
     **{"optimizer.lr": 0.01, "optimizer.weight_decay": 0.2, "optimizer.eps": 1e-3, "model.drop_path": 0.2},
 }

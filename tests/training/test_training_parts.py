@@ -18,7 +18,7 @@ from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.training.optim.norms import clip_, global_norm
-from vitpar.training.optim.optimizer import EMA, CosineWithWarmup, ShardedOptimizer, decays
+from vitpar.training.optim.optimizer import EMA, ShardedOptimizer, decays
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
@@ -53,22 +53,6 @@ def one_process(seed: int = 0, **options: Any) -> LayeredModel:
     initialise(model, seed, config)
     nn.functional.cross_entropy(model(IMAGES), LABELS).backward()
     return model
-
-
-# learning rate
-
-
-def test_cosine_with_warmup() -> None:
-    rate = CosineWithWarmup(peak=1.0, total_steps=14, warmup_steps=4, min_lr=0.2)
-    assert [rate(step) for step in range(1, 5)] == [0.25, 0.5, 0.75, 1.0]
-    assert rate(5) == 1.0  # the cosine starts at the peak
-    assert rate(10) == pytest.approx(0.6)  # halfway down
-    assert rate(14) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * 0.9)) / 2)
-    assert rate(15) == rate(1000) == pytest.approx(0.2)
-    falling = [rate(step) for step in range(5, 15)]
-    assert falling == sorted(falling, reverse=True)
-    assert CosineWithWarmup(2.0, 1)(1) == 2.0
-    assert [CosineWithWarmup(1.0, 2, warmup_steps=4)(step) for step in (1, 2)] == [0.25, 0.5]
 
 
 # weight decay and optimizers

@@ -125,7 +125,7 @@ def test_run_starts_from_a_checkpoint(place: Path, tmp_path: Path, alone: None) 
 def test_resumed_run_does_not_read_the_initial_weights(place: Path, tmp_path: Path, alone: None) -> None:
     shutil.copytree(place / "weights", tmp_path / "weights")
     recipe = recipe_from(
-        place, "dp1", **{"model.weights": str(tmp_path / "weights"), "train.steps": 4, "checkpoint.every_steps": 2}
+        place, "dp1", **{"model.weights": str(tmp_path / "weights"), "train.steps": 4, "checkpoint.every": 2}
     )
     trainer = trainer_of(recipe, tmp_path / "run")
     trainer.total_steps = 2

@@ -60,4 +60,4 @@ class Recipe(Target):
         tolerated(found.requested_plans)
         if found.augment.policy is not None:
             tolerated(lambda: parse_policy(found.augment.policy))
-        tolerated(lambda: (found.total_steps(1_000), found.warmup_steps(1_000)))
+        tolerated(lambda: (found.total_steps(1_000), found.learning_rate(1_000)(1)))

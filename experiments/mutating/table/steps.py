@@ -72,10 +72,10 @@ MUTATIONS = (
     Mutation(
         name="cosine-late",
         breaks="The cosine of the learning rate falls one step late.",
-        file="src/vitpar/training/optim/optimizer.py",
-        old="(step - 1 - self.warmup_steps) /",
-        new="max(0, step - 2 - self.warmup_steps) /",
-        caught_by="pytest tests/training/test_training_parts.py::test_cosine_with_warmup",
+        file="src/vitpar/training/optim/schedule.py",
+        old="min(done - begun, length)",
+        new="min(max(0, done - 1 - begun), length)",
+        caught_by="pytest tests/training/optim/test_schedules.py -k after_a_warmup",
     ),
     Mutation(
         name="decay-on-everything",

@@ -27,7 +27,7 @@ from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, SAVING, WAITING, Watchdog
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.metrics import StepLog, Worst
-from vitpar.training.optim.optimizer import CosineWithWarmup, state_size
+from vitpar.training.optim.optimizer import state_size
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.run_folder import RunFolder
@@ -62,11 +62,8 @@ class Trainer:
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
         self.reporter, self.watchdog = reporter, watchdog or Watchdog()
         self.rank = dist.get_rank()
-        samples, schedule = len(self.train_set), self.recipe.lr_schedule
-        self.total_steps = self.recipe.total_steps(samples)
-        self.lr = CosineWithWarmup(
-            self.recipe.optimizer.lr, self.total_steps, self.recipe.warmup_steps(samples), schedule.min_lr
-        )
+        self.lr = self.recipe.learning_rate(len(self.train_set))
+        self.total_steps = self.lr.run.steps
         self.done, self.samples = 0, 0
         self.folder: RunFolder | None = None
         self._tracked: Tracked | None = None
@@ -152,7 +149,7 @@ class Trainer:
             self.state,
             self.recipe.checkpoint,
             metric=self.task.best,
-            interval=self.recipe.checkpoint.interval(len(self.train_set), self.recipe.train.batch_size),
+            interval=self.lr.run.length(every) if (every := self.recipe.checkpoint.every).unit != "minutes" else 0,
             last=self.total_steps,
             texts=self._texts,
             log=self.folder.log if self.folder else lambda text: None,
@@ -197,13 +194,13 @@ class Trainer:
     def _run(self) -> dict[str, Any]:
         self._start()
         train, first = self.recipe.train, self.done + 1
-        every_epoch = max(1, round(len(self.train_set) / train.batch_size))
+        run = self.lr.run
         agenda = Agenda(
             self.saver,
             first=first,
             last=self.total_steps,
-            eval_every=0 if self.val_set is None else train.eval_every or every_epoch,
-            log_every=train.log_every,
+            eval_every=0 if self.val_set is None else run.length(train.eval_every),
+            log_every=run.length(train.log_every),
         )
         log = StepLog(self.recipe, self.config, self.model, self.task.TRAINING_METRICS, self.done)
         last: Evaluation | None = None

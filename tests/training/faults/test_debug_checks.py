@@ -30,7 +30,7 @@ FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
     values = {"train.steps": 3, "train.eval_every": 3, "train.batch_size": 8, "faults.debug_checks": True}
-    return trained.recipe_of(data, mesh, **{**values, "checkpoint.every_steps": None, **settings})
+    return trained.recipe_of(data, mesh, **{**values, "checkpoint.every": None, **settings})
 
 
 def train(device: torch.device, recipe: Recipe, folder: Path, wrong: str = "", rank: int = 0) -> str | None:

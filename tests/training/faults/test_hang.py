@@ -27,7 +27,7 @@ from vitpar.training.saving.resume import changes
 
 RECIPE = recipe_text(
     **{"data.path": "data", "data.workers": 0, "train.steps": 100_000, "train.batch_size": 8, "train.log_every": 1},
-    **{"model.depth": 2, "checkpoint.every_steps": 0, "faults.hang_minutes": 0.05},
+    **{"model.depth": 2, "checkpoint.every": 0, "faults.hang_minutes": 0.05},
 )
 
 

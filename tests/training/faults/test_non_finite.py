@@ -26,7 +26,7 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
         "train.eval_every": 6,
         "train.batch_size": 8,
         "train.log_every": 10,
-        "checkpoint.every_steps": 4,
+        "checkpoint.every": 4,
         "model.depth": 2,
     }
     return trained.recipe_of(data, mesh, **{**values, **settings})
@@ -103,7 +103,7 @@ def test_divergence_error_names_step_rank_and_parameter(
     assert sentence in (folder / "log.txt").read_text()
 
 
-LATER = {"train.log_every": 100, "checkpoint.every_steps": 5}
+LATER = {"train.log_every": 100, "checkpoint.every": 5}
 LATE = [
     # When step 5 is due to be saved, the gradients of step 4 are NaN too; the error names step 3, the first one.
     ("dp2", LATER, WEIGHT, 0, 3, math.inf, f"the training diverged at step 3 .*gradient of {WEIGHT} on rank 0"),

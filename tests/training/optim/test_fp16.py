@@ -28,7 +28,7 @@ FP16_LOSS = 2e-3
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
     values = {"train.batch_size": 8, "train.eval_every": 6, "train.precision": "fp16", "model.init": "timm"}
-    return trained.recipe_of(data, mesh, **{**values, "checkpoint.every_steps": None, **settings})
+    return trained.recipe_of(data, mesh, **{**values, "checkpoint.every": None, **settings})
 
 
 class Watch:
@@ -108,7 +108,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
     recipe = recipe_of(
         data,
         mesh,
-        **{"loss_scale.initial_scale": 1024.0, "loss_scale.growth_interval": 2, "lr_schedule.warmup_steps": 4},
+        **{"loss_scale.initial_scale": 1024.0, "loss_scale.growth_interval": 2, "lr_schedule.warmup": 4},
     )
     pool = ranks(parse(mesh).world_size)
     for seen, error in pool.run(watched, recipe, tmp_path / "run", value, rank, (2, 3)):

@@ -1,4 +1,4 @@
-"""LAMB, LARS, weight decay and the learning rate schedule, compared with timm's implementations."""
+"""LAMB, LARS and weight decay, compared with timm's implementations."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from helpers.optimizer_references import LAMB, LARS, RATES, section, shown
 from helpers.oracles import timm
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
-from vitpar.training.optim.optimizer import CosineWithWarmup, ShardedOptimizer, decays
+from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 
 NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
 
@@ -55,33 +55,6 @@ def test_lamb_and_lars_match_timm(settings: dict[str, Any], decay: float) -> Non
         other.step()
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q, atol=1e-11, rtol=1e-11)
-
-
-def timms_rates(peak: float, total: int, warmup: int, min_lr: float) -> list[float]:
-    """Return timm's learning rate for each of `total` updates plus one, with the warm-up before the cosine."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
-    scheduler = timm.scheduler.CosineLRScheduler(
-        optimizer, t_initial=total - warmup, lr_min=min_lr, warmup_t=warmup, warmup_prefix=True, t_in_epochs=False
-    )
-    rates = [optimizer.param_groups[0]["lr"]]
-    for update in range(1, total + 1):
-        scheduler.step_update(update)
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
-
-
-@pytest.mark.parametrize(
-    ("total", "warmup", "min_lr"), [(100, 0, 0.0), (100, 10, 1e-5), (37, 5, 1e-3), (1000, 999, 0.0), (12, 1, 0.0)]
-)
-def test_schedule_matches_timm_with_a_warmup_one_step_ahead(total: int, warmup: int, min_lr: float) -> None:
-    """timm starts its warm-up at rate 0 and reaches the peak after it; vitpar's warm-up is one step ahead."""
-    peak = 3e-3
-    rate = CosineWithWarmup(peak, total, warmup, min_lr)
-    theirs = timms_rates(peak, total, warmup, min_lr)
-    found = [rate(step) for step in range(1, total + 2)]
-    assert found[:warmup] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
-    assert found[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12, abs=1e-18)
-    assert not warmup or (theirs[0] == 0 and found[warmup - 1] == pytest.approx(peak))
 
 
 def test_weight_decay_covers_the_same_parameters_as_in_timm() -> None:

@@ -10,6 +10,7 @@ import pytest
 from helpers.paths import ROOT
 from vitpar.data import parse_policy
 from vitpar.errors import ModelError, RecipeError
+from vitpar.intervals import Interval
 from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, markdown, recipe_for, row_for, with_defaults
@@ -45,7 +46,7 @@ def test_every_row_gives_a_complete_recipe(model: str, source: dict[str, Any], t
         recipe = recipe_for(samples, {**source, "model.name": model})
         transforms(recipe, recipe.config(10).image_size)
         assert recipe.augment.policy is None or parse_policy(recipe.augment.policy)
-        assert recipe.train.epochs and recipe.lr_schedule.warmup_epochs
+        assert recipe.train.epochs and recipe.lr_schedule.warmup
         assert 0 < recipe.optimizer.lr <= MAX_LR and recipe.optimizer.weight_decay > 0
         (tmp_path / "recipe.toml").write_text(recipe.to_toml())
         assert read_recipe(tmp_path / "recipe.toml") == recipe
@@ -56,7 +57,8 @@ def test_rows_have_their_published_values() -> None:
     augment, train = recipe.augment, recipe.train
     assert (augment.policy, augment.repeats, augment.random_erasing) == ("rand-m9-mstd0.5-inc1", 3, 0.25)
     assert (augment.mixup, augment.cutmix, train.label_smoothing, train.epochs) == (0.8, 1.0, 0.1, 300)
-    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.lr_schedule.warmup_epochs) == (1e-3, 0.05, 5)
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (1e-3, 0.05)
+    assert recipe.lr_schedule.warmup == Interval(5, "epochs")
     assert (recipe.config(10).drop_path, train.clip_grad_norm, train.ema_decay) == (0.1, 1.0, None)
     large = recipe_for(1_281_167, {**HERE, "model.name": "vit_large_patch16_224"})
     assert large.config(10).drop_path == 0.2
@@ -84,17 +86,16 @@ def test_learning_rate_scales_with_the_batch() -> None:
 
 def test_warmup_is_a_fraction_of_the_run() -> None:
     schedule = recipe_for(50_000, HERE).lr_schedule
-    assert schedule.warmup_epochs == 10
-    assert recipe_for(50_000, {**HERE, "train.epochs": 20}).lr_schedule.warmup_epochs == 2
+    assert str(schedule.warmup) == "10 epochs"
+    assert recipe_for(50_000, {**HERE, "train.epochs": 20}).lr_schedule.warmup == Interval(2, "epochs")
     short = recipe_for(50_000, {**HERE, "train.steps": 100})
-    assert (short.lr_schedule.warmup_steps, short.lr_schedule.warmup_epochs) == (10, None)
+    assert short.lr_schedule.warmup == Interval(10)
     assert (short.train.steps, short.train.epochs) == (100, None)
     long = recipe_for(50_000, {**HERE, "train.steps": 100_000})
-    assert long.lr_schedule.warmup_steps == round(10 * 50_000 / 128)
-    assert recipe_for(50_000, {**HERE, "lr_schedule.warmup_steps": 7}).lr_schedule.model_dump() == {
+    assert long.lr_schedule.warmup == Interval(round(10 * 50_000 / 128))
+    assert recipe_for(50_000, {**HERE, "lr_schedule.warmup": 7}).lr_schedule.model_dump() == {
         **schedule.model_dump(),
-        "warmup_steps": 7,
-        "warmup_epochs": None,
+        "warmup": "7 steps",
     }
 
 

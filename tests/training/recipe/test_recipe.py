@@ -57,7 +57,6 @@ def test_assignments_parse_as_toml_or_text(file: Path) -> None:
 
 ALTERNATIVES = [
     ("train", {"epochs": 2}, {"steps": 9}),
-    ("lr_schedule", {"warmup_epochs": 2}, {"warmup_steps": 9}),
     ("parallel", {"microbatches": 2}, {"microbatch_size": 9}),
 ]
 
@@ -165,11 +164,11 @@ def test_unreadable_recipe_files_are_refused(tmp_path: Path) -> None:
 
 def test_epochs_and_warmup_convert_to_steps() -> None:
     base = {"data.path": "x", "train.batch_size": 64}
-    by_epochs = read_recipe(None, {**base, "train.epochs": 2.5, "lr_schedule.warmup_epochs": 0.5})
+    by_epochs = read_recipe(None, {**base, "train.epochs": 2.5, "lr_schedule.warmup": "0.5 epochs"})
     assert by_epochs.total_steps(1000) == 40  # 39.06 steps, rounded up to cover the epochs
-    assert by_epochs.warmup_steps(1000) == 8
-    assert read_recipe(None, {**base, "train.steps": 7, "lr_schedule.warmup_steps": 3}).warmup_steps(1000) == 3
-    assert read_recipe(None, {**base, "train.steps": 7}).warmup_steps(1000) == 0
+    assert by_epochs.learning_rate(1000).warmup_steps == 8
+    assert read_recipe(None, {**base, "train.steps": 7, "lr_schedule.warmup": 3}).learning_rate(1000).warmup_steps == 3
+    assert read_recipe(None, {**base, "train.steps": 7}).learning_rate(1000).warmup_steps == 0
 
 
 @pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
@@ -177,7 +176,7 @@ def test_shipped_recipes_are_valid_and_read_back(path: Path, tmp_path: Path) -> 
     recipe = read_recipe(path)
     config = recipe.config(10)
     assert recipe.plan(config).world_size >= 1
-    assert 0 <= recipe.warmup_steps(1_281_167) < recipe.total_steps(1_281_167)
+    assert 0 <= recipe.learning_rate(1_281_167).warmup_steps < recipe.total_steps(1_281_167)
     # A smaller crop_pct would enlarge small images and crop their edges.
     assert recipe.data.crop_pct == 1.0 or path.name not in ("digits.toml", "cifar10.toml", DEFAULT_RECIPE.name)
     sections = {"optimizer.betas": (0.5, 0.75), "train.ema_decay": 0.5}  # TOML has no null, so 0 means no clipping

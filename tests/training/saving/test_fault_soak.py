@@ -22,7 +22,7 @@ from vitpar.errors import CheckpointError
 DEPTH, STEPS = 4, 40
 PLANS = {"dp1": 1, "dp2": 2, "fsdp2": 2, "tp2": 2, "pp2": 2, "dp2+zero1": 2, "pp2xtp2": 4}
 """Ranks by plan."""
-OPTIONS = ("checkpoint.every_steps=3", "checkpoint.keep=3", "faults.hang_minutes=1")
+OPTIONS = ("checkpoint.every=3", "checkpoint.keep=3", "faults.hang_minutes=1")
 DAMAGE = ("newest checkpoint cut", "newest checkpoint with one bit flipped", "newest index cut")
 KINDS = [*FAULTS, *DAMAGE]
 STANDS_STILL = 240.0

@@ -10,7 +10,7 @@ from vitpar.runs.metrics import rows
 
 RECIPE = recipe_text(
     **{"model.depth": 2, "data.path": "data", "train.batch_size": 8, "train.steps": 8, "train.log_every": 1},
-    **{"lr_schedule.warmup_steps": 2, "checkpoint.every_steps": 4, "checkpoint.keep": 5},
+    **{"lr_schedule.warmup": 2, "checkpoint.every": 4, "checkpoint.keep": 5},
 )
 
 

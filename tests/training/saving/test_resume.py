@@ -95,7 +95,7 @@ def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.S
     """Schedulers send a signal before preemption. Exit code 75 tells the job script to queue the run again."""
     run_dir = place / f"asked-{mesh}-{number.name}-{to[0]}"
     words = ["train", "--recipe", "recipe.toml", "--mesh", mesh, "--steps", "20000", "--run-dir", run_dir.name]
-    words += ["--set", "checkpoint.every_epochs=1000", "--set", "train.log_every=3"]
+    words += ["--set", "checkpoint.every=1000 epochs", "--set", "train.log_every=3"]
     # The children of a fork are the server's.
     process = forked(place, words) if to == "launcher" and number == signal.SIGTERM else started(place, words)
     wait_for(lambda: lines(run_dir) > 5, process)
@@ -114,7 +114,7 @@ def test_signal_saves_a_checkpoint_and_exits_with_75(mesh: str, number: signal.S
 def test_second_signal_ends_the_run_at_once(place: Path) -> None:
     """The first signal waits for the end of a step. If no step ends, the user needs a way out."""
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--steps", "20000", "--run-dir", "twice"]
-    process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every_steps=10000"])
+    process = started(place, [*words, "--set", "train.log_every=10000", "--set", "checkpoint.every=10000"])
     wait_for(lambda: lines(place / "twice") > 0, process)
     ranks = ranks_of(process.pid)
     os.kill(ranks[0], signal.SIGSTOP)  # no step can finish now

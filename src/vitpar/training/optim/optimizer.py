@@ -9,10 +9,8 @@ need.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +22,6 @@ from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import LowPrecisionParams
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy.precisions import PRECISION_TYPES
-from vitpar.text import count
 from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.muon import Matrix, Muon
 from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
@@ -240,35 +237,6 @@ def _torch_optimizer(
             held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
             hidden: dict[Tensor, Matrix] = {shard: Matrix(parameter, rows) for parameter, shard, rows in held}
             return Muon(groups, hidden, lr=lr, **adam, **momentum, **shape)
-
-
-@dataclass(frozen=True)
-class CosineWithWarmup:
-    """Linear warm-up from 0 to `peak`, then half a cosine down towards `min_lr`."""
-
-    peak: float
-    """Largest learning rate."""
-    total_steps: int
-    """Steps of the run. One step more would reach `min_lr`."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the cosine."""
-
-    @property
-    def warning(self) -> str | None:
-        """Warning if the learning rate never falls, else None."""
-        if self.warmup_steps < self.total_steps:
-            return None
-        warmup = count(self.warmup_steps, "step")
-        return f"the warm-up of {warmup} is as long as the run or longer: the learning rate never falls"
-
-    def __call__(self, step: int) -> float:
-        """Return the learning rate of update number `step`, counted from 1."""
-        if step <= self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        progress = min(1.0, (step - 1 - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return self.min_lr + (self.peak - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class EMA:

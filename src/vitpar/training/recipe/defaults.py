@@ -288,18 +288,18 @@ def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
         epochs = train.steps * train.batch_size / samples
     else:
         settings["train.epochs"] = epochs
-    if schedule.warmup_steps is None and schedule.warmup_epochs is None:
+    if schedule.warmup is None:
         warmup = min(row.warmup_epochs, MAX_WARMUP * epochs)
         if train.steps is None:
-            settings["lr_schedule.warmup_epochs"] = float(f"{warmup:.3g}")
+            settings["lr_schedule.warmup"] = f"{warmup:.3g} epochs"
         else:
-            settings["lr_schedule.warmup_steps"] = round(warmup * samples / train.batch_size)
+            settings["lr_schedule.warmup"] = round(warmup * samples / train.batch_size)
     return settings
 
 
 _LINES = (
     ("epochs", "train.epochs"),
-    ("warm-up, epochs", "lr_schedule.warmup_epochs"),
+    ("warm-up, epochs", "lr_schedule.warmup"),
     ("learning rate, at batch size", "optimizer.lr"),
     ("weight decay", "optimizer.weight_decay"),
     ("drop-path", "model.drop_path"),
@@ -363,7 +363,7 @@ def _wrapped(text: str) -> str:
 
 
 def _cell(row: DefaultsRow, key: str) -> str:
-    own = {"train.epochs": row.epochs, "lr_schedule.warmup_epochs": row.warmup_epochs, "optimizer.lr": row.lr}
+    own = {"train.epochs": row.epochs, "lr_schedule.warmup": row.warmup_epochs, "optimizer.lr": row.lr}
     value, larger = {**row.settings, **own}.get(key), row.larger.get("lr" if key == "optimizer.lr" else key)
     words = _shown(value) if larger is None else f"{_shown(value) or 0} / {_shown(larger)}"
     return f"{words}, at {row.batch:,}" if key == "optimizer.lr" else words

@@ -24,9 +24,7 @@ from vitpar.training.recipe.sections import CLASSIFY, TEXT, DataSection
 # Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
     ("train", "epochs", "steps"),
-    ("lr_schedule", "warmup_epochs", "warmup_steps"),
     ("parallel", "microbatches", "microbatch_size"),
-    ("checkpoint", "every_steps", "every_epochs", "every_samples", "every_minutes"),
 )
 _SIZES = (
     *("image_size", "patch_size", "embed_dim", "depth", "depths", "num_heads"),
@@ -220,7 +218,8 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":  # raised by our validators, already a sentence
-        return str(first["ctx"]["error"])
+        sentence = str(first["ctx"]["error"])
+        return sentence if len(first["loc"]) < 2 or key in sentence else f"{key}: {sentence}"
     said = OTHER_VALUES.get((key, first["input"] if isinstance(first["input"], str) else ""))
     said = said or f"{first['msg'][0].lower()}{first['msg'][1:]}"
     return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"

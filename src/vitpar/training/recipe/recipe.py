@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitpar.errors import RecipeError, StrategyError
+from vitpar.intervals import NOTHING
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
@@ -26,6 +27,7 @@ from vitpar.strategy.selectors import layers_of, split_list
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
+from vitpar.training.optim.schedule import LRSchedule, Run, parse_shape
 from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
 from vitpar.training.recipe.sections import (
     AUTO,
@@ -238,18 +240,29 @@ class Recipe(Section):
     def with_batch_size(self, images: int) -> Recipe:
         """Return the recipe with another batch size, and lengths in steps that see as many images as before."""
         ratio = Fraction(self.train.batch_size, images)
-        steps, warmup = (
-            number and math.ceil(number * ratio) for number in (self.train.steps, self.lr_schedule.warmup_steps)
-        )
+        steps, warmup = self.train.steps, self.lr_schedule.warmup
+        steps, warmup = steps and math.ceil(steps * ratio), warmup and warmup.scaled(ratio)
         train = self.train.model_copy(update={"batch_size": images, "steps": steps})
-        schedule = self.lr_schedule.model_copy(update={"warmup_steps": warmup})
+        schedule = self.lr_schedule.model_copy(update={"warmup": warmup})
         return self.model_copy(update={"train": train, "lr_schedule": schedule})
 
-    def warmup_steps(self, samples: int) -> int:
-        """Return the steps of linear warm-up."""
-        if self.lr_schedule.warmup_steps is not None:
-            return self.lr_schedule.warmup_steps
-        return round((self.lr_schedule.warmup_epochs or 0) * samples / self.train.batch_size)
+    def lengths(self, samples: int) -> Run:
+        """Return the lengths of a run on a training set, which intervals refer to."""
+        return Run(samples, self.train.batch_size, self.total_steps(samples))
+
+    def learning_rate(self, samples: int) -> LRSchedule:
+        """Return the learning rate of each update of a run on a training set."""
+        given = self.lr_schedule
+        return LRSchedule(
+            self.lengths(samples),
+            self.optimizer.lr,
+            parse_shape(given.shape),
+            given.warmup or NOTHING,
+            given.warmup_lr,
+            given.min_lr,
+            given.after_warmup,
+            given.per_epoch,
+        )
 
     @model_serializer(mode="wrap")
     def _without_other_variants(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

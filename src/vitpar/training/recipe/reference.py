@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic.fields import FieldInfo
 
 from vitpar.errors import RecipeError
+from vitpar.intervals import Interval
 from vitpar.limits import MAX_COUNT
 from vitpar.text import nearest, shown
 from vitpar.training.recipe.other_names import OTHER_NAMES
@@ -20,7 +21,8 @@ from vitpar.training.recipe.recipe import Recipe
 INTRODUCTION = """\
 A recipe is a TOML file with these sections. `vitpar train --set SECTION.KEY=VALUE` sets one of them, and so do the
 options of the same meaning. Settings that would change nothing are refused. `vitpar settings` prints this page,
-`vitpar settings KEY` one entry. Without a recipe file the defaults also depend on the data
+`vitpar settings KEY` one entry. An interval is a number of steps, a share of the run below 1, or
+text such as `"5 epochs"`, `"1e6 samples"` or `"10 %"`. Without a recipe file the defaults also depend on the data
 ([defaults.md](defaults.md)). Written by `make docs` from the sections' fields (`src/vitpar/training/recipe/sections`).
 """
 
@@ -86,6 +88,8 @@ def markdown() -> str:
 def _toml(value: Any) -> str:
     if value is None:
         return "unset"
+    if isinstance(value, Interval):
+        value = str(value)
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:g}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
@@ -96,7 +100,7 @@ def _kind(field: FieldInfo) -> str:
     return _type(field.annotation) + _range(field.metadata)
 
 
-_NAMES = {str: "string", int: "integer", float: "number", bool: "true or false"}
+_NAMES = {Interval: "interval", str: "string", int: "integer", float: "number", bool: "true or false"}
 """Name of each type for users."""
 
 

@@ -139,19 +139,19 @@ def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
 def counting_images(recipe: Recipe, source: Resumed) -> Recipe:
     """Return the recipe of a resumed run, so that another batch size than before does not change its length.
 
-    Lengths in steps, `train.steps` and `lr_schedule.warmup_steps`, are converted unless they were changed too.
+    Lengths in steps, `train.steps` and `lr_schedule.warmup`, are converted unless they were changed too.
     """
     if source.begins or source.recipe is None:
         return recipe
     before = read_recipe(source.recipe)
     after = before.with_batch_size(recipe.train.batch_size)
-    steps, warmup = recipe.train.steps, recipe.lr_schedule.warmup_steps
+    steps, warmup = recipe.train.steps, recipe.lr_schedule.warmup
     if steps == before.train.steps:
         steps = after.train.steps
-    if warmup == before.lr_schedule.warmup_steps:
-        warmup = after.lr_schedule.warmup_steps
+    if warmup == before.lr_schedule.warmup:
+        warmup = after.lr_schedule.warmup
     train = recipe.train.model_copy(update={"steps": steps})
-    schedule = recipe.lr_schedule.model_copy(update={"warmup_steps": warmup})
+    schedule = recipe.lr_schedule.model_copy(update={"warmup": warmup})
     return recipe.model_copy(update={"train": train, "lr_schedule": schedule})
 
 

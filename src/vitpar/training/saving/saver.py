@@ -166,7 +166,7 @@ class Saver:
 
         minutes: since the last one, equal on all ranks.
         """
-        return bool(self._settings.every_minutes) and minutes >= (self._settings.every_minutes or 0)
+        return 0 < self._settings.every_minutes <= minutes
 
     def best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation. Return whether it is the best so far, so that a checkpoint is to be kept."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator
 
+from vitpar.intervals import EPOCH, Interval
 from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES, MAX_TRACK_NAME_CHARS
 from vitpar.strategy import Plan
 from vitpar.training.recipe.sections.base import Section
@@ -17,16 +18,10 @@ AUTO = "auto"
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved, and which of them are kept. Give one of the four intervals; every epoch if none."""
+    """When checkpoints are saved, and which of them are kept."""
 
-    every_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """Steps between checkpoints; 0 for never."""
-    every_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
-    """Epochs between checkpoints; 0 for never."""
-    every_samples: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """Training images between checkpoints; 0 for never."""
-    every_minutes: float | None = Field(None, ge=0, le=MAX_MINUTES)
-    """Minutes between checkpoints; 0 for never."""
+    every: Interval = EPOCH
+    """Interval between checkpoints, also in minutes; 0 for never."""
     first: bool = False
     """Whether one is saved after step 1 too, which shows early if the folder cannot be written."""
     keep: int = Field(2, ge=0, le=MAX_COUNT)
@@ -38,21 +33,15 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     """Whether training continues while files are written, which takes a copy of each rank's state in host memory."""
 
-    def interval(self, samples: int, batch_size: int) -> int:
-        """Steps between checkpoints, for a training set of `samples`; 0 for none that are due by their step."""
-        if self.every_steps is not None:
-            return self.every_steps
-        if self.every_minutes is not None:
-            return 0
-        epochs = 1.0 if self.every_epochs is None else self.every_epochs
-        images = epochs * samples if self.every_samples is None else self.every_samples
-        return max(1, round(images / batch_size)) if images else 0
+    @property
+    def every_minutes(self) -> float:
+        """Minutes between checkpoints; 0 for none that are due by time."""
+        return self.every.number if self.every.unit == "minutes" else 0.0
 
     @property
     def never(self) -> bool:
         """Whether no checkpoints are wanted."""
-        ways = (self.every_steps, self.every_epochs, self.every_samples, self.every_minutes)
-        return 0 in ways and not self.keep_best and not self.first
+        return not self.every.number and not self.keep_best and not self.first
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
         """Return which checkpoints in `steps`, oldest first, to keep.

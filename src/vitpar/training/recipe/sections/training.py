@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from vitpar.intervals import EPOCH, TEN_STEPS, Interval
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
+from vitpar.training.optim.schedule import parse_shape
 from vitpar.training.recipe.sections.base import Section
 
 __all__ = [
@@ -69,14 +71,33 @@ class OptimizerSection(Section):
 
 
 class LRScheduleSection(Section):
-    """Learning rate over steps: linear warm-up from 0, then a cosine down to `min_lr`."""
+    """Learning rate over steps: a linear warm-up, then a shape down to `min_lr`."""
 
-    warmup_steps: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """Length of the warm-up, in steps; instead of `warmup_epochs`."""
-    warmup_epochs: float | None = Field(None, ge=0, le=MAX_COUNT)
-    """Length of the warm-up, in epochs."""
+    shape: str = "cosine"
+    """Course after the warm-up: constant, linear, cosine, polynomial, step, multistep, rsqrt or wsd, with arguments as
+    in `step(every=30 epochs, gamma=0.1)`."""
+    warmup: Interval | None = None
+    """Length of the warm-up; none if unset."""
+    warmup_lr: float | None = Field(None, ge=0)
+    """Learning rate of the first update; the largest over the steps of the warm-up if unset."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end."""
+    after_warmup: bool | None = None
+    """Whether the shape begins after the warm-up rather than with the run; if unset, step and multistep begin with the
+    run. False is timm without `--warmup-prefix`."""
+    per_epoch: bool = False
+    """Whether the learning rate changes between epochs only, as in timm without `--sched-on-updates`."""
+
+    @field_validator("shape")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        parse_shape(text)
+        return text
+
+    @field_validator("warmup")
+    @classmethod
+    def _in_steps(cls, warmup: Interval | None) -> Interval | None:
+        return warmup and warmup.in_steps()
 
 
 class TrainSection(Section):
@@ -119,10 +140,17 @@ class TrainSection(Section):
     """Attention kernel; auto takes the fastest on GPUs, measured when the run begins."""
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     """Part of a compiled block's activations that the compiler keeps for backward; all if unset."""
-    eval_every: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """Steps between evaluations; every epoch if unset."""
-    log_every: int = Field(10, ge=1, le=MAX_COUNT)
-    """Steps between lines of metrics."""
+    eval_every: Interval = EPOCH
+    """Interval between evaluations."""
+    log_every: Interval = TEN_STEPS
+    """Interval between lines of metrics."""
+
+    @field_validator("eval_every", "log_every")
+    @classmethod
+    def _in_steps(cls, every: Interval) -> Interval:
+        if not every.number:
+            raise ValueError("0 steps are no interval: give at least 1")
+        return every.in_steps()
 
     @field_validator("freeze", mode="before")
     @classmethod

@@ -1,0 +1,164 @@
+"""Learning rates against timm's and torch's schedulers, step by step."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from helpers.oracles import timm
+from vitpar.intervals import NOTHING, Interval
+from vitpar.training.optim.schedule import LRSchedule, Run, parse_shape
+
+PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
+RUN = Run(samples=1000, batch_size=90, steps=100)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+
+
+def timms(kind: str, *, warmup: int = 0, per_epoch: bool = False, **arguments: Any) -> list[float]:
+    """Return timm's rate of each update."""
+    held, warm = optimizer(), {"warmup_t": warmup, "warmup_lr_init": FIRST, "t_in_epochs": per_epoch}
+    scheduler = getattr(timm.scheduler, f"{kind}LRScheduler")(held, **warm, **arguments)
+    rates = []
+    for update in range(RUN.steps):
+        if per_epoch:
+            scheduler.step(update * RUN.batch_size // RUN.samples)
+        else:
+            scheduler.step_update(update)
+        rates.append(held.param_groups[0]["lr"])
+    return rates
+
+
+def torchs(scheduler: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]) -> list[float]:
+    """Return torch's rate of each update."""
+    held, rates = optimizer(), []
+    made = scheduler(held)
+    for _ in range(RUN.steps):
+        rates.append(held.param_groups[0]["lr"])
+        held.step()
+        made.step()
+    return rates
+
+
+def ours(shape: str, warmup: Interval = NOTHING, **more: Any) -> list[float]:
+    schedule = LRSchedule(RUN, PEAK, parse_shape(shape), warmup, FIRST if warmup != NOTHING else None, **more)
+    return [schedule(step) for step in range(1, RUN.steps + 1)]
+
+
+WARM = {"lr_min": LEAST, "warmup": 10}
+THRICE = {"t_initial": 30, "cycle_limit": 3, "cycle_decay": 0.5, "warmup_prefix": True}
+RSQRT = {"t_initial": 90, "stable_fn": "rsqrt", "decay_fn": "linear", **WARM}
+TEN = Interval(10.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "theirs"),
+    [
+        ("cosine", "Cosine", {"t_initial": 90, "warmup_prefix": True, **WARM}),
+        ("cosine(cycles=3, decay=0.5)", "Cosine", {**THRICE, **WARM}),
+        ("polynomial(power=0.5)", "Poly", {"t_initial": 90, "power": 0.5, "warmup_prefix": True, **WARM}),
+        ("linear", "Poly", {"t_initial": 90, "power": 1.0, "warmup_prefix": True, **WARM}),
+        ("wsd(decay=30)", "WSD", {"t_initial": 90, "decay_t": 30, **WARM}),
+        ("wsd(decay=30 %, form=cosine)", "WSD", {"t_initial": 90, "decay_t": 30, "decay_fn": "cosine", **WARM}),
+        ("wsd(form=linear)", "WSD", {"t_initial": 90, "decay_t": 20, "decay_fn": "linear", **WARM}),
+        ("rsqrt(decay=0.2)", "WSD", {"decay_t": 20, **RSQRT}),
+        ("rsqrt(timescale=40, decay=1)", "WSD", {"decay_t": 1, "stable_timescale": 40, **RSQRT}),
+    ],
+)  # fmt: skip
+def test_shapes_after_a_warmup_equal_timm(shape: str, kind: str, theirs: dict[str, Any]) -> None:
+    assert ours(shape, TEN, least=LEAST) == pytest.approx(timms(kind, **theirs), rel=1e-12)
+
+
+def test_cosine_may_begin_with_the_run_or_change_between_epochs_only() -> None:
+    """timm's defaults: the cosine counts the warm-up, and rates change once an epoch. 100 steps are 9 epochs."""
+    theirs = timms("Cosine", t_initial=100, lr_min=LEAST, warmup=10)
+    assert ours("cosine", TEN, least=LEAST, after_warmup=False) == pytest.approx(theirs, rel=1e-12)
+    run = Run(samples=1000, batch_size=100, steps=100)
+    schedule = LRSchedule(run, PEAK, parse_shape("cosine"), Interval(2, "epochs"), FIRST, LEAST, False, per_epoch=True)
+    held = optimizer()
+    scheduler = timm.scheduler.CosineLRScheduler(held, 10, lr_min=LEAST, warmup_t=2, warmup_lr_init=FIRST)
+    for step in range(1, 101):
+        scheduler.step((step - 1) // 10)
+        assert schedule(step) == pytest.approx(held.param_groups[0]["lr"], rel=1e-12), step
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheduler"),
+    [
+        ("constant", lambda held: lr_scheduler.ConstantLR(held, 1.0)),
+        ("linear", lambda held: lr_scheduler.LinearLR(held, 1.0, 0.0, 100)),
+        ("polynomial(power=2)", lambda held: lr_scheduler.PolynomialLR(held, 100, 2.0)),
+        ("cosine", lambda held: lr_scheduler.CosineAnnealingLR(held, 100)),
+        ("cosine(cycles=4)", lambda held: lr_scheduler.CosineAnnealingWarmRestarts(held, 25)),
+        ("step(every=30, gamma=0.2)", lambda held: lr_scheduler.StepLR(held, 30, 0.2)),
+        ("multistep(at=[3 epochs, 80 %], gamma=0.5)", lambda held: lr_scheduler.MultiStepLR(held, [33, 80], 0.5)),
+        ("rsqrt(timescale=16)", lambda held: lr_scheduler.LambdaLR(held, lambda t: math.sqrt(16 / (16 + t)))),
+    ],
+)
+def test_shapes_without_a_warmup_equal_torch(
+    shape: str, scheduler: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+) -> None:
+    assert ours(shape) == pytest.approx(torchs(scheduler), rel=1e-12)
+
+
+def test_warmup_from_nothing_ends_at_the_largest_rate() -> None:
+    schedule = LRSchedule(Run(1000, 100, 14), 1.0, warmup=Interval(4.0), least=0.2)
+    assert [schedule(step) for step in range(1, 6)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule(15) == schedule(1000) == pytest.approx(0.2) and schedule.warning is None
+    short = LRSchedule(Run(1000, 100, 2), 1.0, warmup=Interval(4.0))
+    assert [short(1), short(2)] == [0.25, 0.5]
+    assert short.warning is not None and "the warm-up of 4 steps is as long as the run or longer" in short.warning
+    falls = LRSchedule(Run(1000, 100, 100), 1.0, parse_shape("step(every=3 epochs)"), Interval(0.1, "epochs"))
+    assert [falls(step) for step in (1, 30, 31)] == pytest.approx([1.0, 1.0, 0.1]), "milestones count from the start"
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        (500, 500),
+        ("500 steps", 500),
+        (0.1, 100),
+        ("10 %", 100),
+        ("1 epoch", 8),
+        ("1e3 samples", 8),
+        ("0.001 epochs", 1),
+    ],
+)
+def test_intervals_in_steps(given: object, steps: int) -> None:
+    interval = Interval.of(given)
+    assert interval.steps(samples=1000, batch_size=128, total=1000) == steps
+    assert Interval.of(str(interval)) == interval
+
+
+@pytest.mark.parametrize(
+    "given", [-1, True, None, 1.5, "1.5 steps", "nan epochs", "101 %", "5 parsecs", math.inf, math.nan, 10**30, "1..2"]
+)
+def test_what_is_no_interval_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="is no interval: give steps"):
+        Interval.of(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cosin", r"'cosin' is no shape .did you mean 'cosine'..: the shapes are constant, linear"),
+        ("cosine(", "'cosine.' is no shape: give a name with arguments, as in step.every=30 epochs."),
+        ("cosine(cycle=2)", "'cycle=2' is not understood in 'cosine.cycle=2.': cosine takes cycles, decay"),
+        ("linear(a=1)", "linear takes no arguments"),
+        ("wsd(decay=0.1, decay=0.2)", "' decay=0.2' is not understood"),
+        ("step", "step needs every: write step.every=30 epochs."),
+        ("step(every=3 minutes)", "step's every: 3 minutes have no known number of steps: give steps, epochs"),
+        ("wsd(form=x)", "wsd's form is 'x': give one of 1-sqrt, linear, cosine"),
+        ("polynomial(power=-1)", "polynomial's power is '-1': give a number above 0"),
+        ("multistep(at=[])", "multistep's at is '..', which is no list"),
+        ("multistep(at=[x])", "'x' is no interval"),
+    ],
+)
+def test_what_is_no_shape_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_shape(text)

@@ -255,7 +255,7 @@ class LRSchedule:
     peak: float
     """Largest learning rate."""
     shape: Shape = _COSINE
-    """What follows the warm-up."""
+    """Course after the warm-up."""
     warmup: Interval = NOTHING
     """Length of the warm-up."""
     warmup_lr: float | None = None

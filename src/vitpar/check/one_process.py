@@ -126,7 +126,7 @@ class OneProcess:
             norms = {f"gradient norm of step {step}": norm, f"clipped norm of step {step}": factor * norm}
             trace.numbers |= {f"loss of step {step}": loss, **norms}
             clipped = {name: factor * g for name, g in gradients.items()}
-            optimizer.step(self._parameters, clipped, self._recipe.optimizer.lr)
+            optimizer.step(self._parameters, clipped, self._recipe.lr)
             if decay is not None:
                 now = min(decay, 1 - step ** (-2 / 3)) if self._recipe.train.ema_warmup else decay
                 average = {name: _averaged(average[name], p, now) for name, p in self._parameters.items()}

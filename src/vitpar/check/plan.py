@@ -204,7 +204,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
             step_input = source.train_step(batch)
         else:
             step_input = _given(model, task, given)
-        done = take(step, trained.recipe.optimizer.lr, *step_input)
+        done = take(step, trained.recipe.lr, *step_input)
         trace.numbers[f"loss of step {step}"] = model.global_loss(done.loss).item()
         trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
         trace.numbers[f"clipped norm of step {step}"] = clipped[-1].item()

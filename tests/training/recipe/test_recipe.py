@@ -171,6 +171,17 @@ def test_epochs_and_warmup_convert_to_steps() -> None:
     assert read_recipe(None, {**base, "train.steps": 7}).learning_rate(1000).warmup_steps == 0
 
 
+def test_learning_rate_is_scaled_from_a_reference_batch() -> None:
+    base = {"data.path": "x", "train.steps": 7, "optimizer.lr": 1e-3}
+    for batch, scaling, lr in ((1024, "linear", 4e-3), (1024, "sqrt", 2e-3), (64, "linear", 2.5e-4)):
+        words = {"train.batch_size": batch, "optimizer.lr_batch_size": 256, "optimizer.lr_scaling": scaling}
+        recipe = read_recipe(None, base | words)
+        assert recipe.lr == recipe.learning_rate(1000)(1) == pytest.approx(lr)
+    assert read_recipe(None, {**base, "train.batch_size": 1024}).lr == 1e-3
+    with pytest.raises(RecipeError, match="lr_scaling is 'sqrt', which does nothing without optimizer.lr_batch_size"):
+        read_recipe(None, base | {"optimizer.lr_scaling": "sqrt"})
+
+
 @pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
 def test_shipped_recipes_are_valid_and_read_back(path: Path, tmp_path: Path) -> None:
     recipe = read_recipe(path)

@@ -57,7 +57,7 @@ class Training:
         batch = build_input(self.recipe, trained.model, trained.task).synthetic()
 
         def step() -> None:
-            update(1, self.recipe.optimizer.lr, *batch)
+            update(1, self.recipe.lr, *batch)
 
         return step
 

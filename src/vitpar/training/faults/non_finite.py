@@ -83,14 +83,14 @@ class NonFinite:
         if self._scaler:
             overflows = (
                 f"float16 still overflows at step {step} with {self._scaler.floor}, so the loss scale cannot fall: "
-                f"lower that or optimizer.lr ({self._recipe.optimizer.lr}), or set train.precision to bf16"
+                f"lower that or optimizer.lr ({self._recipe.lr:g}), or set train.precision to bf16"
             )
             return overflows if self._scaler.exhausted else None
         if self._in_a_row < self._recipe.faults.max_skipped:
             return None
         return (
             f"{count(self._in_a_row, 'step')} in a row were skipped, the last at step {step} (not finite: "
-            f"{self._last}): lower optimizer.lr ({self._recipe.optimizer.lr}), or raise faults.max_skipped"
+            f"{self._last}): lower optimizer.lr ({self._recipe.lr:g}), or raise faults.max_skipped"
         )
 
     def until_diverged(self, rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], str | None]:
@@ -105,7 +105,7 @@ class NonFinite:
             return rows[:number], (
                 f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm {row['grad_norm']}; "
                 f"not finite: {_words(self._culprits(*seen[row['step']]))}): lower optimizer.lr "
-                f"({self._recipe.optimizer.lr}) or lengthen the warm-up"
+                f"({self._recipe.lr:g}) or lengthen the warm-up"
             )
         return rows, None
 
@@ -127,7 +127,7 @@ class NonFinite:
         return (
             f"the update of step {step} produced non-finite numbers, first in "
             f"{culprits.tensor.removeprefix('model.')} on {ranks(culprits.ranks)}, so nothing is saved: lower "
-            f"optimizer.lr ({self._recipe.optimizer.lr}) or lengthen the warm-up"
+            f"optimizer.lr ({self._recipe.lr:g}) or lengthen the warm-up"
         )
 
     def _culprits(self, loss: Tensor, parts: Sequence[ShardNorms]) -> _Culprits:

@@ -260,7 +260,7 @@ def _of_mae(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
     """Return the settings of masked autoencoding, by dotted key."""
     settings: dict[str, Any] = {"data.crop_scale": (0.2, 1.0)}
     if recipe.optimizer.name == "adamw":
-        lr = float(f"{MAE_LR * recipe.train.batch_size / MAE_BATCH:.3g}")
+        lr = float(f"{MAE_LR * (recipe.optimizer.lr_batch_size or recipe.train.batch_size) / MAE_BATCH:.3g}")
         settings |= {"optimizer.lr": lr, "optimizer.weight_decay": 0.05, "optimizer.betas": (0.9, 0.95)}
     if samples <= MAE_IMAGES:
         row = replace(row, epochs=MAE_EPOCHS, warmup_epochs=MAE_WARMUP)
@@ -276,7 +276,8 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
         most = MAX_LR
     else:
         return None
-    return float(f"{min(most, lr * math.sqrt(recipe.train.batch_size / batch)):.3g}")
+    size = optimizer.lr_batch_size or recipe.train.batch_size
+    return float(f"{min(most, lr * math.sqrt(size / batch)):.3g}")
 
 
 def _length(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:

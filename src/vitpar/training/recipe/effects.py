@@ -66,6 +66,11 @@ OF_IMAGES = _keys(
 
 EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
+        ("optimizer.lr_scaling",),
+        lambda recipe: recipe.optimizer.lr_batch_size is not None,
+        "{key} is {value!r}, which does nothing without optimizer.lr_batch_size: set both or neither",
+    ),
+    Effect(
         ("train.ema_warmup",),
         lambda recipe: recipe.train.ema_decay is not None,
         "{key} is true, which does nothing without train.ema_decay: set both or neither",

@@ -98,10 +98,8 @@ class Recipe(Section):
             )
         if data is not None and self.stream:
             raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
-        if self.lr_schedule.min_lr > self.optimizer.lr:
-            raise RecipeError(
-                f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.optimizer.lr}: lower it"
-            )
+        if self.lr_schedule.min_lr > self.lr:
+            raise RecipeError(f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.lr}: lower it")
         if train.freeze is not None:
             try:
                 split_list(train.freeze)
@@ -230,6 +228,13 @@ class Recipe(Section):
             )
         return [read_plan(Path(mesh)), *map(parse, fallbacks)]
 
+    @property
+    def lr(self) -> float:
+        """Largest learning rate, for the batch size of the recipe."""
+        optimizer, size = self.optimizer, self.train.batch_size
+        ratio = size / (optimizer.lr_batch_size or size)
+        return optimizer.lr * (ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio))
+
     def total_steps(self, samples: int) -> int:
         """Return the optimizer steps of a run on a training set of `samples`: those given, or enough for the epochs."""
         if self.train.steps is not None:
@@ -255,7 +260,7 @@ class Recipe(Section):
         given = self.lr_schedule
         return LRSchedule(
             self.lengths(samples),
-            self.optimizer.lr,
+            self.lr,
             parse_shape(given.shape),
             given.warmup or NOTHING,
             given.warmup_lr,

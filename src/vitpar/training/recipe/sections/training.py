@@ -41,6 +41,10 @@ class OptimizerSection(Section):
     """Algorithm. lamb has eps 1e-6 by default, lars momentum 0.9, muon momentum 0.95 and nesterov."""
     lr: float = Field(1e-3, gt=0)
     """Largest learning rate, after warm-up."""
+    lr_batch_size: int | None = Field(None, ge=1, le=MAX_BATCH_SIZE)
+    """Batch size that `lr` is for. The rate of another batch size is scaled; `lr` is not if this is unset."""
+    lr_scaling: Literal["linear", "sqrt"] = "linear"
+    """How the learning rate grows with the batch size."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay (sgd: L2 penalty)."""
     layer_decay: float = Field(1.0, gt=0, le=1)

@@ -1,6 +1,7 @@
 """Output of `vitpar train --dry-run`: the merged recipe, the plan, and last the predicted memory and warnings."""
 
 import json
+import sys
 
 import torch
 import typer
@@ -17,6 +18,11 @@ from vitpar.training.recipe.machine import large_batch_warning
 from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show
 from vitpar_cli.plan_words import millions
+from vitpar_cli.recipe_words import lr_words
+from vitpar_cli.sparkline import Sparkline
+
+POINTS = 200
+"""Steps whose learning rate is drawn."""
 
 
 def show_dry_run(run: Prepared, *, as_json: bool) -> None:
@@ -32,8 +38,11 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     frozen = recipe.frozen(config)
     memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), frozen)
     fullest = max(memory, key=lambda one: one.total)
+    rate = recipe.learning_rate(len(run.train_set))
+    steps = sorted({1, rate.run.steps, *range(1, rate.run.steps, max(1, rate.run.steps // POINTS))})
     if as_json:
         record = {
+            "learning_rate": [[step, rate(step)] for step in steps],
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
@@ -45,14 +54,20 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     show(config, plan, train.precision, summary, state_words(recipe))
     # Last, to be seen without scrolling.
     typer.echo("")
+    drawn = Sparkline(rate.run.steps)
+    for step in steps:
+        drawn.add(step, rate(step))
     rows = {
         "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.words[1]}",
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
+        "lr": lr_words(recipe, len(run.train_set)),
+        "": drawn.words(sys.stdout.encoding, ".3g") or "",
         "memory": f"{memory_words(fullest)} on the fullest rank",
     }
     reason = {"plan": run.because} if run.searched and run.because else {}
     for name, words in (rows | reason).items():
-        say(f"{name:<11}{words}", indent=11)
+        if words:
+            say(f"{name:<11}{words}", indent=11)
     local_ranks = world.local_size if world is not None else plan.world_size
     lacking = memory_warning(recipe, config, plan, torch.device(run.device_type), local_ranks)
     warn(*run.warnings, lacking, large_batch_warning(recipe, len(run.train_set)))

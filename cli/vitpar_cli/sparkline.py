@@ -35,10 +35,11 @@ class Sparkline:
         self._first = value if self._first is None else self._first
         self._last = value
 
-    def words(self, encoding: str = "utf-8") -> str | None:
+    def words(self, encoding: str = "utf-8", form: str = ".4f") -> str | None:
         """Return the line with the first and the last value; None with less than two columns of values.
 
         encoding: of the output; one without `BLOCKS` gets `ASCII`.
+        form: format of the two values.
         """
         means = [total / count for total, count in zip(self._sums, self._counts, strict=True) if count]
         if len(means) < 2:
@@ -50,4 +51,4 @@ class Sparkline:
             levels = ASCII
         least, span = min(means), max(means) - min(means)
         places = [round((mean - least) / span * (len(levels) - 1)) if span else 0 for mean in means]
-        return f"{''.join(levels[place] for place in places)}  {self._first:.4f} to {self._last:.4f}"
+        return f"{''.join(levels[place] for place in places)}  {self._first:{form}} to {self._last:{form}}"

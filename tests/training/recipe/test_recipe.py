@@ -178,7 +178,7 @@ def test_learning_rate_is_scaled_from_a_reference_batch() -> None:
         recipe = read_recipe(None, base | words)
         assert recipe.lr == recipe.learning_rate(1000)(1) == pytest.approx(lr)
     assert read_recipe(None, {**base, "train.batch_size": 1024}).lr == 1e-3
-    with pytest.raises(RecipeError, match="lr_scaling is 'sqrt', which does nothing without optimizer.lr_batch_size"):
+    with pytest.raises(RecipeError, match=r"lr_scaling is 'sqrt', which does nothing without optimizer\.lr_batch_size"):
         read_recipe(None, base | {"optimizer.lr_scaling": "sqrt"})
 
 

@@ -75,7 +75,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/schedule.py",
         old="min(done - begun, length)",
         new="min(max(0, done - 1 - begun), length)",
-        caught_by="pytest tests/training/optim/test_schedules.py -k after_a_warmup",
+        caught_by="pytest tests/training/optim/test_schedules.py::test_shapes_after_a_warmup_equal_timm",
     ),
     Mutation(
         name="decay-on-everything",

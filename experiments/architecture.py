@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint", "pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
-    ("ground", ("io", "kernels", "records", "sharded", "sizes")),
+    ("ground", ("intervals", "io", "kernels", "records", "sharded", "sizes")),
     ("", ("own_files",)),
     ("", ("errors",)),
     ("", ("text",)),

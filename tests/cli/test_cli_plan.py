@@ -177,7 +177,7 @@ def test_layers_travel_and_batch_in_words() -> None:
         "pp2": "8 images = 4 micro-batches x 2",
         "dp2": "8 images = 2 data-parallel parts x 4",
     }
-    assert {mesh: batch_words(batch_arithmetic(parse(mesh), 8)) for mesh in batches} == batches
+    assert {mesh: batch_words(batch_arithmetic(parse(mesh), 8), "image") for mesh in batches} == batches
 
 
 def test_help_names_all_schedules(run: Run) -> None:

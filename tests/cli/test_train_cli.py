@@ -74,10 +74,12 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     done = vitpar(*words)
     assert done.returncode == 0, done.stderr
     assert 'mesh = "fsdp2xtp2"' in done.stdout and "batch_size = 8" in done.stdout
-    model, mesh, memory, last = done.stdout.splitlines()[-4:]
+    model, mesh, rate, drawn, memory, last = done.stdout.splitlines()[-6:]
     assert model.startswith("model      vit_custom, 0.0") and mesh == "mesh       fsdp2xtp2 on 4 ranks of cpu, fp32"
     assert memory.startswith("memory     a step is predicted to need ") and last == "dry run: no training was started"
+    assert rate == "lr         0.01 from the first step, cosine to 0" and drawn.lstrip().startswith("█")
     found = json.loads(vitpar(*words, "--json").stdout)
+    assert found["learning_rate"][0] == [1, 0.01]
     assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]
     assert not (place / "dry").exists()
 

@@ -15,7 +15,7 @@ from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.page import MOST_RUNS, report
 
-CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Images/s")
+CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Samples/s")
 CURVES += ("Time waiting for data", "Peak memory of rank 0, GB")
 
 

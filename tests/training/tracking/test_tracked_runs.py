@@ -83,7 +83,7 @@ def test_tensorboard_has_the_numbers_and_facts_of_a_run_and_its_continuation(
     assert steps == [1, 2, 3, 4, 6], "steps 4 to 6 are those of the resumed run, which logs the first and even ones"
     assert [step for step, _ in found.scalars("val/loss")] == [2, 4, 6]
     assert [step for step, _ in found.texts("recipe.toml")] == [0, STEPS]
-    assert "log_every = 2" in found.texts("recipe.toml")[1][1]
+    assert 'log_every = "2 steps"' in found.texts("recipe.toml")[1][1]
 
 
 def test_wandb_writes_offline_and_resumes_under_the_same_id(data: Path, tmp_path: Path, alone: None) -> None:

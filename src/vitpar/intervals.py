@@ -54,6 +54,7 @@ class Interval:
             number, unit = (100 * number, "percent") if 0 < number < 1 else (number, "steps")
         elif word == "%":
             unit = "percent"
+        number = float(f"{number:.12g}")  # as `str` writes it: a recipe that is written and read again is the same
         whole = unit not in ("steps", "samples") or number % 1 == 0
         if unit is None or not 0 <= number <= (100 if unit == "percent" else MAX_COUNT) or not whole:
             raise ValueError(

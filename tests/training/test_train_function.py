@@ -53,7 +53,7 @@ class Failing(Reporter):
 def test_failure_leaves_no_group_or_variables_to_the_next_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process of a notebook goes on after an error."""
+    """A notebook can train again after a run that failed."""
     recipe = recipe_of(data, "dp1")
     with monkeypatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "no-such")

@@ -90,10 +90,10 @@ def check(name: str, precision: str, *model: str, small: tuple[str, ...] = (), *
     )
 
 
-def bench(name: str, limit: float, prediction: str, *words: str, **environment: str) -> Job:
+def bench(name: str, limit: float, prediction: str, *words: str) -> Job:
     """Return a call of bench_gpu.py."""
     command = ("experiments/bench_gpu.py", *words, "--minutes", MINUTES, "--json", RESULT)
-    return Job(name, limit, prediction, command, rehearsal=(*TINY, "--steps", "1"), environment=environment)
+    return Job(name, limit, prediction, command, rehearsal=(*TINY, "--steps", "1"))
 
 
 def product(name: str, limit: float, prediction: str, *words: str, small: tuple[str, ...]) -> Job:

@@ -136,6 +136,7 @@ def prepare(
     if task.INPUT == "images":
         transform_settings(recipe, config.image_size)
     order_of(recipe, len(train_set))
+    recipe.learning_rate(len(train_set))  # refuses settings of a warm-up without one
     refuse_huge_batch(recipe, config)
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)

@@ -123,6 +123,7 @@ def test_warmup_from_nothing_ends_at_the_largest_rate() -> None:
         (500, 500),
         ("500 steps", 500),
         (0.1, 100),
+        (0.07, 70),
         ("10 %", 100),
         ("1 epoch", 8),
         ("1e3 samples", 8),

@@ -171,6 +171,13 @@ def test_epochs_and_warmup_convert_to_steps() -> None:
     assert read_recipe(None, {**base, "train.steps": 7}).learning_rate(1000).warmup_steps == 0
 
 
+@pytest.mark.parametrize("setting", ["warmup_lr=1e-6", "after_warmup=false", "min_lr=1e-5"])
+def test_settings_of_a_schedule_without_effect_are_refused(setting: str) -> None:
+    name, words = setting.partition("=")[0], [f"lr_schedule.{setting}", "lr_schedule.shape=constant"]
+    with pytest.raises(RecipeError, match=rf"^lr_schedule.{name} is .*, which (does nothing without a|a constant)"):
+        read_recipe(None, {"data.path": "x", "train.steps": 7}, words).learning_rate(1000)
+
+
 def test_learning_rate_is_scaled_from_a_reference_batch() -> None:
     base = {"data.path": "x", "train.steps": 7, "optimizer.lr": 1e-3}
     for batch, scaling, lr in ((1024, "linear", 4e-3), (1024, "sqrt", 2e-3), (64, "linear", 2.5e-4)):

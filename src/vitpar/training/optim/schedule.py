@@ -190,7 +190,7 @@ _ARGUMENT = re.compile(r"\s*([a-z_]+)\s*=\s*(\[[^\[\]]*\]|[^,=\[\]]+?)\s*(?:,|$)
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the shape that text such as `wsd(decay=10 %, form=sqrt)` describes.
+    """Return the shape that text such as `wsd(decay=10 %, form=linear)` describes.
 
     Raises ValueError.
     """
@@ -201,7 +201,7 @@ def parse_shape(text: str) -> Shape:
     if name not in SHAPES:
         raise ValueError(f"'{shown(name)}' is no shape{nearest(name, SHAPES)}: the shapes are {', '.join(SHAPES)}")
     shape, values, end = SHAPES[name], dict[str, Any](), 0
-    kinds = {field.name: kind for field in fields(shape) if (kind := get_type_hints(shape)[field.name])}
+    kinds = {field.name: get_type_hints(shape)[field.name] for field in fields(shape)}
     for match in _ARGUMENT.finditer(inner):
         key = match[1]
         if match.start() != end or key not in kinds or key in values:
@@ -234,7 +234,8 @@ def _value(what: str, kind: Any, text: str) -> Any:
         except ValueError:
             number = math.nan
         if not 0 < number <= 1000:
-            raise ValueError(f"{what} is '{shown(text)}': give a number above 0")
+            whole = "whole " if kind is int else ""
+            raise ValueError(f"{what} is '{shown(text)}': give a {whole}number above 0, of at most 1000")
         return number
     return _interval(what, text)
 

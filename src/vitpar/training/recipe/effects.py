@@ -66,6 +66,11 @@ OF_IMAGES = _keys(
 
 EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
+        ("lr_schedule.min_lr",),
+        lambda recipe: recipe.lr_schedule.shape.strip() != "constant",
+        "{key} is {value}, which a constant learning rate never reaches: leave it out, or set lr_schedule.shape",
+    ),
+    Effect(
         ("optimizer.lr_scaling",),
         lambda recipe: recipe.optimizer.lr_batch_size is not None,
         "{key} is {value!r}, which does nothing without optimizer.lr_batch_size: set both or neither",

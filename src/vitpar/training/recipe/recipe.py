@@ -256,8 +256,17 @@ class Recipe(Section):
         return Run(samples, self.train.batch_size, self.total_steps(samples))
 
     def learning_rate(self, samples: int) -> LRSchedule:
-        """Return the learning rate of each update of a run on a training set."""
+        """Return the learning rate of each update of a run on a training set.
+
+        Raises RecipeError for settings of a warm-up without one.
+        """
         given = self.lr_schedule
+        for name, value in (("warmup_lr", given.warmup_lr), ("after_warmup", given.after_warmup)):
+            if value is not None and not (given.warmup and given.warmup.number):
+                raise RecipeError(
+                    f"lr_schedule.{name} is {value}, which does nothing without a warm-up: set lr_schedule.warmup, or "
+                    "leave it out"
+                )
         return LRSchedule(
             self.lengths(samples),
             self.lr,

@@ -91,10 +91,10 @@ def measure_all(run: Run, jobs: list[tuple[ViTConfig, int]]) -> None:
         attempt(run, "limits", 5, config, size, limits)
     for number, (config, size) in enumerate(jobs if "vitpar" in sections else []):
         with_input = number == 0 and "input" in sections
-        attempt(run, "vitpar", 45 + config.depth, config, size, partial(ours, with_input=with_input))
+        attempt(run, "vitpar", 20 + config.depth, config, size, partial(ours, with_input=with_input))
     wide = [job for job in jobs if job[0].embed_dim >= FP8_WIDTH or run.options.tiny]
     for config, size in sorted(wide, key=lambda job: -job[0].embed_dim) if "fp8" in sections else []:
-        attempt(run, "fp8", 60 + 2.5 * config.depth, config, size, float8)
+        attempt(run, "fp8", 25 + 1.5 * config.depth, config, size, float8)
 
 
 def arguments() -> argparse.Namespace:
@@ -215,7 +215,7 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
     run.row("phases", [named(config, batch_size), told], model=config.name, batch_size=batch_size, ms=parts)
     if with_input:
-        attempt(run, "input", 90, config, batch_size, partial(jpeg, step=step, batch=batch))
+        attempt(run, "input", 45, config, batch_size, partial(jpeg, step=step, batch=batch))
 
 
 def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tensor, Tensor]) -> None:

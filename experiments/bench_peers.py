@@ -49,7 +49,7 @@ TINY = {
 WARM_UP = 5
 FEWEST = 2
 """Rounds that always run, even late: a spread needs two."""
-START_S = 60.0
+START_S = 40.0
 """Rough seconds on a GPU to start and compile a contender."""
 SLOWER = 2.0
 """Time of a contender's step on a GPU, at most, relative to the prediction for vitpar's."""

@@ -227,7 +227,7 @@ def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tens
         return
     tiny = run.options.tiny
     workers = run.options.workers or max(1, (os.cpu_count() or 2) - 1)
-    sizes = {"steps": 2, "rounds": 2, "photographs": 20} if tiny else {"steps": 40, "rounds": 5, "photographs": 5000}
+    sizes = {"steps": 2, "rounds": 2, "photographs": 20} if tiny else {"steps": 30, "rounds": 3, "photographs": 3000}
     found = beside_synthetic(step, batch, run.device, workers=workers, **sizes)
     seconds = found["seconds"]
     rates = [Spread.of([size / s for s in seconds[name]]).text(1) for name in ("synthetic", "JPEG")]

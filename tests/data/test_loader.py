@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +225,36 @@ def test_program_with_an_unclosed_loader_still_exits(packed):
     """
     done = subprocess.run([sys.executable, "-c", program, str(packed)], timeout=120, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_decoding_thread_starts_no_threads():
+    """A team of OpenMP threads for each of 15 decoding threads would take the cores from all of them."""
+    program = """if True:
+        import os, threading
+        import numpy as np
+        import torch
+        from vitpar.data import EvalTransform, TrainTransform
+        from vitpar.data.randomness import Draws
+        image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
+        train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]
+        def transform():
+            for interpolation in ("bicubic", "bilinear", "lanczos"):
+                for mode in ("center", "squash", "border"):
+                    EvalTransform(384, 0.9, interpolation, mode)(wide)
+                EvalTransform(480, 1.0, interpolation)(image)
+            for number in range(20):
+                train(image, Draws(number))
+            found.append(len(os.listdir("/proc/self/task")))
+        torch.set_num_threads(4)
+        found = [len(os.listdir("/proc/self/task"))]
+        thread = threading.Thread(target=transform)
+        thread.start()
+        thread.join()
+        print(found[1] - found[0])
+    """
+    done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ which takes a third of the time of Pillow's. The two differ by one grey level in
 two levels in one value of a million. For an image that is more than twice as tall as wide and shrinks, Pillow 13
 resamples the columns first but torch always the rows. There they differ by up to 7 grey levels on photographs
 (docs/differences.md).
+
+Transforms run in many threads at once. torch resizes contiguous images in the calling thread, but its copies of more
+than 32,768 values and its flip start a team of OpenMP threads for each thread that calls them. So numpy copies.
 """
 
 import math
@@ -34,7 +37,7 @@ def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Int
 
     Kernels that torch lacks are Pillow's.
     """
-    pixels = torch.from_numpy(image).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
     if image.shape[:2] == (height, width):
         return pixels
     if interpolation not in _BY_TORCH:
@@ -70,7 +73,8 @@ class TrainTransform(TrainSettings):
         """
         top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
         pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
-        pixels = pixels.flip(-1) if draws.uniform() < self.flip else pixels
+        if draws.uniform() < self.flip:
+            pixels = torch.from_numpy(pixels.numpy()[:, :, ::-1].copy())
         if self.policy or any(self.color_jitter):
             drawn = _drawn(pixels)
             drawn = self.policy(drawn, draws, self._fill()) if self.policy else drawn
@@ -118,11 +122,11 @@ class TrainTransform(TrainSettings):
             h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < h < self.size and 0 < w < self.size:
                 top, left = draws.below(self.size - h + 1), draws.below(self.size - w + 1)
-                pixels = pixels.clone()
+                erased = pixels.numpy().copy()
                 levels, quantiles = _noise_levels(self.mean, self.std), draws.bytes(3 * h * w).reshape(3, h, w)
                 noise = np.stack([channel.take(drawn) for channel, drawn in zip(levels, quantiles, strict=True)])
-                pixels[:, top : top + h, left : left + w] = torch.from_numpy(noise)
-                break
+                erased[:, top : top + h, left : left + w] = noise
+                return torch.from_numpy(erased)
         return pixels
 
 
@@ -187,9 +191,9 @@ class EvalTransform(EvalSettings):
         missing = [max(0, self.size - side) for side in pixels.shape[1:]]
         if not any(missing):
             return pixels
-        colour = torch.tensor([min(255, max(0, round(255 * mean))) for mean in self.mean], dtype=torch.uint8)
+        colour = np.array([min(255, max(0, round(255 * mean))) for mean in self.mean], np.uint8)
         height, width = (side + more for side, more in zip(pixels.shape[1:], missing, strict=True))
-        whole = colour[:, None, None].expand(3, height, width).clone()
+        whole = np.broadcast_to(colour[:, None, None], (3, height, width)).copy()
         top, left = (more // 2 for more in missing)
-        whole[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels
-        return whole
+        whole[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels.numpy()
+        return torch.from_numpy(whole)

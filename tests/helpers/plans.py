@@ -163,6 +163,10 @@ CASES = (
     Case("pp2", ZBV, check={"precision": "fp8"}),
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
+    Case("pp2xtp2xdp2", check={**FP64, "task__options": {"bce": True, "bce_target_threshold": 0.0}}),
+    Case("tp2xfsdp2+sp", check={"label_smoothing": 0.1, "task__options": {"bce": True, "bce_positive_weight": 3.0}}),
+    Case("tp2xdp2", model={"num_classes": 5}, check={**FP64, "task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}}),
+    Case("pp2xdp2", model={"num_classes": 5}, check={"task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}}),
     # optimizers on mixed meshes
     Case("tp2xfsdp2", check={"optimizer": "foreach"}),
     Case("tp2xfsdp2", check={"optimizer": "fused"}),

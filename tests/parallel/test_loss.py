@@ -7,7 +7,7 @@ from torch import Tensor
 from helpers.oracles import timm
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models import IGNORED
-from vitpar.models.loss import CrossEntropy
+from vitpar.models.loss import BinaryCrossEntropy, CrossEntropy
 
 BATCH, CLASSES = 8, 5
 MIXED = (  # label, label of the partner, weight of the first label; None for an ignored image
@@ -71,3 +71,55 @@ def test_hard_label_loss_matches_timms_label_smoothing(smoothing: float, alone: 
     other.backward()
     torch.testing.assert_close(loss, other, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(found.grad, expected.grad, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "threshold", "summed", "positive"),
+    [(0.0, None, False, 1.0), (0.1, None, True, 3.0), (0.0, 0.0, False, 1.0), (0.1, 0.2, True, 1.0)],
+)
+@pytest.mark.parametrize("weights", [(), (0.5, 1.0, 2.0, 0.0, 1.5)], ids=["", "weights"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["hard", "mixed"])
+def test_binary_cross_entropy_matches_timms(
+    smoothing: float, threshold: float | None, summed: bool, positive: float, weights: tuple[float, ...], mixed: bool
+) -> None:
+    found, expected = logits(seed=2), logits(seed=2)
+    loss = BinaryCrossEntropy(smoothing, weights, summed, threshold, positive)
+    given = {"weight": torch.tensor(weights).double() if weights else None, "pos_weight": torch.tensor(positive)}
+    other = timm.loss.BinaryCrossEntropy(smoothing, threshold, sum_classes=summed, **given)
+    rows = [(label, label, 1.0) for label in (0, 3, 2, 2, 4, 1, 0, 4)]
+    if mixed:
+        rows = [row or (1, 4, 0.3) for row in MIXED]
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (first, second, weight) in enumerate(rows):
+        targets = torch.tensor([first])
+        if mixed:
+            targets = timm.data.mixup.mixup_target(
+                torch.tensor([first, second]), CLASSES, lam=weight, smoothing=smoothing
+            )
+        total = total + other(expected[number : number + 1], targets[:1])
+    labels = torch.tensor(rows, dtype=torch.float64) if mixed else torch.tensor([row[0] for row in rows])
+    one = loss.total(found, labels)
+    one.backward()
+    total.backward()
+    torch.testing.assert_close(one, total, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-6)
+    labels[2] = IGNORED
+    assert loss.total(logits(seed=2), labels) < one
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_those_of_torchs_loss(smoothing: float) -> None:
+    weights, labels = (0.5, 1.0, 2.0, 0.0, 1.5), torch.tensor([0, 3, IGNORED, 2, 2, IGNORED, 4, 1])
+    ours, torchs = (
+        CrossEntropy(smoothing, weights),
+        {"weight": torch.tensor(weights).double(), "label_smoothing": smoothing},
+    )
+    expected = torch.nn.CrossEntropyLoss(ignore_index=IGNORED, **torchs)(logits(), labels)
+    torch.testing.assert_close(ours.total(logits(), labels) / ours.count(labels, BATCH), expected)
+    rows = torch.tensor([row or (1, 4, 0.3) for row in MIXED], dtype=torch.float64)
+    one, two = (torch.nn.functional.one_hot(rows[:, place].long(), CLASSES) for place in (0, 1))
+    soft = rows[:, 2:] * one + (1 - rows[:, 2:]) * two
+    expected = torch.nn.CrossEntropyLoss(**torchs)(logits(), soft)
+    torch.testing.assert_close(ours.total(logits(), rows) / ours.count(rows, BATCH), expected)
+    nothing = torch.full((BATCH,), IGNORED)
+    assert (ours.total(logits(), nothing) / ours.count(nothing, BATCH)).item() == 0

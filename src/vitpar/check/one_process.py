@@ -45,8 +45,8 @@ FROZEN = "changed elements of frozen parameters"
 """Name of a number in a trace."""
 
 
-Weighted = list[tuple[Tensor, Tensor | None]]
-"""Pairs of labels and weights whose losses add up."""
+Labels = Tensor | tuple[Tensor, Tensor, Tensor]
+"""Labels; or for mixed images the first labels, the second ones, and the weights of the first."""
 
 
 @dataclass
@@ -140,20 +140,20 @@ class OneProcess:
         inputs = drawn.inputs
         if inputs.is_floating_point():
             inputs = self._noisy(inputs.to(self._numbers.parameters), self._noise)
-        return self._backward(inputs, [(drawn.labels, None)], drawn.keys, drawn.sides)
+        return self._backward(inputs, drawn.labels, drawn.keys, drawn.sides)
 
     def _of_pixels(self, given: Pixels) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and the gradients for images that are not normalised and mixed yet."""
-        images, targets = self._mixed(given.images, given.labels, given.mixed)
-        return self._backward(self._noisy(images, max(self._noise, _NORMALISED)), targets, given.keys, {})
+        images, labels = self._mixed(given.images, given.labels, given.mixed)
+        return self._backward(self._noisy(images, max(self._noise, _NORMALISED)), labels, given.keys, {})
 
     def _backward(
-        self, inputs: Tensor, targets: Weighted, keys: Tensor, sides: Mapping[str, Tensor]
+        self, inputs: Tensor, labels: Labels, keys: Tensor, sides: Mapping[str, Tensor]
     ) -> tuple[float, dict[str, Tensor]]:
         """Return the loss and the gradients of trained parameters by name.
 
         inputs: [batch, channels, size, size] or [batch, tokens].
-        targets: labels, int64 [batch, …], with their weights in each sample's loss, float64 [batch]; None for 1.
+        labels: int64 [batch, …]; weights of mixed images are float64 [batch].
         keys: int64 [batch], random keys of the samples.
         sides: further inputs of the model by name.
         """
@@ -165,11 +165,14 @@ class OneProcess:
         # Not the kernel under test: on GPUs the reference computes attention by matrix products.
         with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
             outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
-        loss = outputs.new_zeros(())
-        for labels, weights in targets:
+        if isinstance(labels, Tensor):
             losses = self._task.reference(outputs, self._targets(inputs, labels, keys))
-            loss = loss + (losses if weights is None else weights.to(losses) * losses).sum()
-        loss = loss / self._task.count(targets[0][0], len(inputs))
+            count = self._task.count(labels, len(inputs))
+        else:
+            first, other = (self._task.targets(one.to(self._device)) for one in labels[:2])
+            losses = self._task.reference_mixed(outputs, first, other, labels[2].to(outputs))
+            count = self._task.count(torch.stack([one.double() for one in labels], 1), len(inputs))
+        loss = losses.sum() / count
         self._model.zero_grad()
         (loss * self._scale).backward()
         gradients = {}
@@ -185,8 +188,8 @@ class OneProcess:
         wide = images.to(self._device, self._numbers.parameters)
         return self._task.reference_targets(wide, keys.to(self._device), self._config)
 
-    def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Weighted]:
-        """Return normalised and mixed images, and their labels with weights.
+    def _mixed(self, pixels: Tensor, labels: Tensor, mixed: Mixed | None) -> tuple[Tensor, Labels]:
+        """Return normalised and mixed images, and their labels.
 
         pixels: uint8 [batch, channels, size, size].
         mixed: partners, weights and boxes; None for no mixing.
@@ -195,7 +198,7 @@ class OneProcess:
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (data.mean, data.std))
         images = ((pixels.double() / 255 - mean) / std).float()
         if mixed is None:
-            return images, [(labels, None)]
+            return images, labels
         both = []
         for i, (partner, weight, box) in enumerate(zip(mixed.partners, mixed.weights, mixed.boxes, strict=True)):
             if box.any():
@@ -205,8 +208,8 @@ class OneProcess:
             else:
                 image = (weight * images[i].double() + (1 - weight) * images[partner].double()).float()
             both.append(image)
-        weights = torch.from_numpy(mixed.weights)
-        return torch.stack(both), [(labels, weights), (labels[torch.from_numpy(mixed.partners)], 1 - weights)]
+        partners, weights = (torch.from_numpy(array) for array in (mixed.partners, mixed.weights))
+        return torch.stack(both), (labels, labels[partners], weights)
 
     def _noisy(self, x: Tensor, noise: float) -> Tensor:
         if not self._noise:

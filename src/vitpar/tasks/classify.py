@@ -1,7 +1,8 @@
-"""Classification: an output for each label, trained by cross-entropy."""
+"""Classification: an output for each label, trained by cross-entropy or by binary cross-entropy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from vitpar.tasks.task import Metric, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitpar.models.loss import CrossEntropy
+    from vitpar.models.loss import LabelLoss
 
 TOP = 5
 """Most probable classes that are counted, and that predictions list."""
@@ -38,17 +39,41 @@ class Classify(Task):
 
     label_smoothing: float = 0.0
     """Probability mass that the target of a training spreads over all classes."""
+    class_weights: Sequence[float] = ()
+    """Weight of each class in the loss of a training, from 0; empty for 1."""
+    bce: bool = False
+    """Whether to train with binary cross-entropy of every class, as DeiT III does. The options below are for it."""
+    bce_sum: bool = False
+    """Whether to sum over classes instead of averaging."""
+    bce_target_threshold: float | None = None
+    """Shares of the target above this become 1 and others 0; after mixing, 0 makes both labels count fully."""
+    bce_positive_weight: float = 1.0
+    """Weight of the share of the target, relative to that of the rest."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "class_weights", tuple(map(float, self.class_weights)))
+        if self.class_weights and len(self.class_weights) != self.outputs:
+            raise ValueError(f"class_weights has {len(self.class_weights)} numbers for {self.outputs} classes")
+        if self.class_weights and not 0 <= min(self.class_weights) <= max(self.class_weights) < math.inf:
+            raise ValueError("class_weights must be numbers from 0, and finite")
+        if not 0 < self.bce_positive_weight < math.inf:
+            raise ValueError(f"bce_positive_weight is {self.bce_positive_weight}, not a positive number")
+        if not self.bce and (self.bce_sum, self.bce_target_threshold, self.bce_positive_weight) != (False, None, 1.0):
+            raise ValueError("options of binary cross-entropy without bce = true")
 
     @property
     def outputs(self) -> int:
         return self.labels.count
 
     @cached_property
-    def loss(self) -> CrossEntropy:
+    def loss(self) -> LabelLoss:
         """The loss of a training."""
-        from vitpar.models.loss import CrossEntropy
+        from vitpar.models.loss import BinaryCrossEntropy, CrossEntropy
 
-        return CrossEntropy(self.label_smoothing)
+        smoothing, weights = self.label_smoothing, tuple(self.class_weights)
+        if not self.bce:
+            return CrossEntropy(smoothing, weights)
+        return BinaryCrossEntropy(smoothing, weights, self.bce_sum, self.bce_target_threshold, self.bce_positive_weight)
 
     def counted_targets(self, labels: Tensor) -> Tensor:
         return labels
@@ -59,13 +84,38 @@ class Classify(Task):
     def measure(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.loss.measure(outputs, targets)
 
+    def count(self, targets: Tensor, batch: int) -> int | Tensor:
+        return self.loss.count(targets, batch)
+
     def reference(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return -Σ p·log q for the smoothed target p and the model's probabilities q."""
+        return self._reference(outputs, self._one_hot(outputs, targets))
+
+    def reference_mixed(self, outputs: Tensor, first: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+        one, two = (self._one_hot(outputs, labels) for labels in (first, other))
+        return self._reference(outputs, weight[:, None] * one + (1 - weight[:, None]) * two)
+
+    def _one_hot(self, outputs: Tensor, targets: Tensor) -> Tensor:
         import torch
 
-        smooth = torch.full_like(outputs, self.label_smoothing / self.outputs)
-        smooth[torch.arange(len(targets)), targets] += 1 - self.label_smoothing
-        return -(smooth * outputs.log_softmax(1)).sum(1)
+        return torch.eye(self.outputs, dtype=outputs.dtype, device=outputs.device)[targets]
+
+    def _reference(self, outputs: Tensor, p: Tensor) -> Tensor:
+        """Return -Σ w·p·log q for targets p, smoothed, weights w and probabilities q.
+
+        With binary cross-entropy also the same of 1 - p and 1 - q, and q is that of each class alone.
+        """
+        import torch
+
+        w = torch.tensor(self.class_weights or [1.0] * self.outputs).to(outputs)
+        p = (1 - self.label_smoothing) * p + self.label_smoothing / self.outputs
+        if not self.bce:
+            return -(w * p * outputs.log_softmax(1)).sum(1)
+        if self.bce_target_threshold is not None:
+            p = (p > self.bce_target_threshold).to(outputs)
+        # log q = -log(1 + exp(-x)), log(1 - q) = -log(1 + exp(x)).
+        here, rest = torch.logaddexp(-outputs, outputs.new_zeros(())), torch.logaddexp(outputs, outputs.new_zeros(()))
+        losses = w * (self.bce_positive_weight * p * here + (1 - p) * rest)
+        return losses.sum(1) if self.bce_sum else losses.sum(1) / self.outputs
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return sums over samples: [samples, loss without smoothing, top-1 hits, top-5 hits, …].

@@ -204,6 +204,10 @@ class Task:
         """Return what `losses` returns by a formula of its own, for `vitpar check`."""
         raise NotImplementedError
 
+    def reference_mixed(self, outputs: Tensor, first: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+        """Return `reference` for mixed images: `weight` of the targets `first`, and the rest of `other`."""
+        return weight * self.reference(outputs, first) + (1 - weight) * self.reference(outputs, other)
+
     def predict(self, outputs: Tensor) -> Mapping[str, Tensor]:
         """Return what the model says about each sample by name, [batch] or [batch, k] each."""
         return {"prediction": outputs[:, 0] if outputs.shape[1] == 1 else outputs}

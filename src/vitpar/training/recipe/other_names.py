@@ -29,6 +29,10 @@ OTHER_NAMES = {
     "model_ema": "train.ema_decay",
     "model_ema_decay": "train.ema_decay",
     "momentum_beta": "optimizer.momentum",
+    "bce_loss": "task.options.bce",
+    "bce_pos_weight": "task.options.bce_positive_weight",
+    "bce_sum": "task.options.bce_sum",
+    "bce_target_thresh": "task.options.bce_target_threshold",
     "num_epochs": "train.epochs",
     "num_layers": "model.depth",
     "num_microbatches": "parallel.microbatches",
@@ -69,7 +73,6 @@ Names are options of timm and Megatron, and arguments of Lightning and of transf
 """
 
 ABSENT = {
-    "bce_loss": "the loss is cross-entropy, with train.label_smoothing",
     "num_classes": "the number of classes comes from the data",
 }
 """Why vitpar has no such setting, by its name elsewhere."""

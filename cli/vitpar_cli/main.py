@@ -23,6 +23,7 @@ from vitpar_cli import (
     plan,
     predict,
     profile,
+    recipes,
     report,
     runs,
     scaling,
@@ -56,6 +57,7 @@ app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
 app.command("models")(models.models)
+app.command("recipes")(recipes.recipes)
 app.command("settings")(settings.settings)
 app.command("report")(report.report)
 app.command("runs")(runs.runs)

@@ -93,6 +93,8 @@ WORKING = [
     f"search --cluster 4xA100 {SMALL} {WHOLE} --memory 4GB --roles dp,fsdp --out plan.json --report page --trace step",
     f"search --cluster 2xA100,2xL40S --model vit_small_patch16_224,swin_tiny_patch4_window7_224 --batch-size 8 {WHOLE}",
     f"scaling --cluster 4xH100 {SMALL}",
+    "recipes",
+    "recipes mae_finetune_base",
 ]
 """Plans and searches of every kind of output."""
 DURATION = re.compile(r'(?<=searched   )[0-9.]+|(?<="search_seconds": )[0-9.e-]+|[0-9.]+(?= s over [0-9]+ strateg)')

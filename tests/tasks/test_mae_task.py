@@ -65,6 +65,14 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     for name in ("embed.cls_token", "embed.patch_embed.proj.weight", "blocks.1.attn.qkv.weight"):
         assert torch.equal(before.read(name), after.read(name)), name
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
+    words = ("pool=avg", "num_reg_tokens=1", "options.fc_norm=true")
+    pooled = (*probe[:-1], "pooled", *(word for setting in words for word in ("--set", f"model.{setting}")))
+    told = said("train", "--weights", "run/weights", *VIT, *DATA, "--steps", "1", *pooled)
+    assert "the class token becomes a register, and tokens are averaged" in told
+    averaging = open_weights(place / "pooled" / "weights")
+    assert torch.equal(before.read("embed.cls_token"), averaging.read("embed.reg_token"))
+    for name in ("embed.pos_embed", "blocks.1.attn.qkv.weight"):
+        assert torch.equal(after.read(name), averaging.read(name)), name
     said("report", "run", "--images", "17", "--out", "page.html")
     losses = refuse_wrong_pictures(place, range(17))
     assert sum(losses) / 17 == pytest.approx(figures[0]["loss"], abs=1e-4), "as the evaluation masks and counts"

@@ -56,6 +56,10 @@ class LabelLoss:
         """Return the number of samples."""
         return batch
 
+    def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum over the samples. outputs: logits [batch, classes]."""
+        raise NotImplementedError
+
     def measure(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the number of samples that are not mixed, and how many of them have the correct class first."""
         if targets.ndim == 2:

@@ -2,13 +2,14 @@
 
 Parameters are those of the folder, under any plan. For fine-tuning, rows of the classifier are matched with the classes
 of the data by name; it keeps its initial values if the data have other classes. Learned positions are interpolated if
-images have another size. Of a masked autoencoder, a Vision Transformer takes the encoder.
+images have another size. Of a masked autoencoder, a Vision Transformer takes the encoder. A model that averages tokens
+takes weights with a class token, which becomes a register.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import copy_whole_
+from vitpar.models.vit.config import ViTConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.optimizer import EMA
@@ -53,8 +55,10 @@ class _Opened:
     """Configuration of their model."""
     read: Callable[[str], Tensor]
     """Function from the name of a parameter to its tensor."""
-    pretrained: str | None = None
-    """Name of the pretrained model whose encoder they are; None for weights that are used as they are."""
+    changes: tuple[str, ...] = ()
+    """Differences from what the folder has, as sentences; none for weights that are used as they are."""
+    kept: tuple[str, ...] = ()
+    """Parameters besides the classifier that keep their initial values."""
 
 
 def _opened(folder: Path, config: ModelConfig) -> _Opened:
@@ -62,13 +66,39 @@ def _opened(folder: Path, config: ModelConfig) -> _Opened:
     weights = open_weights(folder)
     known = weights.config.pretrained if type(weights.config) is not type(config) else None
     if known is None or type(known[0]) is not type(config):
-        return _Opened(weights.config, weights.read)
+        return _averaging(_Opened(weights.config, weights.read), config)
     there, tensors = known
 
     def read(name: str) -> Tensor:
         return tensors[name].make(*map(weights.read, tensors[name].names))
 
-    return _Opened(there, read, weights.config.name)
+    change = f"the encoder of {weights.config.name} is used; its decoder is left out"
+    return _averaging(_Opened(there, read, (change,)), config)
+
+
+def _averaging(opened: _Opened, config: ModelConfig) -> _Opened:
+    """Return the weights for a model that averages tokens and has a register where they have a class token.
+
+    The register stands where the class token stood. Averages are normalised by a norm of their own if the model's is
+    after averaging (`fc_norm`), as masked autoencoders are fine-tuned (2111.06377).
+    """
+    there = opened.config
+    if not (isinstance(there, ViTConfig) and isinstance(config, ViTConfig)):
+        return opened
+    registers = there.num_reg_tokens + 1
+    if (there.pool, config.pool, config.num_reg_tokens, there.distillation) != ("cls", "avg", registers, False):
+        return opened
+
+    def read(name: str) -> Tensor:
+        if name != "embed.reg_token":
+            return opened.read(name)
+        tokens = ("embed.cls_token", "embed.reg_token") if registers > 1 else ("embed.cls_token",)
+        return torch.cat([opened.read(token) for token in tokens], 1)
+
+    change = "the class token becomes a register, and tokens are averaged"
+    kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
+    made = replace(there, pool="avg", num_reg_tokens=registers, fc_norm=config.fc_norm)
+    return _Opened(made, read, (*opened.changes, change), kept)
 
 
 def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
@@ -83,7 +113,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = _opened(folder, config)
-    there, pretrained = weights.config, weights.pretrained
+    there, changed = weights.config, bool(weights.changes)
     if type(there) is not type(config):
         raise RecipeError(
             f"the weights in '{folder}' are of the family {there.FAMILY}, but {config.name} is of {config.FAMILY}: "
@@ -103,15 +133,15 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
             f"the weights in '{folder}' do not match the model: {'; '.join(other)}: use their model, as with --recipe "
             f"{folder / RECIPE}"
         )
-    notes = [f"the encoder of {pretrained} is used; its decoder is left out"] if pretrained else []
-    match = task.match(None if pretrained else read_class_names(folder, there.num_classes), data)
+    notes = list(weights.changes)
+    match = task.match(None if changed else read_class_names(folder, there.num_classes), data)
     new = (
-        bool(pretrained)
+        changed
         or match.kind in ("other", "mixed")
         or (match.kind == "unnamed" and config.num_classes != there.num_classes)
     )
     if new:
-        why = "the weights have none" if pretrained else match.words or f"the weights have {there.num_classes:,}"
+        why = "the weights have none" if changed else match.words or f"the weights have {there.num_classes:,}"
         notes.append(f"the classifier of {config.num_classes:,} classes is newly initialised ({why})")
     elif match.words:
         notes.append(match.words)
@@ -141,7 +171,8 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     adapted = {POSITIONS} if resizes else set[str]()
     if start.new_classifier or start.outputs is not None:
         adapted |= {*CLASSIFIERS}
-    if weights.pretrained:
+    adapted |= {*weights.kept}
+    if weights.changes:
         if (folder / INDEX).exists():
             Checkpoint.open_whole(folder)  # verifies the files
         for name, parameter in model.named_parameters():

@@ -39,6 +39,11 @@ class Run:
     steps: int
     """Steps of the run."""
 
+    @property
+    def epoch(self) -> float:
+        """Steps of an epoch, with a fraction."""
+        return self.samples / self.batch_size
+
     def length(self, interval: Interval) -> int:
         """Return an interval in steps."""
         return interval.steps(samples=self.samples, batch_size=self.batch_size, total=self.steps)
@@ -49,9 +54,9 @@ class Course:
     """Where a step is in a run."""
 
     run: Run
-    at: int
-    """Steps since the shape began."""
-    length: int
+    at: float
+    """Steps since the shape began; a fraction only between epochs of a rate that changes once an epoch."""
+    length: float
     """Steps of the shape."""
     warmup: int
     """Steps of warm-up."""
@@ -130,7 +135,7 @@ class Step(Shape):
     """Factor of a fall."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
-        return max(least, peak * self.gamma ** (course.at // max(1, course.run.length(self.every))))
+        return max(least, peak * self.gamma ** (math.ceil(course.at) // max(1, course.run.length(self.every))))
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class MultiStep(Shape):
 
     def rate(self, course: Course, peak: float, least: float) -> float:
         points = sorted(map(course.run.length, self.at))
-        return max(least, peak * self.gamma ** bisect_right(points, course.at))
+        return max(least, peak * self.gamma ** bisect_right(points, math.ceil(course.at)))
 
 
 @dataclass(frozen=True)
@@ -287,14 +292,21 @@ class LRSchedule:
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of update number `step`, counted from 1."""
-        done, warmup = step - 1, self.warmup_steps
+        done, warmup, steps = float(step - 1), float(self.warmup_steps), float(self.run.steps)
         if self.per_epoch:
-            epoch = done * self.run.batch_size // self.run.samples
-            done = math.ceil(epoch * self.run.samples / self.run.batch_size)
+            done = (step - 1) * self.run.batch_size // self.run.samples * self.run.epoch
+            warmup, steps = self._epochs(warmup), self._epochs(steps)
         if done < warmup:
             if self.warmup_lr is None:
                 return self.peak * (done + 1) / warmup
             return self.warmup_lr + (self.peak - self.warmup_lr) * done / warmup
-        begun = warmup if self._after else 0
-        length = max(1, self.run.steps - begun)
-        return self.shape.rate(Course(self.run, min(done - begun, length), length, warmup), self.peak, self.least)
+        begun = warmup if self._after else 0.0
+        length = max(1.0, steps - begun)
+        return self.shape.rate(
+            Course(self.run, min(done - begun, length), length, self.warmup_steps), self.peak, self.least
+        )
+
+    def _epochs(self, steps: float) -> float:
+        """Return a number of steps without the rounding of whole epochs to whole steps."""
+        whole = round(steps / self.run.epoch) * self.run.epoch
+        return whole if abs(whole - steps) < 1 else steps

@@ -35,6 +35,8 @@ _SIZES = (
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
 SHIPPED = Path(__file__).parents[2] / "recipes"
 """Folder of the shipped recipes, which can be named without folder and suffix."""
+ABOUT = "about"
+"""Section of a recipe file that describes it (``vitpar.training.recipe.shipped``) and sets nothing."""
 DEFAULT_RECIPE = SHIPPED / "digits.toml"
 """Recipe that is used when neither a recipe nor data is named."""
 
@@ -154,13 +156,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if str(path) in names and not path.is_file():
         path = SHIPPED / f"{path}.toml"
     try:
-        return read_toml(path)
+        values = read_toml(path)
     except FileNotFoundError:
-        raise RecipeError(f"no recipe '{path}': name a TOML file or a shipped recipe: {', '.join(names)}") from None
+        raise RecipeError(
+            f"no recipe '{path}'{nearest(str(path), names)}: name a TOML file, or a recipe that `vitpar recipes` lists"
+        ) from None
     except OSError as error:
         raise RecipeError(f"the recipe '{shown(path)}' cannot be read: {error.strerror}: name another") from None
     except ValueError as error:
         raise RecipeError(f"the recipe '{path}' is not valid TOML: {shown(error)}: correct it") from None
+    values.pop(ABOUT, None)
+    return values
 
 
 def _refuse_unwritable(key: str, value: object) -> None:

@@ -30,8 +30,9 @@ class TaskSection(Section):
     """classify; mae (masked autoencoding, for models of that family); mlm (masked language modelling, BERT) or span
     (span corruption, T5) for packed text; or a task of your own as FILE.py:NAME (docs/own-task.md)."""
     options: dict[str, int | float | bool | str | list[float]] | None = None
-    """Fields of the task by name: bce, bce_sum, bce_target_threshold, bce_positive_weight and class_weights of classify,
-    norm_pix_loss of mae, rate and whole_words of mlm, rate and mean_length of span, or those of your own."""
+    """Fields of the task by name: class_weights, bce, bce_sum, bce_target_threshold and bce_positive_weight of classify
+    (docs/losses.md), norm_pix_loss of mae, rate and whole_words of mlm, rate and mean_length of span, or those of your
+    own."""
 
 
 class ModelSection(Section):

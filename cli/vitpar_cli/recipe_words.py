@@ -63,6 +63,8 @@ def augment_words(recipe: Recipe) -> str:
     """Return text such as `crop 0.08-1, flip 0.5, rand-m9-n2, erasing 0.25, mixup 0.8 or CutMix 1, 3 repeats`."""
     data, augment = recipe.data, recipe.augment
     crop = "crop {:g}-{:g}".format(*data.crop_scale)
+    if data.crop_padding is not None:
+        crop = f"crop with padding {data.crop_padding}"
     jitter = augment.color_jitter if isinstance(augment.color_jitter, tuple) else (augment.color_jitter,)
     mixed = [f"{name} {alpha:g}" for name, alpha in (("mixup", augment.mixup), ("CutMix", augment.cutmix)) if alpha]
     words = [

@@ -11,9 +11,10 @@ from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
 from vitpar.tasks import task_of
 from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
-from vitpar.training.recipe import Recipe
+from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
+from vitpar_cli.recipe_words import augment_words
 
 RECIPE = Recipe.model_validate(
     {
@@ -118,6 +119,10 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
     assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
     assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
+    padded = read_recipe(
+        None, {"data.path": "x", "train.steps": 1, "data.crop_padding": 4, "augment.policy": "cifar10"}
+    )
+    assert augment_words(padded) == "crop with padding 4, flip 0.5, cifar10"
 
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:

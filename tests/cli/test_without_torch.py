@@ -46,6 +46,7 @@ def test_mistakes_are_refused_without_importing_torch(tmp_path: Path) -> None:
 
 WRONG_RUNS = [
     ("--set data.crop_scale=[0.5,0.2]", "crop scale (0.5, 0.2) must be a range"),
+    ("--set data.crop_padding=8", "crop padding 8 must be at least 0 and less than the image size 8"),
     ("--set augment.policy=randd", "unknown augmentation 'randd'"),
     ("--mesh tp3", "tp3 does not divide the 2 heads"),
     ("--mesh dp3", "a batch of 8 images does not divide into the 3 data-parallel parts"),

@@ -90,6 +90,8 @@ def test_levels_have_the_requested_spread():
     [
         {"policy": parse_policy("rand-p1")},
         {"policy": parse_policy("original")},
+        {"policy": parse_policy("cifar10")},
+        {"padding": 4},
         {"policy": parse_policy("3a")},
         {"color_jitter": (0.4, 0.4, 0.4)},
         {"erase": 1.0},

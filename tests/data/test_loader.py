@@ -238,6 +238,7 @@ def test_decoding_thread_starts_no_threads():
         from vitpar.data.randomness import Draws
         image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
         train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]
+        padded = TrainTransform(256, flip=1.0, padding=200)
         def transform():
             for interpolation in ("bicubic", "bilinear", "lanczos"):
                 for mode in ("center", "squash", "border"):
@@ -245,6 +246,7 @@ def test_decoding_thread_starts_no_threads():
                 EvalTransform(480, 1.0, interpolation)(image)
             for number in range(20):
                 train(image, Draws(number))
+                padded(image, Draws(number))
             found.append(len(os.listdir("/proc/self/task")))
         torch.set_num_threads(4)
         found = [len(os.listdir("/proc/self/task"))]

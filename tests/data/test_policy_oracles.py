@@ -1,4 +1,4 @@
-"""Operations and policies of RandAugment, AutoAugment and 3-Augment compared with timm's code."""
+"""Operations and policies of RandAugment, AutoAugment and 3-Augment compared with timm's and torchvision's code."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from helpers.distributions import assert_same_distribution
-from helpers.oracles import timm
+from helpers.oracles import timm, torchvision
 from vitpar.data import parse_policy
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
@@ -51,8 +51,11 @@ def by_timm(name: str, level: float, increasing: bool, negative: bool, patch: py
     return np.asarray(operation(PHOTOGRAPH))
 
 
-@pytest.mark.parametrize("increasing", [False, True], ids=["plain", "inc1"])
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in RANDOM])
+CASES = [(name, increasing) for name in OPERATIONS for increasing in (False, True) if name not in RANDOM]
+CASES.remove(("PosterizeOriginal", True))  # timm's is the same as without increasing levels
+
+
+@pytest.mark.parametrize(("name", "increasing"), CASES)
 def test_operations_match_timm(name: str, increasing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pixels are equal at every level and for both signs."""
     levels = [10.0] if name == "Grayscale" else [*range(11), 0.3, 2.5, 4.49, 7.77, 9.99]
@@ -95,6 +98,52 @@ def test_policy_tables_match_timm(name: str) -> None:
         assert levels == [[op.magnitude for op in line] for line in timms.auto_augment_policy(name, HPARAMS)]
     else:
         assert next(line for line in policy.lines if line[0][0] == "Solarize")[0][2] == 5
+
+
+AFFINE = {"ShearX": (1, 0.3), "ShearY": (3, 0.3), "TranslateX": (2, 0.45), "TranslateY": (5, 0.45)}
+"""Place in Pillow's affine matrix and largest value. torchvision moves by 150/331 of the size, in whole pixels."""
+
+
+def by_pillow(place: int, value: float) -> NDArray[np.uint8]:
+    matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    matrix[place] = value
+    size, affine = PHOTOGRAPH.size, Image.Transform.AFFINE
+    return np.asarray(PHOTOGRAPH.transform(size, affine, matrix, BILINEAR, fillcolor=FILL))
+
+
+def by_torchvision(name: str, magnitude: float) -> NDArray[np.uint8]:
+    bilinear, fill = torchvision.transforms.InterpolationMode.BILINEAR, list(FILL)
+    apply = torchvision.transforms.autoaugment._apply_op
+    return np.asarray(apply(PHOTOGRAPH, name, magnitude, interpolation=bilinear, fill=fill))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "svhn"])
+def test_policy_tables_match_torchvision(name: str) -> None:
+    """Operations, probabilities and order are equal, and pixels at each sub-policy's magnitude, for both signs."""
+    theirs = torchvision.transforms.AutoAugment(torchvision.transforms.AutoAugmentPolicy(name))
+    ours, space = parse_policy(name), theirs._augmentation_space(10, PHOTOGRAPH.size[::-1])
+    assert isinstance(ours, policies.OneOf) and ours.increasing and len(ours.lines) == len(theirs.policies) == 25
+    for line, expected_line in zip(ours.lines, theirs.policies, strict=True):
+        for (own, probability, level), (kind, expected_probability, number) in zip(line, expected_line, strict=True):
+            assert (own.removesuffix("Original"), probability) == (kind, expected_probability)
+            magnitudes, signed = space[kind]
+            magnitude = 0.0 if number is None else magnitudes[number].item()
+            signs = (1, -1) if signed and magnitude else (1,)
+            if kind == "Solarize":  # the paper's thresholds begin at 256, torchvision's at 255
+                expected = [by_torchvision(kind, magnitude), by_torchvision(kind, magnitude + 1)]
+            elif kind in AFFINE:
+                place, part = AFFINE[kind]
+                most = part * {2: PHOTOGRAPH.width, 5: PHOTOGRAPH.height}.get(place, 1)
+                assert magnitude == pytest.approx(number / 9 * most, rel=1e-2)
+                expected = [by_pillow(place, sign * number / 9 * most) for sign in signs]
+            else:
+                expected = [by_torchvision(kind, sign * magnitude) for sign in signs]
+            settings = [OperationContext(Draws(key), FILL, ours.increasing) for key in range(12)]
+            found = [np.asarray(OPERATIONS[own](PHOTOGRAPH, level, setting)) for setting in settings]
+            # One grey level: Pillow rounds fractions of pixels.
+            same = [[bool(np.abs(x.astype(int) - one).max() <= 1) for x in expected] for one in found]
+            seen = {which.index(True) if True in which else None for which in same}
+            assert None not in seen and (kind == "Solarize" or len(seen) == len(signs)), (line, kind, seen)
 
 
 @pytest.mark.parametrize(

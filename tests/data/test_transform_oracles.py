@@ -1,6 +1,7 @@
 """Crops, resizing, erasing, colour jitter and normalisation compared with timm's and torchvision's code."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -76,6 +77,23 @@ def test_fallback_crop_matches_torchvision(shape: tuple[int, int]) -> None:
     expected = torchvision.transforms.RandomResizedCrop.get_params(torch.empty(3, *shape), list(scale), list(ratio))
     transform = TrainTransform(8, scale=scale, ratio=ratio)
     assert transform._crop(*shape, Draws(7)) == tuple(expected)
+
+
+# random crop with padding
+
+
+@pytest.mark.parametrize(
+    ("shape", "padding"),
+    [((8, 8), 2), ((8, 8), 0), ((12, 10), 1), ((9, 30), 0), ((5, 7), 1), ((3, 20), 2), ((1, 1), 4), ((20, 2), 7)],
+)
+def test_padded_crops_match_torchvision(shape: tuple[int, int], padding: int) -> None:
+    """Crops are equal, pixel by pixel, and occur equally often, also of images that are too small with padding."""
+    image, transform = noise(*shape), TrainTransform(8, flip=0, padding=padding)
+    crop = torchvision.transforms.RandomCrop(8, padding=padding, pad_if_needed=True)
+    expected, draws = Counter(crop(Image.fromarray(image)).tobytes() for _ in range(20_000)), 20_000
+    found = Counter(transform(image, Draws(key)).permute(1, 2, 0).numpy().tobytes() for key in range(draws))
+    assert found.keys() == expected.keys()
+    assert all(abs(found[one] - expected[one]) < 5 * (2 * expected[one]) ** 0.5 for one in expected)
 
 
 # evaluation

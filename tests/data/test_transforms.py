@@ -176,6 +176,8 @@ def test_draws_are_uniform_and_do_not_repeat_the_key_stream():
         (lambda: TrainTransform(0), "image size 0 is not a positive"),
         (lambda: TrainTransform(8, scale=(0.5, 1.5)), r"crop scale \(0.5, 1.5\) must be"),
         (lambda: TrainTransform(8, ratio=(2, 1)), r"crop ratio \(2, 1\) must be"),
+        (lambda: TrainTransform(8, padding=8), "crop padding 8 must be at least 0 and less than the image size 8"),
+        (lambda: TrainTransform(8, padding=-1), "crop padding -1 must be"),
         (lambda: TrainTransform(8, flip=2), "flip 2 is not a probability"),
         (lambda: TrainTransform(8, erase=-1), "erase -1 is not a probability"),
         (lambda: TrainTransform(8, color_jitter=(0, -1, 0)), "color jitter"),

@@ -135,6 +135,8 @@ def test_default_settings_are_those_of_the_paper() -> None:
     assert (recipe.train.epochs, str(recipe.lr_schedule.warmup)) == (800, "40 epochs")
     assert recipe.augment.policy is None and recipe.augment.repeats == 1 and not recipe.augment.mixup
     assert recipe_for(10_000_000, options).train.epochs == 30
+    padded = recipe_for(50_000, {**options, "data.crop_padding": 4}).data
+    assert padded.model_fields_set == {"path", "crop_padding"}, "no range of areas with padding"
 
 
 def test_weights_of_transformers_come_in_and_go_out(tmp_path: Path, vitpar: Command) -> None:

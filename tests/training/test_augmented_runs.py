@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,17 @@ from helpers.small_data import pack_small
 from helpers.trained import recipe_of, train
 
 
-def test_augmented_and_mixed_images_do_not_depend_on_the_mesh(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("crop", [{}, {"data.crop_padding": 2, "augment.policy": "cifar10"}], ids=["resized", "padded"])
+def test_augmented_and_mixed_images_do_not_depend_on_the_mesh(
+    crop: dict[str, Any], ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     """With two images per rank, mixup partners lie on other ranks, and batches cut the runs of repeated samples."""
     data = pack_small(tmp_path)
     settings = {
         **{"augment.policy": "rand-m9-n2-mstd0.5-inc1", "augment.color_jitter": 0.4, "augment.random_erasing": 0.5},
         **{"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0, "augment.mixup_prob": 0.8},
         **{"data.shuffle_window": 12, "data.shuffle_block": 4, "model.drop_path": 0.1, "train.batch_size": 8},
+        **crop,
     }
     for name, mesh, size, cache in (
         ("dp1", "dp1", 1, "none"),

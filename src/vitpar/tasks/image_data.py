@@ -57,6 +57,7 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
         erase=a.random_erasing,
         mean=d.mean,
         std=d.std,
+        padding=d.crop_padding,
     )
     return (
         train,

@@ -116,6 +116,8 @@ def test_small_images_get_a_mild_crop() -> None:
     )
     assert (small.crop_scale, small.crop_pct) == ((0.8, 1.0), 1.0)
     assert (large.crop_scale, large.crop_pct) == ((0.08, 1.0), 0.875)
+    padded = recipe_for(50_000, {**HERE, "model.name": "vit_tiny_patch4_32", "data.crop_padding": 4}).data
+    assert padded.model_fields_set == {"path", "crop_padding", "crop_pct"}, "no range of areas with padding"
 
 
 def test_stream_defaults_leave_out_unsupported_augmentation() -> None:

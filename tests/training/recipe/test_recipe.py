@@ -8,6 +8,7 @@ from helpers.paths import ROOT
 from helpers.trained import recipe_text
 from vitpar.errors import ModelError, RecipeError, StrategyError
 from vitpar.training.recipe import DEFAULT_RECIPE, read_recipe
+from vitpar.training.recipe.file import checked
 
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))
 SMALL = recipe_text(
@@ -77,6 +78,22 @@ def test_later_alternative_replaces_the_earlier_one_but_both_at_once_are_refused
     for sources in ((written(tmp_path, text),), (None, {**base, **given}), (None, base, assignments)):
         with pytest.raises(RecipeError, match=f"both {' and '.join(given)} are given: keep one"):
             read_recipe(*sources)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["crop_scale", "crop_ratio"])
+def test_crop_padding_and_random_resized_crops_exclude_each_other(name: str, tmp_path: Path) -> None:
+    base, pair = {"data.path": "x", "train.steps": 1}, [0.5, 1.0]
+    padded = read_recipe(None, {**base, f"data.{name}": pair}, ["data.crop_padding=4"])
+    resized = read_recipe(None, {**base, "data.crop_padding": 4}, [f"data.{name}={pair}"])
+    assert (padded.data.crop_padding, resized.data.crop_padding) == (4, None)
+    assert getattr(padded.data, name) != getattr(resized.data, name) == tuple(pair)
+    assert "crop_scale" not in padded.to_toml() and read_recipe(written(tmp_path, padded.to_toml())) == padded
+    with pytest.raises(RecipeError, match=f"both data.crop_padding and data.{name} are given: keep one"):
+        read_recipe(None, {**base, "data.crop_padding": 4, f"data.{name}": pair})
+    with pytest.raises(
+        RecipeError, match=rf"data.{name} is \(0.5, 1.0\), which a crop with data.crop_padding does not"
+    ):
+        checked({"data": {"path": "x", "crop_padding": 4, name: pair}})
 
 
 def test_later_model_name_replaces_the_sizes_in_the_file(file: Path, tmp_path: Path) -> None:

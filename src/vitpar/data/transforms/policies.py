@@ -1,9 +1,10 @@
 """Augmentation policies: sequences of Pillow's image operations, each at a level from 0 to 10.
 
-Policies have timm's names:
+Policies have the names of timm, and of torchvision for CIFAR-10 and SVHN:
 
 `rand-m9-n2-mstd0.5-inc1`   RandAugment (Cubuk et al. 2020)
 `original`                  AutoAugment's policy for ImageNet (Cubuk et al. 2019, table 9)
+`cifar10`, `svhn`           AutoAugment's policies for CIFAR-10 and SVHN (tables 7 and 8)
 `3a`                        3-Augment (Touvron et al. 2022): grey, solarised or blurred
 
 Names and ranges of operations are those of AutoAugment and RandAugment, with translations as fractions of the image's
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_POLICY_OPERATIONS
 from vitpar.text import shown
@@ -89,9 +91,9 @@ def _posterize(image: Image.Image, level: float, setting: OperationContext) -> I
     return _keep_bits(image, 4 - bits if setting.increasing else bits)
 
 
-def _posterize_original(image: Image.Image, level: float, _: OperationContext) -> Image.Image:
-    """Keep 4 to 8 bits of each channel, as AutoAugment does."""
-    return _keep_bits(image, 4 + int(level / HIGHEST * 4))
+def _posterize_original(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
+    """Keep 4 to 8 bits of each channel, as timm's AutoAugment does; with `increasing`, 8 to 4, as torchvision's."""
+    return _keep_bits(image, 8 - round(level / HIGHEST * 4) if setting.increasing else 4 + int(level / HIGHEST * 4))
 
 
 def _keep_bits(image: Image.Image, bits: int) -> Image.Image:
@@ -135,35 +137,6 @@ OPERATIONS: dict[str, Operation] = {
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
-
-# Each line is a sub-policy of two operations, each given as (name, probability, level).
-_ORIGINAL = """
-PosterizeOriginal 0.4 8     Rotate 0.6 9
-Solarize 0.6 5              AutoContrast 0.6 5
-Equalize 0.8 8              Equalize 0.6 3
-PosterizeOriginal 0.6 7     PosterizeOriginal 0.6 6
-Equalize 0.4 7              Solarize 0.2 4
-Equalize 0.4 4              Rotate 0.8 8
-Solarize 0.6 3              Equalize 0.6 7
-PosterizeOriginal 0.8 5     Equalize 1.0 2
-Rotate 0.2 3                Solarize 0.6 8
-Equalize 0.6 8              PosterizeOriginal 0.4 6
-Rotate 0.8 8                Color 0.4 0
-Rotate 0.4 9                Equalize 0.6 2
-Equalize 0.0 7              Equalize 0.8 8
-Invert 0.6 4                Equalize 1.0 8
-Color 0.6 4                 Contrast 1.0 8
-Rotate 0.8 8                Color 1.0 2
-Color 0.8 8                 Solarize 0.8 7
-Sharpness 0.4 7             Invert 0.6 8
-ShearX 0.6 5                Equalize 1.0 9
-Color 0.4 0                 Equalize 0.6 3
-Equalize 0.4 7              Solarize 0.2 4
-Solarize 0.6 5              AutoContrast 0.6 5
-Invert 0.6 4                Equalize 1.0 8
-Color 0.6 4                 Contrast 1.0 8
-Equalize 0.8 8              Equalize 0.6 3
-"""
 
 
 @dataclass(frozen=True)
@@ -215,13 +188,17 @@ class OneOf:
         return image
 
 
-def _table(text: str) -> OneOf:
-    lines = [line.split() for line in text.strip().splitlines()]
-    return OneOf(tuple(tuple((w[i], float(w[i + 1]), float(w[i + 2])) for i in range(0, len(w), 3)) for w in lines))
+def _table(text: str, highest: int = HIGHEST, increasing: bool = False) -> OneOf:
+    """Return the policy of a table whose magnitudes are from 0 to `highest`."""
+    words = [line.split() for line in text.strip().splitlines()]
+    lines = [[(w[i], float(w[i + 1]), float(w[i + 2]) * HIGHEST / highest) for i in range(0, len(w), 3)] for w in words]
+    return OneOf(tuple(map(tuple, lines)), increasing)
 
 
 _NAMED: dict[str, Policy] = {
-    "original": _table(_ORIGINAL),
+    "original": _table(policy_tables.ORIGINAL),
+    "cifar10": _table(policy_tables.CIFAR10, 9, increasing=True),
+    "svhn": _table(policy_tables.SVHN, 9, increasing=True),
     "3a": _table("Grayscale 1 0\nSolarize 1 5\nGaussianBlur 1 0"),
 }
 _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probability", "inc": "increasing"}
@@ -257,7 +234,7 @@ def parse_policy(text: str) -> Policy:
 
 def _unknown(text: str, why: str) -> RecipeError:
     return RecipeError(
-        f"unknown augmentation '{shown(text)}': {why}; use original, 3a, or rand with some of -m9 (level, 0 to "
-        f"{HIGHEST}), "
-        "-n2 (operations), -mstd0.5 (spread of levels), -p1 (probability of each) and -inc1 (levels that increase)"
+        f"unknown augmentation '{shown(text)}': {why}; use original (ImageNet), cifar10, svhn, 3a, or rand with some "
+        f"of -m9 (level, 0 to {HIGHEST}), -n2 (operations), -mstd0.5 (spread of levels), -p1 (probability of each) and "
+        "-inc1 (levels that increase)"
     )

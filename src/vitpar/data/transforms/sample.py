@@ -59,10 +59,10 @@ def _drawn(pixels: Tensor) -> Image.Image:
 
 @dataclass(frozen=True)
 class TrainTransform(TrainSettings):
-    """Random-resized crop and horizontal flip, then optionally a policy, colour jitter and random erasing.
+    """Random crop and horizontal flip, then optionally a policy, colour jitter and random erasing.
 
-    Sources: Szegedy et al. 2015 and torchvision's RandomResizedCrop; Zhong et al. 2020 for random erasing. Raises
-    RecipeError if a setting is out of its range.
+    Sources: Szegedy et al. 2015 and torchvision's RandomResizedCrop; with `padding` torchvision's RandomCrop with
+    `pad_if_needed`; Zhong et al. 2020 for random erasing. Raises RecipeError if a setting is out of its range.
     """
 
     def __call__(self, image: NDArray[np.uint8], draws: Draws) -> Tensor:
@@ -71,8 +71,11 @@ class TrainTransform(TrainSettings):
         image: uint8 [height, width, 3].
         draws: random numbers of the sample.
         """
-        top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
-        pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
+        if self.padding is None:
+            top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
+            pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
+        else:
+            pixels = self._padded_crop(image, self.padding, draws)
         if draws.uniform() < self.flip:
             pixels = torch.from_numpy(pixels.numpy()[:, :, ::-1].copy())
         if self.policy or any(self.color_jitter):
@@ -97,6 +100,22 @@ class TrainTransform(TrainSettings):
         h = min(height, max(1, round(width / self.ratio[0])))
         w = min(width, max(1, round(height * self.ratio[1])))
         return (height - h) // 2, (width - w) // 2, h, w
+
+    def _padded_crop(self, image: NDArray[np.uint8], padding: int, draws: Draws) -> Tensor:
+        """Return a random crop of `image` with black borders, uint8 [3, size, size].
+
+        A side that is too short with `padding` gets what it lacks once more on both ends, as in torchvision.
+        """
+        starts = []
+        for side in image.shape[:2]:
+            border = padding + max(0, self.size - side - 2 * padding)
+            starts.append(draws.below(side + 2 * border - self.size + 1) - border)
+        top, left = starts
+        inside = image[max(0, top) : top + self.size, max(0, left) : left + self.size].transpose(2, 0, 1)
+        (above, before), (_, height, width) = (max(0, -top), max(0, -left)), inside.shape
+        crop = np.zeros((3, self.size, self.size), np.uint8)
+        crop[:, above : above + height, before : before + width] = inside
+        return torch.from_numpy(crop)
 
     def _fill(self) -> tuple[int, int, int]:
         red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)

@@ -45,9 +45,17 @@ class TrainSettings:
     """Mean of every channel, as in `Normalize`: the mean of the noise, and the fill colour of policy operations."""
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Standard deviation of every channel, as in `Normalize`, which the noise has too."""
+    padding: int | None = None
+    """Black pixels around the image before a random crop of `size`, which is not resized; None for a random-resized
+    crop by `scale` and `ratio`."""
 
     def __post_init__(self) -> None:
         _check_size(self.size, self.interpolation)
+        if self.padding is not None and not 0 <= self.padding < self.size:
+            raise RecipeError(
+                f"crop padding {self.padding} must be at least 0 and less than the image size {self.size}: larger "
+                "padding allows crops without a pixel of the image"
+            )
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise RecipeError(f"crop scale {self.scale} must be a range within (0, 1], such as (0.08, 1.0)")
         if not 0 < self.ratio[0] <= self.ratio[1]:

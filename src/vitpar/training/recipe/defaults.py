@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitpar.models.config import ModelConfig, field_names
-from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT
+from vitpar.strategy.support import idle_settings
+from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT, VARIANTS
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import CLASSIFY
@@ -207,9 +208,11 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
         name = default_model(samples, recipe.model.image_size or side)
         values["model"] = {"name": name, **values.get("model", {})}
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
+    idle = idle_settings(VARIANTS, recipe)
     for key, value in _table_settings(recipe, recipe.config(1), samples).items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {}).setdefault(name, value)
+        if key not in idle:
+            values.setdefault(section, {}).setdefault(name, value)
     return checked(values)
 
 

@@ -44,8 +44,13 @@ VARIANTS: tuple[Effect[Recipe], ...] = (
         lambda recipe: recipe.loss_scale.dynamic,
         "{key} is {value}, which a constant scale does not use: leave it out",
     ),
+    Effect(
+        _keys(data="crop_scale crop_ratio"),
+        lambda recipe: recipe.data.crop_padding is None,
+        "{key} is {value}, which a crop with data.crop_padding does not use: keep one of the two",
+    ),
 )
-"""Settings of one kind of optimizer or loss scale.
+"""Settings of one kind of optimizer, loss scale or crop.
 
 A written recipe leaves them out for the other kinds. So it can be read with another `optimizer.name`, which brings its
 own defaults.
@@ -59,7 +64,7 @@ OF_CLASSES = (*_keys(train="label_smoothing"), *_keys(augment="mixup cutmix mixu
 
 OF_IMAGES = _keys(
     augment=" ".join(AugmentSection.model_fields),
-    data="crop_scale crop_ratio flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
+    data="crop_scale crop_ratio crop_padding flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
     train="label_smoothing",
 )
 """Settings of images, which tasks of text do not use."""
@@ -219,8 +224,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         augment="…",
         stream="…",
         train="seed",
-        data="path crop_scale crop_ratio flip interpolation mean std shuffle_window shuffle_block workers cache "
-        "cache_gb bad_sample",
+        data="path crop_scale crop_ratio crop_padding flip interpolation mean std shuffle_window shuffle_block workers "
+        "cache cache_gb bad_sample",
     ),
 }
 """Settings that each kind of command uses. ``section.…`` stands for all of a section; a training uses all settings."""

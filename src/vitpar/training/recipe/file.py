@@ -24,6 +24,8 @@ from vitpar.training.recipe.sections import CLASSIFY, TEXT, DataSection
 # Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
     ("train", "epochs", "steps"),
+    ("data", "crop_padding", "crop_scale"),
+    ("data", "crop_padding", "crop_ratio"),
     ("parallel", "microbatches", "microbatch_size"),
 )
 _SIZES = (

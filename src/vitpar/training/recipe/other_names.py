@@ -38,11 +38,14 @@ OTHER_NAMES = {
     "num_microbatches": "parallel.microbatches",
     "num_train_epochs": "train.epochs",
     "num_workers": "data.workers",
+    "padding": "data.crop_padding",
     "opt": "optimizer.name",
     "opt_betas": "optimizer.betas",
     "opt_eps": "optimizer.eps",
     "pretrained": "model.weights",
     "project_name": "track.project",
+    "random_erase": "augment.random_erasing",
+    "ratio": "data.crop_ratio",
     "reg_tokens": "model.num_reg_tokens",
     "report_to": "track.trackers",
     "reprob": "augment.random_erasing",
@@ -57,6 +60,7 @@ OTHER_NAMES = {
     "lr_scheduler_type": "lr_schedule.shape",
     "min_lr": "lr_schedule.min_lr",
     "save_steps": "checkpoint.every",
+    "scale": "data.crop_scale",
     "smoothing": "train.label_smoothing",
     "torchcompile": "train.compile",
     "sched": "lr_schedule.shape",
@@ -69,7 +73,7 @@ OTHER_NAMES = {
 }
 """vitpar's key by the last part of the name elsewhere.
 
-Names are options of timm and Megatron, and arguments of Lightning and of transformers' Trainer.
+Names are options of timm and Megatron, and arguments of torchvision, Lightning and transformers' Trainer.
 """
 
 ABSENT = {

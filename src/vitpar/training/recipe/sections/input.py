@@ -12,6 +12,7 @@ from vitpar.limits import (
     MAX_BUFFERED_SAMPLES,
     MAX_CACHE_BYTES,
     MAX_CLASSES,
+    MAX_IMAGE_SIZE,
     MAX_SAMPLES,
     MAX_WORKERS,
 )
@@ -141,6 +142,9 @@ class DataSection(Section):
     """Least and largest part of the image's area that a training crop covers."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Least and largest ratio of width to height of a training crop."""
+    crop_padding: int | None = Field(None, ge=0, lt=MAX_IMAGE_SIZE)
+    """Black pixels that are added on each side before a random crop of the model's size, without resizing, as for
+    CIFAR (torchvision's `RandomCrop` with `pad_if_needed`); instead of `crop_scale` and `crop_ratio`."""
     flip: float = Field(0.5, ge=0, le=1)
     """Probability of a horizontal flip in training."""
     crop_pct: float = Field(0.875, gt=0, le=1)
@@ -217,7 +221,8 @@ class AugmentSection(Section):
     """Augmentation of training images after crop and flip."""
 
     policy: str | None = None
-    """Random operations by timm's names: rand-m9-n2-mstd0.5-inc1, original (AutoAugment), 3a (3-Augment)."""
+    """Random operations: rand-m9-n2-mstd0.5-inc1 (RandAugment), original (AutoAugment for ImageNet) or 3a (3-Augment),
+    by timm's names; cifar10 or svhn (AutoAugment for these), by torchvision's."""
     color_jitter: float | tuple[float, float, float] = 0.0
     """Largest change of brightness, contrast and saturation, as a part of 1: one number for all, or three."""
     random_erasing: float = Field(0.0, ge=0, le=1)

@@ -12,6 +12,8 @@ from vitpar.training.recipe.sections import OptimizerSection
 
 RATES = (0.1, 0.03, 0.2, 0.05)
 
+ADAM = {"name": "adam", "betas": (0.8, 0.9), "eps": 1e-6}
+LION = {"name": "lion", "betas": (0.8, 0.9)}
 LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
 LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
 MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}

@@ -17,7 +17,7 @@ from bench.simulated_gpu.library import build, compiler
 from helpers.fake_cuda_steps import FAULTS, Case
 from helpers.paths import ROOT
 
-OPTIMIZERS = ("adamw", "lamb", "lars", "muon", "sgd")
+OPTIMIZERS = ("adamw", "adam", "lion", "lamb", "lars", "muon", "sgd")
 FOREACH = {"optimizer.implementation": "foreach"}
 DROPS = {"model.drop_path": 0.1, "model.dropout": 0.1}
 MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0, "train.label_smoothing": 0.1}

@@ -142,7 +142,7 @@ def test_no_step_waits_for_the_device(mesh: str, ranks: Callable[[int], RankPool
 
 
 # The other optimizers keep their step count on the host and read it there.
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "lars"])
 def test_no_optimizer_waits_for_the_device(optimizer: str, alone: None) -> None:
     assert not waits(CPU, "dp1", optimizer)
 

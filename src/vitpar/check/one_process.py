@@ -3,8 +3,9 @@
 It has the plain model, one batch, complete tensors, and independent formulas for loss, mixing, clipping, optimizers and
 averages.
 
-Its samples are random and equal on all ranks. Sources of the optimizers: AdamW arXiv 1711.05101, LAMB arXiv 1904.00962,
-LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv 2502.16982.
+Its samples are random and equal on all ranks. Sources of the optimizers: AdamW arXiv 1711.05101, Adam arXiv 1412.6980,
+Lion arXiv 2302.06675, LAMB arXiv 1904.00962, LARS arXiv 1708.03888, Muon kellerjordan.github.io/posts/muon and arXiv
+2502.16982.
 """
 
 from __future__ import annotations
@@ -253,6 +254,10 @@ class Updates:
             rate = lr * s.layer_decay ** self._layers_above(name)
             if s.name == "sgd":
                 x -= rate * self._momentum(memory, g + decay * x)
+            elif s.name == "adam":
+                x -= rate * self._adam(memory, g + decay * x)
+            elif s.name == "lion":
+                x -= rate * (self._lion(memory, g) + decay * x)
             elif s.name == "lars":
                 ratio = 1.0
                 if matrix and x.norm() > 0 and g.norm() > 0:
@@ -276,6 +281,12 @@ class Updates:
         memory["v"] = two * memory.get("v", torch.zeros_like(g)) + (1 - two) * g * g
         m, v = memory["m"] / (1 - one**self._times), memory["v"] / (1 - two**self._times)
         return m / (v.sqrt() + self._settings.eps)
+
+    def _lion(self, memory: dict[str, Tensor], g: Tensor) -> Tensor:
+        one, two = self._settings.betas
+        before = memory.get("m", torch.zeros_like(g))
+        memory["m"] = two * before + (1 - two) * g
+        return (one * before + (1 - one) * g).sign()
 
     def _muon(self, name: str, memory: dict[str, Tensor], g: Tensor) -> Tensor:
         s = self._settings

@@ -1,4 +1,4 @@
-"""LAMB, LARS and weight decay, compared with timm's implementations."""
+"""Optimizers and weight decay, compared with the implementations of torch and timm."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.optimizer_references import LAMB, LARS, RATES, section, shown
+from helpers.optimizer_references import ADAM, LAMB, LARS, LION, RATES, section, shown
 from helpers.oracles import timm
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
@@ -22,9 +22,11 @@ def parameters() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.0])
-@pytest.mark.parametrize("settings", [LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}], ids=shown)
-def test_lamb_and_lars_match_timm(settings: dict[str, Any], decay: float) -> None:
-    """With `always_adapt` for matrices, timm's updates equal vitpar's.
+@pytest.mark.parametrize(
+    "settings", [ADAM, LION, LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}], ids=shown
+)
+def test_updates_match_torch_and_timm(settings: dict[str, Any], decay: float) -> None:
+    """With `always_adapt` for matrices, timm's LAMB and LARS equal vitpar's.
 
     By default timm skips the trust ratio without weight decay; vitpar follows the papers and always applies it to
     matrices.
@@ -38,12 +40,18 @@ def test_lamb_and_lars_match_timm(settings: dict[str, Any], decay: float) -> Non
         {"params": matrices, "weight_decay": decay, "always_adapt": True},
         {"params": others, "weight_decay": 0.0, "always_adapt": False},
     ]
+    adam: dict[str, Any] = {"betas": chosen.betas, "eps": chosen.eps}
+    momentum: dict[str, Any] = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
     other: torch.optim.Optimizer
-    if chosen.name == "lamb":
-        other = timm.optim.Lamb(groups, betas=chosen.betas, eps=chosen.eps, max_grad_norm=None)
-    else:
-        moments = {"momentum": chosen.momentum, "nesterov": chosen.nesterov, "eps": 0.0}
-        other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, **moments)
+    match chosen.name:
+        case "adam":
+            other = torch.optim.Adam(groups, **adam)
+        case "lion":
+            other = timm.optim.Lion(groups, betas=chosen.betas)
+        case "lamb":
+            other = timm.optim.Lamb(groups, max_grad_norm=None, **adam)
+        case _:
+            other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, eps=0.0, **momentum)
     for step, rate in enumerate(RATES):
         generator = torch.Generator().manual_seed(step)
         for p, q in zip(mine, theirs, strict=True):
@@ -54,7 +62,7 @@ def test_lamb_and_lars_match_timm(settings: dict[str, Any], decay: float) -> Non
         ours.step(rate)
         other.step()
     for p, q in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(p, q, atol=1e-11, rtol=1e-11)
+        torch.testing.assert_close(p, q, atol=1e-12, rtol=1e-12)
 
 
 def test_weight_decay_covers_the_same_parameters_as_in_timm() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
-from helpers.optimizer_references import LAMB, LARS, MUON, RATES, VARIANTS, reference, section, shown
+from helpers.optimizer_references import LAMB, LARS, LION, MUON, RATES, VARIANTS, reference, section, shown
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
     LAYERS,
@@ -170,6 +170,7 @@ def test_zero_norm_disables_the_trust_ratio(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "matrix", "other"),
     [
+        (LION, {"exp_avg"}, {"exp_avg"}),
         (LAMB, {"step", "exp_avg", "exp_avg_sq"}, {"step", "exp_avg", "exp_avg_sq"}),
         (LARS, {"momentum_buffer"}, {"momentum_buffer"}),
         ({**LARS, "momentum": 0.0}, set(), set()),

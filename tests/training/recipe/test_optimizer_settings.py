@@ -14,16 +14,20 @@ def read(*assignments: str) -> Recipe:
 
 
 def test_defaults_depend_on_the_optimizer(tmp_path: Path) -> None:
-    muon, lars, lamb, sgd = (read(f"optimizer.name={name}").optimizer for name in ("muon", "lars", "lamb", "sgd"))
+    muon, lars, lamb, sgd, lion, adam = (
+        read(f"optimizer.name={name}").optimizer for name in ("muon", "lars", "lamb", "sgd", "lion", "adam")
+    )
     assert (muon.momentum, muon.nesterov, muon.ns_steps, muon.adjust_lr_fn) == (0.95, True, 5, "match_rms_adamw")
     assert (lars.momentum, lars.nesterov, lars.trust_coefficient) == (0.9, False, 0.001)
     assert (lamb.betas, lamb.eps) == ((0.9, 0.999), 1e-6)
     assert (sgd.momentum, sgd.nesterov) == (0.0, False)
+    assert (lion.lr, lion.betas, lion.weight_decay) == (1e-4, (0.9, 0.99), 0.05)
+    assert (adam.lr, adam.betas, adam.weight_decay) == (1e-3, (0.9, 0.999), 0.0)
     given = read("optimizer.name=muon", "optimizer.momentum=0.5", "optimizer.nesterov=false").optimizer
     assert (given.momentum, given.nesterov) == (0.5, False)
     file = tmp_path / "recipe.toml"
-    for name in ("sgd", "lamb", "lars", "muon", "adamw"):
-        more = () if name in ("sgd", "adamw") else ("optimizer.implementation=foreach",)
+    for name in ("sgd", "adam", "lion", "lamb", "lars", "muon", "adamw"):
+        more = () if name in ("sgd", "adam", "adamw") else ("optimizer.implementation=foreach",)
         file.write_text((recipe := read(f"optimizer.name={name}", *more)).to_toml())
         assert read_recipe(file) == recipe
         assert ("momentum" in file.read_text()) == (name in ("sgd", "lars", "muon"))
@@ -33,6 +37,8 @@ def test_defaults_depend_on_the_optimizer(tmp_path: Path) -> None:
 def test_state_bytes_and_description_per_optimizer() -> None:
     for name, momentum, numbers, state in (
         ("adamw", None, 4, ", adamw state"),
+        ("adam", None, 4, ", adam state"),
+        ("lion", None, 3, ", lion state"),
         ("lamb", None, 4, ", lamb state"),
         ("lars", None, 3, ", lars state"),
         ("lars", 0.0, 2, ""),
@@ -59,7 +65,10 @@ REFUSED = [
     (["name=sgd", "implementation=triton"], r"'triton', which sgd does not support: use 'fused' or 'auto'"),
     (["name=muon", "adjust_lr_fn=rms"], r"recipe key 'optimizer\.adjust_lr_fn' is 'rms'"),
     (["name=muon", "ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
-    (["name=lion"], r"recipe key 'optimizer\.name' is 'lion'"),
+    (["name=lion", "eps=1.0"], r"optimizer\.eps is 1\.0, which lion does not use: leave it out"),
+    (["name=lion", "implementation=fused"], r"'fused', which lion does not support: use 'foreach' or 'auto'"),
+    (["name=adam", "implementation=triton"], r"'triton', which adam does not support: use 'fused' or 'auto'"),
+    (["name=rprop"], r"recipe key 'optimizer\.name' is 'rprop'"),
 ]
 
 

@@ -128,7 +128,6 @@ REFUSED = [
     (["optimizer.name=sgd", "optimizer.eps=0.1"], r"optimizer.eps is 0.1, which sgd does not use: leave it out"),
     (["lr_schedule.min_lr=5.0"], r"lr_schedule.min_lr 5.0 is above optimizer.lr"),
     (["train.lr=1"], r"unknown recipe key 'train.lr' \(did you mean 'optimizer.lr'\?\)"),
-    (["optimizer.name=adam"], "'optimizer.name' is 'adam': Adam is adamw with optimizer.weight_decay=0"),
     (["model.num_classes=3"], "unknown recipe key 'model.num_classes': the number of classes comes from the data"),
     (["mlp_ratio=4"], r"unknown recipe key 'mlp_ratio' \(did you mean 'model.mlp_hidden_dim'\?\)"),
     (["trian.seed=1"], r"unknown recipe key 'trian' \(did you mean 'train'\?\)"),

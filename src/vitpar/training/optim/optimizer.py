@@ -2,9 +2,9 @@
 
 All optimizers run on each rank's local shards as plain tensors. So foreach and fused implementations work whatever mix
 of meshes the parameters have, and the step dispatches no elementwise DTensor operation. (upstream: foreach and fused
-optimizers refuse a mix of DTensors of different meshes.) AdamW and SGD are elementwise and are torch's own. LAMB, LARS
-and Muon also depend on global parameters: they know which parameter a shard is a part of, and communicate what they
-need.
+optimizers refuse a mix of DTensors of different meshes.) AdamW, Adam and SGD are elementwise and are torch's own; Lion
+is elementwise too. LAMB, LARS and Muon also depend on global parameters: they know which parameter a shard is a part
+of, and communicate what they need.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vitpar.parallel.precision import LowPrecisionParams
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.training.optim.layerwise import LAMB, LARS
+from vitpar.training.optim.lion import Lion
 from vitpar.training.optim.muon import Matrix, Muon
 from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
 from vitpar.training.optim.state_memory import state_bytes
@@ -30,6 +31,9 @@ from vitpar.training.optim.state_memory import state_bytes
 if TYPE_CHECKING:
     from vitpar.training.recipe import Recipe
     from vitpar.training.recipe.sections import OptimizerSection
+
+ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
+"""Optimizers whose updates do not depend on other elements of a parameter."""
 
 
 def decays(parameter: Tensor) -> bool:
@@ -61,11 +65,10 @@ class ShardedOptimizer:
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
         # over the global parameter.
-        alone = settings.name in ("adamw", "sgd")
         self._pairs = {
             name: (p, nn.Parameter(local(p.detach())))
             for name, p in parameters
-            if p.requires_grad and (local(p).numel() or not alone)
+            if p.requires_grad and (local(p).numel() or settings.name not in ELEMENTWISE)
         }
         groups = _groups(self._pairs, settings, layers_above)
         implementation = implementation or settings.implementation
@@ -73,7 +76,8 @@ class ShardedOptimizer:
         self.implementation = implementation
         """Implementation of the update: triton, or torch's."""
         if implementation in ("auto", "triton"):
-            self.implementation = "triton" if self.one_pass else "fused" if alone else "foreach"
+            fused = self.torch_optimizer.defaults.get("fused")
+            self.implementation = "triton" if self.one_pass else "fused" if fused else "foreach"
         if self.one_pass:
             for _, shard in self._pairs.values():
                 shard.grad_dtype = None  # gradients may have 16 bits
@@ -226,8 +230,12 @@ def _torch_optimizer(
             return OnePassAdamW(groups, lr=lr, **adam)
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, **adam, **options)
+        case "adam":
+            return torch.optim.Adam(groups, lr=lr, **adam, **options)
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, **momentum, **options)
+        case "lion":
+            return Lion(groups, lr=lr, betas=settings.betas)
         case "lamb":
             return LAMB(groups, adapted, lr=lr, **adam)
         case "lars":

@@ -48,7 +48,8 @@ def _moments(recipe: Recipe) -> int:
     Muon keeps 1 for matrices of blocks and 2 for others.
     """
     momentum = 1 if recipe.optimizer.momentum else 0
-    return {"adamw": 2, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}[recipe.optimizer.name]
+    kept = {"adamw": 2, "adam": 2, "lion": 1, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}
+    return kept[recipe.optimizer.name]
 
 
 def _stored(recipe: Recipe) -> DataType:

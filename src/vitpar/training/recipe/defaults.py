@@ -162,8 +162,8 @@ NOTES = (
     f"**Learning rate.** The row's rate times the square root of `train.batch_size` over the row's batch (2205.10287 "
     f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
     f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "
-    f"at most {2 * LAMB_LR:g}. Muon has AdamW's rate if it is scaled to match AdamW's updates (2502.16982). SGD and "
-    "LARS keep the fixed defaults: set their rate.",
+    f"at most {2 * LAMB_LR:g}. Muon has AdamW's rate if it is scaled to match AdamW's updates (2502.16982). Adam has "
+    "AdamW's rate and no weight decay. SGD, Lion and LARS keep the fixed defaults: set their rate.",
     f"**Warm-up.** At most {MAX_WARMUP:.0%} of the run, which shortens it in short runs.",
     "**Clipping.** Gradients are clipped at norm 1, the fixed default, as in 2106.10270, 2204.07118 and 2205.01580.",
     "**Averaging.** Weights are not averaged. In DeiT that adds 0.1 points, which are gone after fine-tuning, and it "
@@ -275,7 +275,9 @@ def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:
     optimizer = recipe.optimizer
     if optimizer.name == "lamb":
         lr, batch, most = LAMB_LR, LAMB_BATCH, 2 * LAMB_LR
-    elif optimizer.name == "adamw" or (optimizer.name == "muon" and optimizer.adjust_lr_fn == "match_rms_adamw"):
+    elif optimizer.name in ("adamw", "adam") or (
+        optimizer.name == "muon" and optimizer.adjust_lr_fn == "match_rms_adamw"
+    ):
         most = MAX_LR
     else:
         return None

@@ -35,7 +35,8 @@ def _of_optimizers(settings: str, *optimizers: str) -> Effect[Recipe]:
 
 
 VARIANTS: tuple[Effect[Recipe], ...] = (
-    _of_optimizers("betas eps", "adamw", "lamb", "muon"),
+    _of_optimizers("betas", "adamw", "adam", "lion", "lamb", "muon"),
+    _of_optimizers("eps", "adamw", "adam", "lamb", "muon"),
     _of_optimizers("momentum nesterov", "sgd", "lars", "muon"),
     _of_optimizers("trust_coefficient", "lars"),
     _of_optimizers("ns_steps adjust_lr_fn", "muon"),
@@ -118,13 +119,15 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     ),
     Effect(
         ("optimizer.implementation",),
-        lambda recipe: recipe.optimizer.name in ("adamw", "sgd") or recipe.optimizer.implementation == "foreach",
+        lambda recipe: (
+            recipe.optimizer.name in ("adamw", "adam", "sgd") or recipe.optimizer.implementation == "foreach"
+        ),
         "{key} is '{value}', which {case.optimizer.name} does not support: use 'foreach' or 'auto'",
     ),
     Effect(
         ("optimizer.implementation",),
-        lambda recipe: recipe.optimizer.name != "sgd" or recipe.optimizer.implementation != "triton",
-        "{key} is '{value}', which sgd does not support: use 'fused' or 'auto'",
+        lambda recipe: recipe.optimizer.name == "adamw" or recipe.optimizer.implementation != "triton",
+        "{key} is '{value}', which {case.optimizer.name} does not support: use 'fused' or 'auto'",
     ),
     Effect(
         ("faults.non_finite",),

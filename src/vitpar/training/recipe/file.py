@@ -17,7 +17,7 @@ from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
-from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES, OTHER_VALUES
+from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import CLASSIFY, TEXT, DataSection
 
@@ -228,9 +228,7 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] == "value_error":  # raised by our validators, already a sentence
         sentence = str(first["ctx"]["error"])
         return sentence if len(first["loc"]) < 2 or key in sentence else f"{key}: {sentence}"
-    said = OTHER_VALUES.get((key, first["input"] if isinstance(first["input"], str) else ""))
-    said = said or f"{first['msg'][0].lower()}{first['msg'][1:]}"
-    return f"recipe key '{shown(key)}' is {literal(first['input'])}: {said}"
+    return f"recipe key '{shown(key)}' is {literal(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def _nearest_key(key: str) -> str:

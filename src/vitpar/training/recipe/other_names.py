@@ -80,5 +80,3 @@ ABSENT = {
     "num_classes": "the number of classes comes from the data",
 }
 """Why vitpar has no such setting, by its name elsewhere."""
-OTHER_VALUES = {("optimizer.name", "adam"): "Adam is adamw with optimizer.weight_decay=0"}
-"""Replacement of a value that other tools have, by key and value."""

@@ -27,7 +27,13 @@ Implementation = Literal["auto", "foreach", "fused", "for-loop", "triton"]
 AdjustLr = Literal["original", "match_rms_adamw"]
 """How the shape of a matrix changes Muon's learning rate, by the names of torch.optim.Muon."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_OWN_DEFAULTS = {"lamb": {"eps": 1e-6}, "lars": {"momentum": 0.9}, "muon": {"momentum": 0.95, "nesterov": True}}
+_OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99)},
+    "lamb": {"eps": 1e-6},
+    "lars": {"momentum": 0.9},
+    "muon": {"momentum": 0.95, "nesterov": True},
+}
 
 
 class OptimizerSection(Section):
@@ -37,8 +43,9 @@ class OptimizerSection(Section):
     scales. Muon updates the matrices of blocks, AdamW everything else.
     """
 
-    name: Literal["adamw", "sgd", "lamb", "lars", "muon"] = "adamw"
-    """Algorithm. lamb has eps 1e-6 by default, lars momentum 0.9, muon momentum 0.95 and nesterov."""
+    name: Literal["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon"] = "adamw"
+    """Algorithm. By default adam has weight_decay 0, lion lr 1e-4 and betas 0.9 and 0.99, lamb eps 1e-6, lars momentum
+    0.9, muon momentum 0.95 and nesterov."""
     lr: float = Field(1e-3, gt=0)
     """Largest learning rate, after warm-up."""
     lr_batch_size: int | None = Field(None, ge=1, le=MAX_BATCH_SIZE)
@@ -46,14 +53,15 @@ class OptimizerSection(Section):
     lr_scaling: Literal["linear", "sqrt"] = "linear"
     """How the learning rate grows with the batch size."""
     weight_decay: float = Field(0.05, ge=0)
-    """Decoupled weight decay (sgd: L2 penalty)."""
+    """Decoupled weight decay (adam, sgd: L2 penalty)."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Factor by which the learning rate falls from each layer to the one below it, for fine-tuning: the head has `lr`,
     the last block `layer_decay` times that, embed the least. Groups and scales are those of timm's `--layer-decay`."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    """Decay rates of the averages of the gradient and of its square (adamw, lamb, muon's AdamW)."""
+    """Decay rates of the averages of the gradient and of its square (adamw, adam, lamb, muon's AdamW); of the average
+    that gives the direction and of the one that is kept (lion)."""
     eps: float = Field(1e-8, gt=0)
-    """Number added to the denominator of the update (adamw, lamb, muon's AdamW)."""
+    """Number added to the denominator of the update (adamw, adam, lamb, muon's AdamW)."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum (sgd, lars, muon)."""
     nesterov: bool = False

@@ -1,5 +1,6 @@
 """Normalisation of timings to a constant CPU speed."""
 
+import math
 from collections.abc import Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
@@ -45,6 +46,38 @@ def test_timings_are_divided_by_the_surrounding_pace(paces: list[float]) -> None
     forward, backward = clock.timings(7, lambda: None, lambda: None)
     assert clock.pace == 1.0 and forward.samples == 5 and forward == backward
     assert forward.seconds == pytest.approx(1 / 3) and forward.spread == pytest.approx((1 / 2 - 1 / 4) / 2 * 3)
+
+
+def test_work_that_a_gpu_has_queued_is_timed_without_waiting_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a GPU: its queue runs 20 ms late; each phase is 3 ms of the GPU and 5 ms of the host."""
+    now = {"host": 0.0, "gpu": 0.0}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = math.nan
+
+        def record(self) -> None:
+            self.at = max(now.values())
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.at - self.at
+
+    def synchronize(device: object = None) -> None:
+        now["host"] = now["gpu"] = max(now.values())
+
+    def sleep(cycles: int) -> None:
+        now["gpu"] = max(now.values()) + cycles / 2e6
+
+    def phase() -> None:
+        now["host"] += 5.0
+        now["gpu"] = max(now.values()) + 3.0
+
+    for name, stand_in in (("Event", Event), ("_sleep", sleep), ("synchronize", synchronize)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now["host"] / 1e3)
+    clock = Clock(torch.device("cuda"), Neighbours(0, 1, None), 0.01)
+    queued, waited = (clock.timings(7, phase, phase, ahead=ahead)[1].seconds for ahead in (True, False))
+    assert queued == pytest.approx(3e-3) and waited == pytest.approx(8e-3)
 
 
 def test_profiles_of_different_pace_are_normalised() -> None:

@@ -30,6 +30,7 @@ from vitpar.planner.profile.curves import Timing
 SHORTEST = 1e-3  # seconds of a reading at least: shorter work is repeated within it
 FEWEST, MOST = 5, 25  # readings of a point; work that is repeated within a reading needs only three
 PACES = 25  # runs of the speed probe that define the pace
+AHEAD_CYCLES = 40_000_000  # GPU cycles, about 20 ms, in which the host queues work that is timed with the host ahead
 Progress = Callable[[int, int, str], None]
 """Callback that receives (points done, points in total, name of the next point)."""
 
@@ -201,15 +202,20 @@ class Clock:
         """
         return self.timings(size, work)[0]
 
-    def timings(self, size: int, *phases: Callable[[], object]) -> tuple[Timing, ...]:
-        """Return the timings of several functions that run one after the other, such as forward and backward."""
+    def timings(self, size: int, *phases: Callable[[], object], ahead: bool = False) -> tuple[Timing, ...]:
+        """Return the timings of several functions that run one after the other, such as forward and backward.
+
+        ahead: whether the host queues everything before a GPU begins, as it does late in a training step. Then time in
+            which the GPU would wait for the host does not count.
+        """
         # The first call allocates and compiles; it is not timed.
         for phase in phases:
             phase()
-        once, _ = self._together.agree(self._read(phases, 1))
+        read = self._read_queued if ahead and self.device.type == "cuda" else self._read
+        once, _ = self._together.agree(read(phases, 1))
         inner = max(1, math.ceil(SHORTEST / min(once)))
         samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once)))))
-        readings = self._readings(samples, lambda: self._read(phases, inner))
+        readings = self._readings(samples, lambda: read(phases, inner))
         agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)
         each = len(phases)
         return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))
@@ -259,6 +265,19 @@ class Clock:
                 phase()
             taken.append(self._now() - begun)
         return taken
+
+    def _read_queued(self, phases: tuple[Callable[[], object], ...], times: int) -> list[float]:
+        """Return what `_read` does, by the GPU's clock and with the host ahead."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]
+        torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(AHEAD_CYCLES)
+        events[0].record()
+        for phase, event in zip(phases, events[1:], strict=True):
+            for _ in range(times):
+                phase()
+            event.record()
+        torch.cuda.synchronize(self.device)
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -42,7 +42,7 @@ def test_every_pair_of_features_of_swin_matches_one_process(
     check_case(swin_of_features(*choice), ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_compiled_blocks_of_swin_match_one_process(ranks: Callable[[int], RankPool]) -> None:
     case = SwinCase("tp2+ckpt", check={"compile_blocks": True})

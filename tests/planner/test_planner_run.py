@@ -110,7 +110,7 @@ def test_predicted_memory_matches_the_measured_memory(vitpar: Command) -> None:
 
     The short measuring time makes the timings useless, but not the memory.
     """
-    plans = ("dp2+zero1", "tp2+sp", "pp2+ckpt", "pp1: 0-3=tp2, *=fsdp2")
+    plans = ("dp2+zero1", "pp1: 0-3=tp2+sp, *=fsdp2+ckpt")
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.001", "--device", "cpu")

@@ -50,8 +50,7 @@ def killed(place: Path, words: list[str], after: int, whom: str, draw: random.Ra
     wait_for(lambda: not alive(there), process, ended=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, place: Path) -> None:
     """The kill comes at a random step. Each start uses another mesh and another number of data workers."""
     draw = random.Random(seed)

@@ -149,7 +149,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     searching = make_search(
         costs,
         (train.batch_size,),
-        moments(recipe),
+        moments(recipe, config),
         ranks=ranks,
         microbatches=None if parallel.microbatches is None else (parallel.microbatches,),
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),

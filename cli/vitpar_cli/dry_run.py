@@ -36,7 +36,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     recipe, config, plan = run.recipe, run.config, run.plan
     train = recipe.train
     frozen = recipe.frozen(config)
-    memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), frozen)
+    memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), frozen)
     fullest = max(memory, key=lambda one: one.total)
     rate = recipe.learning_rate(len(run.train_set))
     steps = sorted({1, rate.run.steps, *range(1, rate.run.steps, max(1, rate.run.steps // POINTS))})
@@ -50,7 +50,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         typer.echo(json.dumps(record))
         return
     typer.echo(recipe.to_toml())
-    summary = summarize(config, plan, train.batch_size, state_bytes(recipe), frozen_bytes(recipe, config))
+    summary = summarize(config, plan, train.batch_size, state_bytes(recipe, config), frozen_bytes(recipe, config))
     show(config, plan, train.precision, summary, state_words(recipe))
     # Last, to be seen without scrolling.
     typer.echo("")

@@ -123,7 +123,7 @@ def plan(
     from vitpar_cli.search_view import show_prediction
 
     frozen = frozen_bytes(merged, config)
-    summary = summarize(config, made, merged.train.batch_size, state_bytes(merged), frozen)
+    summary = summarize(config, made, merged.train.batch_size, state_bytes(merged, config), frozen)
     prediction = None if whole is None else _predict(made, asked, whole, cluster, budget)
     if out is not None:
         write_plan(out, made)
@@ -183,10 +183,10 @@ def _predict(
         train = recipe.train
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
-    priced = price(plan, costs, recipe.train.batch_size, moments(recipe))
+    priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
     training = training_time(priced, training_length(recipe))
-    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe)))
+    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe, costs.whole)))
 
 
 def _closed(plan: "Plan") -> "Plan":

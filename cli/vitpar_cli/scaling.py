@@ -86,7 +86,7 @@ def scaling(
         numeric = here.model.precision, here.model.compiled
         flags, budget = known_flags(here), limit or usual_budget(here)
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
-        known[number, batch] = best_on(number, batch, space, here, budget, moments(merged))
+        known[number, batch] = best_on(number, batch, space, here, budget, moments(merged, here.whole))
     by_regime = {regime: [known[pair] for pair in pairs] for regime, pairs in wanted.items()}
     if not any(point.price for points in by_regime.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")

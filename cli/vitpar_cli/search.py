@@ -164,14 +164,14 @@ def search(
         search_findings = replace(
             findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
             training=training_time(best, training_length(merged)),
-            gains=gains(result.plans, costs, limit, moments(merged), searching),
+            gains=gains(result.plans, costs, limit, moments(merged, costs.whole), searching),
         )
         rows = list(request.table(*wanted, progress)) if len(images) > 1 else []
     chosen = validate(best.plan, costs.config, best.batch_size)
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        write(report, page(search_findings, moments(merged)))
+        write(report, page(search_findings, moments(merged, costs.whole)))
     if trace_file is not None:
         write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
     if as_json:

@@ -66,7 +66,7 @@ class SearchRequest:
         return make_search(
             costs,
             batch_sizes,
-            moments(recipe),
+            moments(recipe, costs.whole),
             ranks=self.ranks,
             microbatches=self.microbatches,
             roles=self.roles,

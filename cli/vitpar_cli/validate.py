@@ -101,7 +101,7 @@ def validate(
             f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: give plans, or another "
             "--batch-size"
         )
-    prices = [price(plan, costs, images, moments(merged)) for plan in chosen]
+    prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
     earlier = _rows_of(out, costs) if resume and out is not None else []
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
     run_ranks(

@@ -5,8 +5,11 @@ A plain tensor counts as one shard, which is the global tensor.
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -27,6 +30,28 @@ def sharded_as(parameter: Tensor, shard: Tensor) -> Tensor:
         return shard
     # Not DTensor.from_local, which copies an offloaded shard to the mesh's device.
     return DTensor(shard, parameter._spec, requires_grad=False)
+
+
+def mean_sharded_as(parameter: Tensor, shard: Tensor, dim: int) -> Tensor:
+    """Return the tensor of size 1 in `dim`, else in the layout of `parameter`, whose local shard is `shard`.
+
+    It shares memory. Ranks that differ only in their part of `dim` hold equal shards.
+    """
+    if not isinstance(parameter, DTensor):
+        return shard
+    spec, whole = parameter._spec, list(parameter.shape)
+    whole[dim] = 1
+    placements = tuple(Replicate() if splits(one, dim % parameter.dim()) else one for one in spec.placements)
+    assert spec.tensor_meta is not None, "a parameter has a shape"
+    like = torch.empty(whole, device="meta")
+    meta = spec.tensor_meta._replace(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
+    return DTensor(shard, type(spec)(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+def splits(placement: Placement, dim: int) -> bool:
+    """Return whether a placement splits the dim `dim`, from 0."""
+    # Not is_shard(), which is false for strided shards.
+    return not placement.is_replicate() and cast(Shard, placement).dim == dim
 
 
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

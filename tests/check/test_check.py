@@ -107,10 +107,10 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
 
 
 # Every optimizer on shards, those with norms of parameters on slices, and each other plan once.
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "muon")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "muon", "adafactor")
 QUICK = {
     *(("fsdp2", name) for name in OPTIMIZERS),
-    *(("tp2", name) for name in ("lamb", "lars", "muon")),
+    *(("tp2", name) for name in ("lamb", "lars", "muon", "adafactor")),
     *(("dp1", "lars"), ("dp2+zero1", "muon"), ("pp2", "adamw")),
 }
 

@@ -1,4 +1,4 @@
-"""LAMB, LARS and Muon on unsharded parameters in one process, written from the papers' formulas."""
+"""LAMB, LARS and Muon from the papers' formulas, and torch's Adafactor, on unsharded parameters in one process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,7 @@ ADAM = {"name": "adam", "betas": (0.8, 0.9), "eps": 1e-6}
 LION = {"name": "lion", "betas": (0.8, 0.9)}
 LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
 LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
+ADAFACTOR = {"name": "adafactor"}
 MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}
 VARIANTS: tuple[dict[str, Any], ...] = (
     {**LARS, "nesterov": True},
@@ -40,6 +41,8 @@ def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dic
     """Return all parameters after one step per rate in `rates`."""
     chosen = section(settings)
     parameters = {name: drawn("value", name) for name in SHAPES}
+    if chosen.name == "adafactor":
+        return adafactor(parameters, chosen, rates)
     for name, x in parameters.items():
         memory: dict[str, Tensor] = {"m": torch.zeros_like(x), "v": torch.zeros_like(x)}
         decay = chosen.weight_decay if decays(x) else 0.0
@@ -68,6 +71,18 @@ def reference(settings: dict[str, Any], rates: tuple[float, ...] = RATES) -> dic
                     original = max(1.0, len(rows) / x.shape[1]) ** 0.5
                     factor = original if chosen.adjust_lr_fn == "original" else 0.2 * max(len(rows), x.shape[1]) ** 0.5
                     x[rows] -= rate * factor * orthogonal(step[rows], chosen.ns_steps)
+    return parameters
+
+
+def adafactor(parameters: dict[str, Tensor], settings: OptimizerSection, rates: tuple[float, ...]) -> dict[str, Tensor]:
+    """Update `parameters` in place by torch.optim.Adafactor, and return them."""
+    groups = [{"params": [x], "weight_decay": settings.weight_decay * decays(x)} for x in parameters.values()]
+    torchs = torch.optim.Adafactor(groups, foreach=False)
+    for t, peak in enumerate(rates, start=1):
+        for group, (name, x) in zip(torchs.param_groups, parameters.items(), strict=True):
+            group["lr"] = peak * settings.layer_decay ** layers_above(name)
+            x.grad = drawn(str(t), name)
+        torchs.step()
     return parameters
 
 

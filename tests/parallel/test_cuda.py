@@ -82,7 +82,7 @@ def test_adamw_in_one_pass_matches_its_formulas(dtype: torch.dtype, at: int) -> 
     kernel(dtype, torch.bfloat16, 0.37, True, at, "cuda")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon", "adafactor"])
 def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path) -> None:
     data = pack_small(tmp_path)
     sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 24, "depth": 4, "num_heads": 2, "position": "sincos2d"}

@@ -17,7 +17,7 @@ from bench.simulated_gpu.library import build, compiler
 from helpers.fake_cuda_steps import FAULTS, Case
 from helpers.paths import ROOT
 
-OPTIMIZERS = ("adamw", "adam", "lion", "lamb", "lars", "muon", "sgd")
+OPTIMIZERS = ("adamw", "adam", "lion", "lamb", "lars", "muon", "sgd", "adafactor")
 FOREACH = {"optimizer.implementation": "foreach"}
 DROPS = {"model.drop_path": 0.1, "model.dropout": 0.1}
 MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0, "train.label_smoothing": 0.1}
@@ -53,7 +53,7 @@ CASES = (
     *(Case("pp2", DROPS, rank=rank) for rank in (0, 1)),
     # Offloading moves norms and gradients to the host and back with copies and events that the host waits for.
     *(Case("dp1+offload", {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
-    *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in ("adamw", "muon")),
+    *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in ("adamw", "muon", "adafactor")),
     Case("fsdp2+offload", waits=math.inf),
 )
 FAULTY = tuple(Case("dp1", fault=fault) for fault in FAULTS)

@@ -70,6 +70,14 @@ MUTATIONS = (
         caught_by="pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",
     ),
     Mutation(
+        name="adafactor-sums-of-shards",
+        breaks="Adafactor takes the rows and columns of a rank's shard for those of the whole parameter.",
+        file="src/vitpar/training/optim/norms.py",
+        old="        dist.all_reduce(message, group=group)\n",
+        new="",
+        caught_by="vitpar check --mesh tp2 --set optimizer.name=adafactor",
+    ),
+    Mutation(
         name="cosine-late",
         breaks="The cosine of the learning rate falls one step late.",
         file="src/vitpar/training/optim/schedule.py",

@@ -82,7 +82,7 @@ def search(
     searching = make_search(
         costs,
         _several(batch_size, "batch_size"),
-        moments(recipe),
+        moments(recipe, config),
         ranks=ranks,
         microbatches=None if microbatches is None else _several(microbatches, "microbatches"),
         roles=roles,
@@ -97,7 +97,7 @@ def search(
 def make_search(
     costs: LayerCosts,
     batch_sizes: tuple[int, ...],
-    num_moments: int,
+    num_moments: float,
     *,
     ranks: int | None = None,
     microbatches: tuple[int, ...] | None = None,

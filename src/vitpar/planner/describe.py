@@ -152,7 +152,7 @@ class PlanSummary:
 
 
 def summarize(
-    config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: int, frozen: Mapping[str, int] = {}
+    config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: float, frozen: Mapping[str, int] = {}
 ) -> PlanSummary:
     """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
@@ -174,7 +174,7 @@ def summarize(
     )
 
 
-def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple[PipelineRank, ...]:
+def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, float]) -> tuple[PipelineRank, ...]:
     """Return the share of the model at each place of the pp axis.
 
     size: bytes of state per parameter element, by layer.
@@ -193,8 +193,8 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, int]) -> tuple
                 layers=tuple(parts[stage] for stage in stages),
                 flops_share=sum(flops[name] for name in names) / sum(flops.values()),
                 parameters=parameters,
-                state_bytes=sum(held[name] * size[name] for name in names),
-                host_bytes=sum(held[name] * size[name] for name in names if strategies[name].offload),
+                state_bytes=round(sum(held[name] * size[name] for name in names)),
+                host_bytes=round(sum(held[name] * size[name] for name in names if strategies[name].offload)),
             )
         )
     return tuple(pipeline_ranks)

@@ -64,7 +64,7 @@ def estimate_memory(
     plan: Plan,
     batch_size: int,
     precision: str,
-    num_moments: int,
+    num_moments: float,
     frozen: frozenset[str] = frozenset(),
 ) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
@@ -84,8 +84,8 @@ def estimate_memory(
 
 def _of_recipe(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:
     """Return `estimate_memory` of a recipe's training."""
-    train = recipe.train
-    return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe), recipe.frozen(config))
+    train, kept = recipe.train, moments(recipe, config)
+    return estimate_memory(config, plan, train.batch_size, train.precision, kept, recipe.frozen(config))
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.optimizer_references import ADAM, LAMB, LARS, LION, RATES, section, shown
+from helpers.optimizer_references import ADAFACTOR, ADAM, LAMB, LARS, LION, RATES, section, shown
 from helpers.oracles import timm
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
@@ -17,13 +17,17 @@ NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.wei
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((6, 4), (6,), (4,), (3, 4))
-    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    shapes = ((6, 4), (6,), (4,), (3, 2, 4, 5))
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    drawn[2] *= 1e-4  # smaller than what steps of Adafactor are relative to
+    return [nn.Parameter(x) for x in drawn]
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.0])
 @pytest.mark.parametrize(
-    "settings", [ADAM, LION, LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}], ids=shown
+    "settings",
+    [ADAM, LION, ADAFACTOR, LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}],
+    ids=shown,
 )
 def test_updates_match_torch_and_timm(settings: dict[str, Any], decay: float) -> None:
     """With `always_adapt` for matrices, timm's LAMB and LARS equal vitpar's.
@@ -48,14 +52,17 @@ def test_updates_match_torch_and_timm(settings: dict[str, Any], decay: float) ->
             other = torch.optim.Adam(groups, **adam)
         case "lion":
             other = timm.optim.Lion(groups, betas=chosen.betas)
+        case "adafactor":
+            other = torch.optim.Adafactor(groups)
         case "lamb":
             other = timm.optim.Lamb(groups, max_grad_norm=None, **adam)
         case _:
             other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, eps=0.0, **momentum)
-    for step, rate in enumerate(RATES):
+    for step, rate in enumerate((*RATES, 0.9)):  # Adafactor limits the last rate
         generator = torch.Generator().manual_seed(step)
         for p, q in zip(mine, theirs, strict=True):
             p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad *= step > 0 or p.dim() == 1  # the first gradients of matrices are zero
             q.grad = p.grad.clone()
         for group in other.param_groups:
             group["lr"] = rate

@@ -1,4 +1,4 @@
-"""LAMB, LARS and Muon on sharded parameters equal a plain loop over unsharded ones in one process."""
+"""LAMB, LARS, Muon and Adafactor on sharded parameters equal a plain loop over unsharded ones in one process."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
-from helpers.optimizer_references import LAMB, LARS, LION, MUON, RATES, VARIANTS, reference, section, shown
+from helpers.optimizer_references import ADAFACTOR, LAMB, LARS, LION, MUON, RATES, VARIANTS, reference, section, shown
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
     LAYERS,
@@ -27,9 +27,13 @@ from helpers.sharded_parameters import (
     ranks_of,
     whole,
 )
+from vitpar.models.description import layer_of
+from vitpar.models.layers import LayeredModel
 from vitpar.sharded import local
 from vitpar.training.optim.norms import WholeNorms
 from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.optim.state_memory import moments
+from vitpar.training.recipe import read_recipe
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
@@ -53,8 +57,11 @@ def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict
     return {name: whole(p).numpy() for name, p in root.named_parameters()}
 
 
-CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (LAMB, LARS, MUON)]
-DECAYING: tuple[dict[str, Any], ...] = tuple({**settings, "layer_decay": 0.5} for settings in (LAMB, LARS, MUON))
+NANO = {"model.name": "vit_nano_patch4_16"}
+CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (LAMB, LARS, MUON, ADAFACTOR)]
+DECAYING: tuple[dict[str, Any], ...] = tuple(
+    {**settings, "layer_decay": 0.5} for settings in (LAMB, LARS, MUON, ADAFACTOR)
+)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,7 @@ DECAYING: tuple[dict[str, Any], ...] = tuple({**settings, "layer_decay": 0.5} fo
 def test_sharded_optimizer_matches_one_process(
     layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
 ) -> None:
-    """LAMB and LARS need norms of complete parameters, and Muon complete matrices, under every sharding.
+    """LAMB and LARS need norms of complete parameters, Adafactor of their rows and columns, and Muon complete matrices.
 
     Under fsdp3 some ranks have empty shards; their steps must neither hang nor differ.
     """
@@ -98,7 +105,7 @@ def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], Rank
             assert pair == pytest.approx(expected, rel=1e-12), name
 
 
-@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, *VARIANTS], ids=shown)
+@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, ADAFACTOR, *VARIANTS], ids=shown)
 def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]) -> None:
     """Parameters without a gradient do not change."""
     root = modules(LAYERS)
@@ -143,6 +150,12 @@ def test_norms_take_one_all_reduce_per_process_group(
         assert counts == {"all_reduce": messages}
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_adafactor_takes_three_all_reduces_per_process_group(layout: str, ranks: Callable[[int], RankPool]) -> None:
+    for counts, _ in ranks(2).run(sent, layout, DECAYING[3]):
+        assert counts == {"all_reduce": 3}
+
+
 def test_muon_all_gathers_each_matrix_once(ranks: Callable[[int], RankPool]) -> None:
     """Eight matrices lie in blocks; the classifier and vectors use AdamW and are not gathered."""
     for counts, matrices in ranks(2).run(sent, "fsdp2", MUON):
@@ -165,6 +178,21 @@ def test_zero_norm_disables_the_trust_ratio(settings: dict[str, Any]) -> None:
     p.grad = torch.zeros_like(p)
     optimizer.step(0.1)
     assert torch.equal(p, torch.ones_like(p))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor"])
+def test_estimate_counts_the_numbers_of_the_state(name: str) -> None:
+    """Adafactor keeps a number for each row and column, also of positions and patches, and one for each of a vector."""
+    frozen = {"train.freeze": "embed, 0"} if name == "adafactor" else {}
+    recipe = read_recipe(None, {"data.path": "x", "train.steps": 1, "optimizer.name": name, **NANO, **frozen})
+    config = recipe.config(10)
+    parameters = dict(LayeredModel(config).named_parameters())
+    for one, p in parameters.items():
+        p.requires_grad_(layer_of(one) not in recipe.frozen(config))
+    optimizer = ShardedOptimizer(parameters.items(), recipe.optimizer)
+    optimizer.allocate()
+    kept = sum(value.numel() for key, value in optimizer.state().items() if not key.startswith("step."))
+    assert kept / sum(p.numel() for p in parameters.values() if p.requires_grad) == moments(recipe, config)
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,10 @@ def test_learning_rate_scales_with_the_batch() -> None:
         (256, {"optimizer.name": "muon"}, 5e-4),
         (512, {"optimizer.name": "lamb"}, 1.5e-3),
         (256, {"optimizer.name": "adam"}, 5e-4),
-        (256, {"optimizer.name": "sgd"}, 1e-3),  # sgd, lion and lars keep a fixed default
+        (256, {"optimizer.name": "sgd"}, 1e-3),  # these keep fixed defaults
         (256, {"optimizer.name": "lion"}, 1e-4),
         (256, {"optimizer.name": "lars"}, 1e-3),
+        (256, {"optimizer.name": "adafactor"}, 1e-2),
         (256, {"optimizer.lr": 0.7}, 0.7),
     ):
         recipe = recipe_for(1_000_000, {**HERE, "train.batch_size": batch, **options})

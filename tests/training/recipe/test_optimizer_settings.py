@@ -14,19 +14,19 @@ def read(*assignments: str) -> Recipe:
 
 
 def test_defaults_depend_on_the_optimizer(tmp_path: Path) -> None:
-    muon, lars, lamb, sgd, lion, adam = (
-        read(f"optimizer.name={name}").optimizer for name in ("muon", "lars", "lamb", "sgd", "lion", "adam")
-    )
+    names = "muon", "lars", "lamb", "sgd", "lion", "adam", "adafactor"
+    muon, lars, lamb, sgd, lion, adam, adafactor = (read(f"optimizer.name={name}").optimizer for name in names)
     assert (muon.momentum, muon.nesterov, muon.ns_steps, muon.adjust_lr_fn) == (0.95, True, 5, "match_rms_adamw")
     assert (lars.momentum, lars.nesterov, lars.trust_coefficient) == (0.9, False, 0.001)
     assert (lamb.betas, lamb.eps) == ((0.9, 0.999), 1e-6)
     assert (sgd.momentum, sgd.nesterov) == (0.0, False)
     assert (lion.lr, lion.betas, lion.weight_decay) == (1e-4, (0.9, 0.99), 0.05)
     assert (adam.lr, adam.betas, adam.weight_decay) == (1e-3, (0.9, 0.999), 0.0)
+    assert (adafactor.lr, adafactor.weight_decay) == (1e-2, 0.0)
     given = read("optimizer.name=muon", "optimizer.momentum=0.5", "optimizer.nesterov=false").optimizer
     assert (given.momentum, given.nesterov) == (0.5, False)
     file = tmp_path / "recipe.toml"
-    for name in ("sgd", "adam", "lion", "lamb", "lars", "muon", "adamw"):
+    for name in (*names, "adamw"):
         more = () if name in ("sgd", "adam", "adamw") else ("optimizer.implementation=foreach",)
         file.write_text((recipe := read(f"optimizer.name={name}", *more)).to_toml())
         assert read_recipe(file) == recipe
@@ -45,8 +45,9 @@ def test_state_bytes_and_description_per_optimizer() -> None:
         ("muon", None, 4, ", muon state (at most)"),
     ):
         recipe = read("train.precision=fp32", f"optimizer.name={name}", *([] if momentum is None else [LITTLE]))
-        assert state_bytes(recipe) == 4 * numbers, name
+        assert state_bytes(recipe, recipe.config(10)) == 4 * numbers, name
         assert state_words(recipe) == f"parameters, gradients{state} in float32"
+    assert ", adafactor state (about) in" in state_words(read("optimizer.name=adafactor", "train.precision=fp32"))
 
 
 LITTLE = "optimizer.momentum=0.0"
@@ -68,6 +69,7 @@ REFUSED = [
     (["name=lion", "eps=1.0"], r"optimizer\.eps is 1\.0, which lion does not use: leave it out"),
     (["name=lion", "implementation=fused"], r"'fused', which lion does not support: use 'foreach' or 'auto'"),
     (["name=adam", "implementation=triton"], r"'triton', which adam does not support: use 'fused' or 'auto'"),
+    (["name=adafactor", "betas=[0.8,0.9]"], r"optimizer\.betas is \(0\.8, 0\.9\), which adafactor does not use"),
     (["name=rprop"], r"recipe key 'optimizer\.name' is 'rprop'"),
 ]
 

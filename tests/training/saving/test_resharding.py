@@ -16,10 +16,12 @@ from vitpar.training.recipe import Recipe
 from vitpar.training.trainer import Trainer
 
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
-    {"name": "adamw"},
     {"name": "muon", "momentum": 0.9},
+    {"name": "adafactor"},
     {"name": "sgd", "momentum": 0.9},
     {"name": "lamb"},
+    {"name": "adamw"},
+    {"name": "lion"},
 )
 RANDOM = {"model.dropout": 0.1, "model.drop_path": 0.1, "augment.mixup": 0.8, "augment.policy": "3a"}
 

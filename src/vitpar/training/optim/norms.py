@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
-from vitpar.sharded import local
+from vitpar.sharded import local, splits
 
 
 class ShardNorms(NamedTuple):
@@ -117,12 +117,13 @@ class WholeNorms:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         sharded_over: dict[dist.ProcessGroup, list[int]] = {}
         for index, parameter in enumerate(parameters):
-            for group in _groups_of_shards(parameter):
+            for group in groups_of_shards(parameter):
                 sharded_over.setdefault(group, []).append(index)
         meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-        # The device on which groups communicate; offloaded parameters are elsewhere.
+        # Offloaded parameters are elsewhere.
         device = torch.device(meshes[0].device_type) if meshes else parameters[0].device
-        self._device = device
+        self.device = device
+        """Device on which the groups communicate, and of the norms."""
         self._messages = [(group, torch.tensor(indices, device=device)) for group, indices in sharded_over.items()]
 
     def __call__(self, *values: Sequence[Tensor]) -> Tensor:
@@ -132,9 +133,7 @@ class WholeNorms:
 
         values: each a list with a local shard, as a plain tensor, for every parameter. An empty tensor adds nothing.
         """
-        norms = [
-            torch.stack([norm.to(self._device) for norm in torch._foreach_norm(list(shards))]) for shards in values
-        ]
+        norms = [torch.stack([norm.to(self.device) for norm in torch._foreach_norm(list(shards))]) for shards in values]
         sums = torch.stack(norms).square()
         for group, indices in self._messages:
             part = sums.index_select(1, indices)
@@ -143,13 +142,34 @@ class WholeNorms:
         return sums.sqrt()
 
 
-def _groups_of_shards(parameter: Tensor) -> list[dist.ProcessGroup]:
-    """Return the process groups that shard a parameter: one for each axis of its mesh over which it is split."""
+def add_over_groups_(values: Sequence[tuple[Tensor, Sequence[dist.ProcessGroup]]], device: torch.device) -> None:
+    """Add each tensor over its process groups, in place: one all-reduce for each group. Collective.
+
+    values: tensors with their groups, in an order and with groups as `WholeNorms` wants them of parameters.
+    device: that on which the groups communicate.
+    """
+    added_over: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for value, groups in values:
+        for group in groups:
+            added_over.setdefault(group, []).append(value)
+    for group, parts in added_over.items():
+        message = torch.cat([part.flatten().to(device) for part in parts])
+        dist.all_reduce(message, group=group)
+        for part, total in zip(parts, message.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
+
+
+def groups_of_shards(parameter: Tensor, dim: int | None = None) -> list[dist.ProcessGroup]:
+    """Return the process groups that shard a parameter: one for each axis of its mesh over which it is split.
+
+    dim: only those that split this dim; may be negative. None for all.
+    """
     if not isinstance(parameter, DTensor):
         return []
     mesh, groups = parameter.device_mesh, []
     for axis, placement in enumerate(parameter.placements):
         assert not placement.is_partial(), "a parameter is no partial sum"
-        if not placement.is_replicate() and mesh.size(axis) > 1:  # is_shard() is false for strided shards
+        split = not placement.is_replicate() if dim is None else splits(placement, dim % parameter.dim())
+        if split and mesh.size(axis) > 1:
             groups.append(mesh.get_group(axis))
     return groups

@@ -3,8 +3,8 @@
 All optimizers run on each rank's local shards as plain tensors. So foreach and fused implementations work whatever mix
 of meshes the parameters have, and the step dispatches no elementwise DTensor operation. (upstream: foreach and fused
 optimizers refuse a mix of DTensors of different meshes.) AdamW, Adam and SGD are elementwise and are torch's own; Lion
-is elementwise too. LAMB, LARS and Muon also depend on global parameters: they know which parameter a shard is a part
-of, and communicate what they need.
+is elementwise too. LAMB, LARS, Muon and Adafactor also depend on global parameters: they know which parameter a shard
+is a part of, and communicate what they need.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import LowPrecisionParams
-from vitpar.sharded import local, sharded_as
+from vitpar.sharded import local, mean_sharded_as, sharded_as
 from vitpar.strategy.precisions import PRECISION_TYPES
+from vitpar.training.optim.adafactor import FACTORS, Adafactor
 from vitpar.training.optim.layerwise import LAMB, LARS
 from vitpar.training.optim.lion import Lion
 from vitpar.training.optim.muon import Matrix, Muon
@@ -89,14 +90,19 @@ class ShardedOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer state by names such as `exp_avg.<parameter>`.
 
-        A value is sharded like the parameter and shares memory, or is a single number. Empty before the first step or
+        A value shares memory. It is sharded like the parameter, Adafactor's means except for the dim that they lack; or
+        it is a single number. Empty before the first step or
         `allocate`.
         """
         tensors = {}
         for name, (parameter, shard) in self._pairs.items():
             for key, value in self.torch_optimizer.state[shard].items():
+                if key in FACTORS:
+                    value = mean_sharded_as(parameter, value, FACTORS[key])
+                elif isinstance(value, Tensor) and value.shape == shard.shape:
+                    value = sharded_as(parameter, value)
                 if isinstance(value, Tensor):
-                    tensors[f"{key}.{name}"] = sharded_as(parameter, value) if value.shape == shard.shape else value
+                    tensors[f"{key}.{name}"] = value
         return tensors
 
     def allocate(self) -> None:
@@ -125,7 +131,7 @@ class ShardedOptimizer:
             parameter.grad = None
 
     def step(self, lr: float) -> None:
-        """Update with learning rate `lr`, then drop the gradients. Collective for LAMB, LARS and Muon.
+        """Update with learning rate `lr`, then drop the gradients. Collective for all but elementwise optimizers.
 
         lr: that of the layers whose learning rate does not decay.
         """
@@ -240,6 +246,8 @@ def _torch_optimizer(
             return LAMB(groups, adapted, lr=lr, **adam)
         case "lars":
             return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
+        case "adafactor":
+            return Adafactor(groups, {shard: parameter for parameter, shard in pairs.values()}, lr=lr)
         case "muon":
             shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
             held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
@@ -316,7 +324,8 @@ def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
     whole = torch.tensor(
         [sum(local(p).numel() / model.replicas(p) for p in counted)], dtype=torch.float64, device=model.device
     )
-    kept = sum(local(p).numel() * (state_bytes(recipe) if p.requires_grad else frozen) for p in named)
+    trained = state_bytes(recipe, model.config)
+    kept = sum(local(p).numel() * (trained if p.requires_grad else frozen) for p in named)
     fullest = torch.tensor([float(kept)], dtype=torch.float64, device=model.device)
     all_reduce_(whole)
     all_reduce_(fullest, dist.ReduceOp.MAX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vitpar.strategy.precisions import PRECISION_TYPES, DataType
@@ -10,13 +11,13 @@ if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
 
+_BOUNDS = {"muon": " (at most)", "adafactor": " (about)"}
+"""Words about the size of the state, by optimizer."""
 
-def state_bytes(recipe: Recipe) -> int:
-    """Return the bytes kept for each element of a rank's trained parameters: the tensors that `state_words` names.
 
-    Muon keeps less for some elements than for others: this is the maximum.
-    """
-    return (2 + moments(recipe)) * _stored(recipe).itemsize
+def state_bytes(recipe: Recipe, config: ModelConfig) -> float:
+    """Return the bytes kept for each element of a rank's trained parameters: the tensors that `state_words` names."""
+    return (2 + moments(recipe, config)) * _stored(recipe).itemsize
 
 
 def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
@@ -24,32 +25,44 @@ def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
     return dict.fromkeys(recipe.frozen(config), _stored(recipe).itemsize)
 
 
-def moments(recipe: Recipe) -> int:
-    """Return the number of parameter-sized tensors kept besides parameters and gradients.
+def moments(recipe: Recipe, config: ModelConfig) -> float:
+    """Return the numbers kept per trained element besides parameter and gradient.
 
-    They are the optimizer state and the running average.
+    They are the optimizer state and the running average. Muon keeps 1 for elements of matrices of blocks and 2 for
+    others: 2 is the maximum. Adafactor keeps a number for each row and column; this is the mean of the global model,
+    without the copies that ranks keep of what their shards have in common.
     """
-    return _moments(recipe) + bool(recipe.train.ema_decay)
+    kept = _factored(recipe, config) if recipe.optimizer.name == "adafactor" else _numbers(recipe)
+    return kept + bool(recipe.train.ema_decay)
 
 
 def state_words(recipe: Recipe) -> str:
     """Return the names of these tensors: `parameters, gradients, adamw state in float32`."""
     kinds = ["parameters", "gradients"]
-    if _moments(recipe):
-        kinds.append(f"{recipe.optimizer.name} state{' (at most)' if recipe.optimizer.name == 'muon' else ''}")
+    name = recipe.optimizer.name
+    if name == "adafactor" or _numbers(recipe):
+        kinds.append(f"{name} state{_BOUNDS.get(name, '')}")
     if recipe.train.ema_decay:
         kinds.append("running average")
     return f"{', '.join(kinds)} in {_stored(recipe).name}"
 
 
-def _moments(recipe: Recipe) -> int:
-    """Return the numbers that the optimizer keeps per element, at most.
-
-    Muon keeps 1 for matrices of blocks and 2 for others.
-    """
+def _numbers(recipe: Recipe) -> int:
+    """Return the numbers that an optimizer other than Adafactor keeps per element, at most."""
     momentum = 1 if recipe.optimizer.momentum else 0
     kept = {"adamw": 2, "adam": 2, "lion": 1, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}
     return kept[recipe.optimizer.name]
+
+
+def _factored(recipe: Recipe, config: ModelConfig) -> float:
+    """Return the numbers that Adafactor keeps per trained element."""
+    frozen, kept, elements = recipe.frozen(config), 0, 0
+    for name, layer in config.layers.items():
+        for shape in layer.parameters.values() if name not in frozen else ():
+            size = math.prod(shape)
+            kept += size if len(shape) < 2 else size // shape[-1] + size // shape[-2]
+            elements += size
+    return kept / max(elements, 1)
 
 
 def _stored(recipe: Recipe) -> DataType:

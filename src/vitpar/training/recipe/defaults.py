@@ -163,7 +163,7 @@ NOTES = (
     f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
     f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "
     f"at most {2 * LAMB_LR:g}. Muon has AdamW's rate if it is scaled to match AdamW's updates (2502.16982). Adam has "
-    "AdamW's rate and no weight decay. SGD, Lion and LARS keep the fixed defaults: set their rate.",
+    "AdamW's rate and no weight decay. SGD, Lion, LARS and Adafactor keep the fixed defaults: set their rate.",
     f"**Warm-up.** At most {MAX_WARMUP:.0%} of the run, which shortens it in short runs.",
     "**Clipping.** Gradients are clipped at norm 1, the fixed default, as in 2106.10270, 2204.07118 and 2205.01580.",
     "**Averaging.** Weights are not averaged. In DeiT that adds 0.1 points, which are gone after fine-tuning, and it "

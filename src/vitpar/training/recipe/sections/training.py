@@ -33,6 +33,7 @@ _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"eps": 1e-6},
     "lars": {"momentum": 0.9},
     "muon": {"momentum": 0.95, "nesterov": True},
+    "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
 }
 
 
@@ -43,9 +44,9 @@ class OptimizerSection(Section):
     scales. Muon updates the matrices of blocks, AdamW everything else.
     """
 
-    name: Literal["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon", "adafactor"] = "adamw"
     """Algorithm. By default adam has weight_decay 0, lion lr 1e-4 and betas 0.9 and 0.99, lamb eps 1e-6, lars momentum
-    0.9, muon momentum 0.95 and nesterov."""
+    0.9, muon momentum 0.95 and nesterov, adafactor lr 0.01 and weight_decay 0."""
     lr: float = Field(1e-3, gt=0)
     """Largest learning rate, after warm-up."""
     lr_batch_size: int | None = Field(None, ge=1, le=MAX_BATCH_SIZE)

@@ -72,7 +72,7 @@ def gpu_hours(shipped: ShippedRecipe) -> float:
     config = recipe.config(1000)
     costs = estimated_costs(config, CLUSTER, recipe.train.precision, frozen=recipe.frozen(config))
     plan = validate(parse(MESH), config, recipe.train.batch_size)
-    priced = price(plan, costs, recipe.train.batch_size, moments(recipe))
+    priced = price(plan, costs, recipe.train.batch_size, moments(recipe, config))
     return training_time(priced, TrainingLength(recipe, shipped.about.samples)).device_hours
 
 

@@ -12,6 +12,7 @@ from vitpar.planner.out_of_memory import estimate_memory, memory_warning, memory
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
 from vitpar.text import count
+from vitpar.training.optim.schedule import LRSchedule, WeightDecaySchedule
 from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
@@ -22,7 +23,7 @@ from vitpar_cli.recipe_words import lr_words
 from vitpar_cli.sparkline import Sparkline
 
 POINTS = 200
-"""Steps whose learning rate is drawn."""
+"""Steps whose learning rate and weight decay are drawn."""
 
 
 def show_dry_run(run: Prepared, *, as_json: bool) -> None:
@@ -39,10 +40,12 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), frozen)
     fullest = max(memory, key=lambda one: one.total)
     rate = recipe.learning_rate(len(run.train_set))
+    decay = recipe.weight_decay(len(run.train_set))
     steps = sorted({1, rate.run.steps, *range(1, rate.run.steps, max(1, rate.run.steps // POINTS))})
     if as_json:
         record = {
             "learning_rate": [[step, rate(step)] for step in steps],
+            **({"weight_decay": [[step, decay(step)] for step in steps]} if decay else {}),
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
@@ -54,14 +57,12 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     show(config, plan, train.precision, summary, state_words(recipe))
     # Last, to be seen without scrolling.
     typer.echo("")
-    drawn = Sparkline(rate.run.steps)
-    for step in steps:
-        drawn.add(step, rate(step))
     rows = {
         "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.words[1]}",
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
         "lr": lr_words(recipe, len(run.train_set)),
-        "": drawn.words(sys.stdout.encoding, ".3g") or "",
+        "": _drawn(rate, steps),
+        "decay": _drawn(decay, steps) if decay else "",
         "memory": f"{memory_words(fullest)} on the fullest rank",
     }
     reason = {"plan": run.because} if run.searched and run.because else {}
@@ -72,3 +73,11 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     lacking = memory_warning(recipe, config, plan, torch.device(run.device_type), local_ranks)
     warn(*run.warnings, lacking, large_batch_warning(recipe, len(run.train_set)))
     typer.echo("dry run: no training was started")
+
+
+def _drawn(schedule: LRSchedule | WeightDecaySchedule, steps: list[int]) -> str:
+    """Return the course of a schedule in one line, empty for a short run."""
+    drawn = Sparkline(schedule.run.steps)
+    for step in steps:
+        drawn.add(step, schedule(step))
+    return drawn.words(sys.stdout.encoding, ".3g") or ""

@@ -36,7 +36,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
 def optimizer_words(recipe: Recipe) -> str:
     """Return text such as `adamw, weight decay 0.05, betas 0.9 and 0.95, gradients clipped at norm 1`."""
     optimizer, usual = recipe.optimizer, OptimizerSection(name=recipe.optimizer.name)
-    words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}"]
+    end = optimizer.weight_decay_end
+    words = [optimizer.name, f"weight decay {optimizer.weight_decay:g}{'' if end is None else f' to {end:g}'}"]
     if optimizer.layer_decay != usual.layer_decay:
         words.append(f"layer decay {optimizer.layer_decay:g}")
     if optimizer.betas != usual.betas:

@@ -79,7 +79,11 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     assert memory.startswith("memory     a step is predicted to need ") and last == "dry run: no training was started"
     assert rate == "lr         0.01 from the first step, cosine to 0" and drawn.lstrip().startswith("█")
     found = json.loads(vitpar(*words, "--json").stdout)
-    assert found["learning_rate"][0] == [1, 0.01]
+    assert found["learning_rate"][0] == [1, 0.01] and "weight_decay" not in found
+    words = (*words, "--set", "optimizer.weight_decay_end=0.4")
+    *_, decay, _, _ = vitpar(*words).stdout.splitlines()
+    assert decay.startswith("decay      ▁") and " 0.05 to 0." in decay
+    assert json.loads(vitpar(*words, "--json").stdout)["weight_decay"][0] == pytest.approx([1, 0.05])
     assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]
     assert not (place / "dry").exists()
 
@@ -240,6 +244,10 @@ OTHER_COMMANDS = [
     (["eval", "--checkpoint", "run", "--mesh", "dp2", "--set", "data.std=[0, 1, 1]"], "must be positive in every"),
     (["eval", "--checkpoint", "run", "--set", "optimizer.lr=1"], "optimizer.lr changes nothing in an evaluation"),
     (["check", "--mesh", "tp5"], "tp5"),
+    (
+        ["check", "--mesh", "dp2", "--set", "optimizer.weight_decay_end=0.1"],
+        "weight_decay_end changes nothing in a check",
+    ),
     (["check", "--mesh", "dp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a check"),
     (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
     (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses model.…"),

@@ -103,6 +103,7 @@ def torchs() -> None:
         for layer, optimizer in zip(layers, optimizers, strict=True):
             for n, (name, p) in enumerate(layer.named_parameters()):
                 p.grad = None if step == 1 and name == "fc.bias" else drawn(10 * step + n, tuple(p.shape))
+            optimizer.set_weight_decay(0.3 * step)
             optimizer.step(lr)
             assert all(p.grad is None for p in layer.parameters())
         states = [optimizer.state() for optimizer in optimizers]

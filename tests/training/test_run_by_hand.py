@@ -29,8 +29,13 @@ SETTINGS: dict[str, Any] = {
 RATES = [0.005, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4))]
 
 
-def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
-    """Return loss, gradient norm and rate of each step, the final evaluation, and the averaged parameters."""
+def by_hand(
+    recipe: Recipe, data: Path, decays: list[float]
+) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
+    """Return loss, gradient norm and rate of each step, the final evaluation, and the averaged parameters.
+
+    decays: weight decay of each step.
+    """
     config = recipe.config(7)
     model = LayeredModel(config)
     initialise(model, 3, config)
@@ -45,7 +50,7 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
     transform = TrainTransform(8, settings.crop_scale, settings.crop_ratio, settings.flip, settings.interpolation)
     loader = iter(TrainLoader(shards, transform, order=SampleOrder(3, len(shards)), batch_size=12, workers=0))
     steps = []
-    for rate in RATES:
+    for rate, decay in zip(RATES, decays, strict=True):
         batch = next(loader)
         logits = model(normalize(batch.images), batch.keys)
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=0.1)
@@ -53,6 +58,7 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        optimizer.param_groups[0]["weight_decay"] = decay
         optimizer.step()
         optimizer.zero_grad()
         for name, p in named.items():
@@ -69,13 +75,17 @@ def by_hand(recipe: Recipe, data: Path) -> tuple[list[dict[str, float]], dict[st
     return steps, {"loss": F.cross_entropy(logits, batch.labels).item(), "top1": top1}, averages
 
 
-def test_run_matches_a_plain_loop(tmp_path: Path, alone: None) -> None:
+@pytest.mark.parametrize("end", [None, 5.0])
+def test_run_matches_a_plain_loop(end: float | None, tmp_path: Path, alone: None) -> None:
     """The plain loop is written independently, so it detects mistakes that all plans share."""
     data = pack_small(tmp_path)
-    recipe = recipe_of(data, "dp1", **SETTINGS)
+    recipe = recipe_of(data, "dp1", **SETTINGS, **({} if end is None else {"optimizer.weight_decay_end": end}))
     train(CPU, recipe, tmp_path / "run")
-    steps, evaluation, averages = by_hand(recipe, data)
+    decays = [0.2 + ((end or 0.2) - 0.2) * (1 - math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+    steps, evaluation, averages = by_hand(recipe, data, decays)
     rows = rows_of(tmp_path / "run")
+    logged = [row.get("weight_decay") for row in rows]
+    assert logged == ([None] * 6 if end is None else pytest.approx(decays, abs=1e-12))
     assert min(step["grad_norm"] for step in steps) > 0.5, "nothing is clipped"
     for row, step in zip(rows, steps, strict=True):
         assert {name: row[name] for name in step} == pytest.approx(step, rel=1e-4), row["step"]

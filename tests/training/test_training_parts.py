@@ -100,7 +100,9 @@ def test_optimizer_matches_torch(settings: OptimizerSection) -> None:
     else:
         expected = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9), eps=1e-6, foreach=False)
     optimizer = ShardedOptimizer(ours.named_parameters(), settings, layers_above=lambda name: int("norm" in name))
-    for lr in (0.1, 0.02, 0.3):
+    for lr, decay in ((0.1, 0.3), (0.02, 0.0), (0.3, 0.6)):
+        optimizer.set_weight_decay(decay)
+        expected.param_groups[0]["weight_decay"] = decay
         for group in expected.param_groups:
             group["lr"] = lr * group["scale"]
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):

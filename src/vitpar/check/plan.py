@@ -44,7 +44,10 @@ EMA_DECAY = 0.9
 """Decay of averaged weights. With a recipe's 0.9999 the change of an average in two steps would be only rounding."""
 NOISY_RUNS = 3
 """Number of runs in one process with random changes of the size of rounding."""
-UNCHECKED = "data order, decoding, crops, flips, policies and erasing; learning-rate schedule; evaluation; checkpoints"
+UNCHECKED = (
+    "data order, decoding, crops, flips, policies and erasing; schedules of learning rate and weight decay; "
+    "evaluation; checkpoints"
+)
 _TEXT_MODEL = {"model.embed_dim": 48, "model.num_heads": 12, "model.depth": 4}
 _TEXT_MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlm": {"model.name": "bert_custom", **_TEXT_MODEL},

@@ -63,6 +63,7 @@ class Trainer:
         self.reporter, self.watchdog = reporter, watchdog or Watchdog()
         self.rank = dist.get_rank()
         self.lr = self.recipe.learning_rate(len(self.train_set))
+        self.weight_decay = self.recipe.weight_decay(len(self.train_set))
         self.total_steps = self.lr.run.steps
         self.done, self.samples = 0, 0
         self.folder: RunFolder | None = None
@@ -120,7 +121,11 @@ class Trainer:
 
     def step(self, number: int, batch: Batch) -> Stepped:
         """Run update `number`, counted from 1."""
-        return self._step(number, self.lr(number), *self.input.train_step(batch))
+        extra = {"weight_decay": self.weight_decay(number)} if self.weight_decay else {}
+        if extra:
+            self.optimizer.set_weight_decay(extra["weight_decay"])
+        stepped = self._step(number, self.lr(number), *self.input.train_step(batch))
+        return stepped._replace(extra=extra | stepped.extra)
 
     def evaluate(self, step: int, images: ImageSet) -> Evaluation:
         """Evaluate on all of `images`, with the averaged parameters if there are any, and report."""

@@ -124,6 +124,22 @@ def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]
         torch.testing.assert_close(root.get_parameter(name).detach(), expected, atol=1e-11, rtol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("settings", [LION, LAMB, LARS, MUON, ADAFACTOR], ids=shown)
+def test_weight_decay_can_be_set_between_steps(settings: dict[str, Any]) -> None:
+    """It reaches the parameters that decay, also after 0, and no others."""
+    found = []
+    for first, later in ((0.3, ()), (0.0, (0.3,))):
+        root = modules(LAYERS)
+        optimizer = optimizer_of(root, {**settings, "weight_decay": first})
+        for decay in later:
+            optimizer.set_weight_decay(decay)
+        for step, rate in enumerate(RATES, start=1):
+            give_gradients(root, step)
+            optimizer.step(rate)
+        found.append(dict(root.named_parameters()))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 # communication
 
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
 from helpers.oracles import timm
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.schedule import LRSchedule, Run, parse_shape
+from vitpar.training.optim.schedule import LRSchedule, Run, WeightDecaySchedule, parse_shape
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
 RUN = Run(samples=1000, batch_size=90, steps=100)
@@ -163,3 +164,13 @@ def test_what_is_no_interval_is_refused(given: object) -> None:
 def test_what_is_no_shape_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_shape(text)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.04, 0.4), (0.4, 0.0), (0.0, 0.1)])
+@pytest.mark.parametrize(("epochs", "steps"), [(10, 100), (1, 3), (1, 1)])
+def test_weight_decay_matches_dino(first: float, last: float, epochs: int, steps: int) -> None:
+    """The formula is that of `cosine_scheduler` in DINO's utils.py without warm-up."""
+    schedule = WeightDecaySchedule(Run(samples=steps, batch_size=1, steps=epochs * steps), first, last)
+    every = np.arange(epochs * steps)
+    expected = last + 0.5 * (first - last) * (1 + np.cos(np.pi * every / len(every)))
+    assert [schedule(step + 1) for step in every.tolist()] == pytest.approx(expected.tolist(), abs=1e-12)

@@ -1,4 +1,4 @@
-"""A run resumed with another batch size sees as many images as promised, with the learning rates of those images."""
+"""A run resumed with another batch size sees as many images as promised, and has their learning rates and decays."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from vitpar.runs.metrics import rows
 RECIPE = recipe_text(
     **{"model.depth": 2, "data.path": "data", "train.batch_size": 8, "train.steps": 8, "train.log_every": 1},
     **{"lr_schedule.warmup": 2, "checkpoint.every": 4, "checkpoint.keep": 5},
+    **{"optimizer.weight_decay": 0.04, "optimizer.weight_decay_end": 0.4},
 )
 
 
@@ -26,8 +27,7 @@ def test_length_in_steps_counts_images(batch: int, place: Path, vitpar: Command)
         for name in ("run", f"batch{batch}")
     )
     assert [row["samples"] for row in found] == list(range(4 * 8 + batch, 8 * 8 + 1, batch))
-    rates = {row["samples"] - 8: row["lr"] for row in promised}  # by the images before the step
-    equal = [
-        row["lr"] == pytest.approx(rates[row["samples"] - batch]) for row in found if row["samples"] - batch in rates
-    ]
-    assert equal and all(equal)
+    for name in ("lr", "weight_decay"):
+        values = {row["samples"] - 8: row[name] for row in promised}  # by the images before the step
+        shared = [row for row in found if row["samples"] - batch in values]
+        assert shared and [row[name] for row in shared] == pytest.approx([values[r["samples"] - batch] for r in shared])

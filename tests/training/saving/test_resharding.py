@@ -127,10 +127,11 @@ def test_every_plan_loads_the_checkpoint_of_every_plan(
 def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """Dropout, augmentation, mixup and the loss scale must continue exactly where they stopped."""
+    """Dropout, augmentation, mixup, weight decay and the loss scale must continue exactly where they stopped."""
     # An initial loss scale that overflows, so that the scaler has state to restore.
     scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
     settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}
+    settings["optimizer.weight_decay_end"] = 5.0
     pool, recipe = ranks(parse(mesh).world_size), recipe_of(data, mesh, **settings)
     pool.run(train, recipe, tmp_path / "through")
     shutil.copytree(tmp_path / "through", tmp_path / "stopped")

@@ -130,6 +130,11 @@ class ShardedOptimizer:
         for parameter, _ in self._pairs.values():
             parameter.grad = None
 
+    def set_weight_decay(self, weight_decay: float) -> None:
+        """Set the weight decay of the parameters that have one, from the next update on."""
+        for group in self.torch_optimizer.param_groups:
+            group["weight_decay"] = weight_decay * group["wd_scale"]
+
     def step(self, lr: float) -> None:
         """Update with learning rate `lr`, then drop the gradients. Collective for all but elementwise optimizers.
 
@@ -190,7 +195,7 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups: one for each weight decay and factor of the learning rate, in the model's order.
 
-    The factor has timm's key, lr_scale.
+    The factor has timm's key, lr_scale. `wd_scale` is 1 where weight decay applies, else 0.
     """
     members: dict[tuple[bool, int], list[nn.Parameter]] = {}
     for name, (parameter, shard) in pairs.items():
@@ -203,12 +208,13 @@ def _groups(
         {
             "params": members[decay, above],
             "weight_decay": settings.weight_decay if decay else 0.0,
+            "wd_scale": float(decay),
             "lr_scale": settings.layer_decay**above,
         }
         for decay, above in sorted(members, reverse=True)
     ]
     # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
-    return groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
+    return groups or [{"params": [], "weight_decay": 0.0, "wd_scale": 0.0, "lr_scale": 1.0}]
 
 
 def _torch_optimizer(

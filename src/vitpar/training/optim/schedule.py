@@ -1,4 +1,6 @@
-"""Learning rates over the steps of a run: a linear warm-up, then a shape such as `cosine` or `step(every=30 epochs)`.
+"""Learning rates and weight decays over the steps of a run.
+
+A learning rate has a linear warm-up, then a shape such as `cosine` or `step(every=30 epochs)`.
 
 | shape | arguments | rate after the warm-up |
 |---|---|---|
@@ -310,3 +312,18 @@ class LRSchedule:
         """Return a number of steps without the rounding of whole epochs to whole steps."""
         whole = round(steps / self.run.epoch) * self.run.epoch
         return whole if abs(whole - steps) < 1 else steps
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """Weight decay of each update of a run: half a cosine over all updates, as in DINO (2104.14294)."""
+
+    run: Run
+    first: float
+    """Weight decay of the first update."""
+    last: float
+    """Weight decay at the end. The last update is one step before it."""
+
+    def __call__(self, step: int) -> float:
+        """Return the weight decay of update number `step`, counted from 1."""
+        return _COSINE.rate(Course(self.run, step - 1, self.run.steps, 0), self.first, self.last)

@@ -13,6 +13,7 @@ from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.support import Effect, refuse_idle
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.recipe.sections.input import TEXT, AugmentSection
+from vitpar.training.recipe.sections.training import OptimizerSection
 
 if TYPE_CHECKING:
     from vitpar.training.recipe.recipe import Recipe
@@ -208,7 +209,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         model="…",
         parallel="…",
         communication="…",
-        optimizer="…",
+        optimizer=" ".join(name for name in OptimizerSection.model_fields if name != "weight_decay_end"),
         train=f"batch_size seed {_PRECISION} reduce_dtype label_smoothing compile attention activation_memory_budget "
         "clip_grad_norm ema_decay ema_warmup freeze",
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",

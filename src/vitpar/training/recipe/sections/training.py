@@ -55,6 +55,9 @@ class OptimizerSection(Section):
     """How the learning rate grows with the batch size."""
     weight_decay: float = Field(0.05, ge=0)
     """Decoupled weight decay (adam, sgd: L2 penalty)."""
+    weight_decay_end: float | None = Field(None, ge=0)
+    """Weight decay at the end of the run, reached by half a cosine from `weight_decay`, as in DINO; constant if
+    unset."""
     layer_decay: float = Field(1.0, gt=0, le=1)
     """Factor by which the learning rate falls from each layer to the one below it, for fine-tuning: the head has `lr`,
     the last block `layer_decay` times that, embed the least. Groups and scales are those of timm's `--layer-decay`."""

@@ -72,7 +72,7 @@ docs: $(READY)   ## Generate pages of docs/ from the source, and build the docum
 	$(BIN)/python -c 'from vitpar.limits import markdown; print(markdown(), end="")' > docs/limits.md
 	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
 	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
-	$(BIN)/python -c 'from vitpar.training.recipe.shipped import markdown; print(markdown(), end="")' > docs/recipes.md
+	$(BIN)/python -c 'from vitpar.planner.recipe_page import markdown; print(markdown(), end="")' > docs/recipes.md
 	$(BIN)/python experiments/commands_page.py > docs/commands.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

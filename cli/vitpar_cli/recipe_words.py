@@ -57,7 +57,8 @@ def lr_words(recipe: Recipe, samples: int) -> str:
     rate = recipe.learning_rate(samples)
     steps, least = rate.warmup_steps, recipe.lr_schedule.min_lr
     warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
-    return f"{rate.peak:g} {warmup}, {recipe.lr_schedule.shape} to {least:g}"
+    end = "" if rate.shape.NAME in ("constant", "step", "multistep", "rsqrt") and not least else f" to {least:g}"
+    return f"{rate.peak:g} {warmup}, {recipe.lr_schedule.shape}{end}"
 
 
 def augment_words(recipe: Recipe) -> str:

@@ -23,7 +23,8 @@ def recipes(
 
     Example: vitpar recipes deit_small
     """
-    from vitpar.training.recipe.shipped import CLUSTER, MESH, gpu_hours, hours, shipped_recipe, shipped_recipes
+    from vitpar.planner.recipe_page import CLUSTER, MESH, gpu_hours, hours
+    from vitpar.training.recipe.shipped import shipped_recipe, shipped_recipes
 
     listed = shipped_recipes() if name is None else [shipped_recipe(name)]
     if as_json:

@@ -21,7 +21,7 @@ from vitpar.text import nearest, shown
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vitpar.models.foreign import ExportedTensor
+    from vitpar.models.foreign import Adapted, ExportedTensor
 
 Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
@@ -173,6 +173,10 @@ class ModelConfig:
 
         The parameters are by name, without those of a classifier.
         """
+        return None
+
+    def adapted(self, there: ModelConfig) -> Adapted | None:
+        """Return weights of the configuration `there` for this model to begin with; None if they need no adapting."""
         return None
 
     @property

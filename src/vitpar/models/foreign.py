@@ -67,6 +67,20 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True)
+class Adapted:
+    """Weights of another configuration, for a model to begin its training with."""
+
+    config: Any
+    """Configuration (``ModelConfig``) that the tensors are of."""
+    tensors: Mapping[str, ExportedTensor]
+    """How parameters are made of the weights', by name; others are the same."""
+    change: str
+    """The difference, for the user."""
+    kept: tuple[str, ...] = ()
+    """Parameters that keep their initial values."""
+
+
+@dataclass(frozen=True)
 class Exported:
     """A model as another library reads it."""
 

@@ -8,8 +8,8 @@ takes weights with a class token, which becomes a register.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -20,8 +20,8 @@ from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_
-from vitpar.models.vit.config import ViTConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.optimizer import EMA
@@ -64,41 +64,22 @@ class _Opened:
 def _opened(folder: Path, config: ModelConfig) -> _Opened:
     """Open the weights in `folder` for a run of the model `config`."""
     weights = open_weights(folder)
-    known = weights.config.pretrained if type(weights.config) is not type(config) else None
-    if known is None or type(known[0]) is not type(config):
-        return _averaging(_Opened(weights.config, weights.read), config)
-    there, tensors = known
-
-    def read(name: str) -> Tensor:
-        return tensors[name].make(*map(weights.read, tensors[name].names))
-
-    change = f"the encoder of {weights.config.name} is used; its decoder is left out"
-    return _averaging(_Opened(there, read, (change,)), config)
-
-
-def _averaging(opened: _Opened, config: ModelConfig) -> _Opened:
-    """Return the weights for a model that averages tokens and has a register where they have a class token.
-
-    The register stands where the class token stood. Averages are normalised by a norm of their own if the model's is
-    after averaging (`fc_norm`), as masked autoencoders are fine-tuned (2111.06377).
-    """
-    there = opened.config
-    if not (isinstance(there, ViTConfig) and isinstance(config, ViTConfig)):
+    opened, pretrained = _Opened(weights.config, weights.read), None
+    if type(weights.config) is not type(config):
+        pretrained = weights.config.pretrained
+    if pretrained is not None and type(pretrained[0]) is type(config):
+        change = f"the encoder of {weights.config.name} is used; its decoder is left out"
+        opened = _Opened(pretrained[0], _made(pretrained[1], weights.read), (change,))
+    adapted = config.adapted(opened.config)
+    if adapted is None:
         return opened
-    registers = there.num_reg_tokens + 1
-    if (there.pool, config.pool, config.num_reg_tokens, there.distillation) != ("cls", "avg", registers, False):
-        return opened
+    read = _made(adapted.tensors, opened.read)
+    return _Opened(adapted.config, read, (*opened.changes, adapted.change), adapted.kept)
 
-    def read(name: str) -> Tensor:
-        if name != "embed.reg_token":
-            return opened.read(name)
-        tokens = ("embed.cls_token", "embed.reg_token") if registers > 1 else ("embed.cls_token",)
-        return torch.cat([opened.read(token) for token in tokens], 1)
 
-    change = "the class token becomes a register, and tokens are averaged"
-    kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
-    made = replace(there, pool="avg", num_reg_tokens=registers, fc_norm=config.fc_norm)
-    return _Opened(made, read, (*opened.changes, change), kept)
+def _made(tensors: Mapping[str, ExportedTensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return a function like `read` that makes the given parameters of those that `read` returns."""
+    return lambda name: tensors[name].make(*map(read, tensors[name].names)) if name in tensors else read(name)
 
 
 def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:

@@ -19,6 +19,8 @@ from vitpar.text import shown
 if TYPE_CHECKING:
     from torch import nn
 
+    from vitpar.models.foreign import Adapted
+
 _WORDS = {
     "pool": ("cls", "avg", "map"),
     "position": ("learned", "sincos2d", "none"),
@@ -245,6 +247,10 @@ class ViTConfig(ModelConfig):
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         return extra_passes(self, plain, whole)
+
+    def adapted(self, there: ModelConfig) -> Adapted | None:
+        made: Adapted | None = from_torch_module("vitpar.models.vit.averaging", "averaging")(self, there)
+        return made
 
     @property
     def tiny(self) -> Self:

@@ -35,8 +35,9 @@ from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import choose_attention
 from vitpar.parallel.precision import resolve_precision
 from vitpar.strategy import parse, validate
+from vitpar.training.optim.average import EMA
 from vitpar.training.optim.one_pass import choose_implementation
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import Stepped, TrainStep
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

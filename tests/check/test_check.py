@@ -81,7 +81,7 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "not clipped":
             patch.setattr("vitpar.training.step.clip_", lambda *_: None)
         case "average decays too fast":
-            from vitpar.training.optim.optimizer import EMA
+            from vitpar.training.optim.average import EMA
 
             init = EMA.__init__
             patch.setattr(EMA, "__init__", lambda self, model, decay, *a: init(self, model, decay - 0.01, *a))

@@ -23,8 +23,9 @@ from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local
 from vitpar.training.optim import one_pass
+from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 

@@ -18,7 +18,8 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.strategy import Plan
 from vitpar.strategy.selectors import layers_of
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer, decays
+from vitpar.training.optim.average import EMA
+from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 

@@ -17,8 +17,9 @@ from vitpar import Execution, ParallelModel, ViTConfig, model_config, paralleliz
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.training.optim.average import EMA
 from vitpar.training.optim.norms import clip_, global_norm
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer, decays
+from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights

@@ -24,7 +24,7 @@ from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
-from vitpar.training.optim.optimizer import EMA
+from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
 from vitpar.weights.classes import read_class_names

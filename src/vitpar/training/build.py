@@ -24,9 +24,10 @@ from vitpar.tasks import Task, task_of
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
+from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import TrainStep, nothing
 from vitpar.weights.folder import fingerprint

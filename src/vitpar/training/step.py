@@ -15,8 +15,8 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from vitpar.training.faults.non_finite import NonFinite
+    from vitpar.training.optim.average import EMA
     from vitpar.training.optim.loss_scale import LossScaler
-    from vitpar.training.optim.optimizer import EMA
 
 
 COLLECT_EVERY_S = 5.0

@@ -7,7 +7,7 @@ from torch import nn
 from helpers.oracles import timm
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.training.build import build
-from vitpar.training.optim.optimizer import EMA
+from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import read_recipe
 
 BATCH, CPU = 8, torch.device("cpu")

@@ -21,8 +21,9 @@ from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
 from vitpar.tasks import Metric
+from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
-from vitpar.training.optim.optimizer import EMA, ShardedOptimizer
+from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import CheckpointSection
 

@@ -1,0 +1,69 @@
+"""Running average of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from vitpar.parallel import ParallelModel
+from vitpar.sharded import local
+
+
+class EMA:
+    """Exponential moving average of the parameters, sharded like them.
+
+    ``average = decay · average + (1 - decay) · parameter`` after every step.
+
+    The average starts as the initial parameters. `averaged` temporarily replaces the parameters by it, for evaluation
+    and saving. That of a frozen parameter is the parameter itself, in the same memory.
+
+    warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
+    """
+
+    def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
+        self._model, self._decay, self._warmup = model, decay, warmup
+        shards = {name: local(p.detach()) for name, p in model.named_parameters()}
+        self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
+
+    def _averages(self) -> list[Tensor]:
+        return [self.average[name] for name in self._trained]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Reset the average to the present parameters."""
+        if self._trained:
+            torch._foreach_copy_(self._averages(), list(self._trained.values()))
+
+    def decay(self, step: int) -> float:
+        """Return the decay after update number `step`, counted from 1.
+
+        With warm-up it is 1 - step^(-2/3), at most the decay of the settings, as in timm's ModelEmaV3.
+        """
+        return min(self._decay, 1 - step ** (-2 / 3)) if self._warmup else self._decay
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the average with the present parameters, after update number `step`, counted from 1."""
+        if self._trained:
+            torch._foreach_lerp_(self._averages(), list(self._trained.values()), 1.0 - self.decay(step))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Replace the parameters by their averages inside the ``with``, and restore them after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, shard in self._trained.items():
+            kept = shard.clone()
+            shard.copy_(self.average[name])
+            self.average[name].copy_(kept)
+        self._model.parameters_changed()

@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="ema-stays",
         breaks="After an evaluation the run trains on with the averaged parameters.",
-        file="src/vitpar/training/optim/optimizer.py",
+        file="src/vitpar/training/optim/average.py",
         old="        finally:\n            self._swap()\n",
         new="        finally:\n            pass\n",
         caught_by=f"pytest {AVERAGE}[dp1]",

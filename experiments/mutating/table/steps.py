@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         name="ema-decay",
         breaks="The moving average gives the present parameters the weight of the past.",
-        file="src/vitpar/training/optim/optimizer.py",
+        file="src/vitpar/training/optim/average.py",
         old="list(self._trained.values()), 1.0 - self.decay(step))",
         new="list(self._trained.values()), self.decay(step))",
         caught_by=f"pytest {AVERAGE}[dp1]",

@@ -8,6 +8,8 @@ from helpers.oracles import timm
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models import IGNORED
 from vitpar.models.loss import BinaryCrossEntropy, CrossEntropy
+from vitpar.tasks.classify import Classify
+from vitpar.tasks.task import LabelSet
 
 BATCH, CLASSES = 8, 5
 MIXED = (  # label, label of the partner, weight of the first label; None for an ignored image
@@ -123,3 +125,20 @@ def test_class_weights_are_those_of_torchs_loss(smoothing: float) -> None:
     torch.testing.assert_close(ours.total(logits(), rows) / ours.count(rows, BATCH), expected)
     nothing = torch.full((BATCH,), IGNORED)
     assert (ours.total(logits(), nothing) / ours.count(nothing, BATCH)).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"class_weights": [1.0]}, "class_weights has 1 numbers for 5 classes"),
+        ({"class_weights": [0.0] * CLASSES}, "one of them larger"),
+        ({"class_weights": [1.0, 1.0, 1.0, 1.0, float("nan")]}, "class_weights must be finite"),
+        ({"class_weights": [1.0, 1.0, 1.0, -1.0, 1.0]}, "class_weights must be finite"),
+        ({"bce": True, "bce_target_threshold": 1.0}, "bce_target_threshold is 1.0"),
+        ({"bce": True, "bce_positive_weight": 0.0}, "not a positive number"),
+        ({"bce_sum": True}, "without bce = true"),
+    ],
+)
+def test_wrong_options_of_the_loss_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Classify(labels=LabelSet(CLASSES), **options)

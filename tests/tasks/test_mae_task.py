@@ -67,8 +67,8 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     assert torch.equal(after.read("embed.pos_embed"), fixed_positions(mae(**SMALL), 24))
     words = ("pool=avg", "num_reg_tokens=1", "options.fc_norm=true")
     pooled = (*probe[:-1], "pooled", *(word for setting in words for word in ("--set", f"model.{setting}")))
-    told = said("train", "--weights", "run/weights", *VIT, *DATA, "--steps", "1", *pooled)
-    assert "the class token becomes a register, and tokens are averaged" in told
+    averaged = said("train", "--weights", "run/weights", *VIT, *DATA, "--steps", "1", *pooled)
+    assert "the class token becomes a register, and tokens are averaged" in averaged
     averaging = open_weights(place / "pooled" / "weights")
     assert torch.equal(before.read("embed.cls_token"), averaging.read("embed.reg_token"))
     for name in ("embed.pos_embed", "blocks.1.attn.qkv.weight"):

@@ -56,8 +56,9 @@ _BELOW = [
     "",
     f"- GPU-hours are predicted for {CLUSTER} under {MESH}, without evaluation and waiting for images; for others:",
     "  `vitpar plan MESH --recipe NAME --cluster NAME`.",
-    "- Rates step by step, parameter groups and losses equal those of timm and torch with the numbers of each source",
-    "  (`tests/training/recipe/test_shipped.py`).",
+    "- Tests compare with the code of timm and torch, given the numbers of each source",
+    "  (`tests/training/recipe/test_shipped.py`); the column `here` says what they compare.",
+    "- A section `[about]` describes a recipe. It sets nothing, in your recipes too.",
     "- Mixing differs from timm: each pair of images has its own weight, not the batch.",
     "- Recipes of fine-tuning take `--weights`; the comment in the file says which.",
 ]

@@ -54,8 +54,12 @@ class Classify(Task):
         object.__setattr__(self, "class_weights", tuple(map(float, self.class_weights)))
         if self.class_weights and len(self.class_weights) != self.outputs:
             raise ValueError(f"class_weights has {len(self.class_weights)} numbers for {self.outputs} classes")
-        if self.class_weights and not 0 <= min(self.class_weights) <= max(self.class_weights) < math.inf:
-            raise ValueError("class_weights must be numbers from 0, and finite")
+        usable = all(0 <= weight < math.inf for weight in self.class_weights) and any(self.class_weights)
+        if self.class_weights and not usable:
+            raise ValueError("class_weights must be finite numbers from 0, and one of them larger")
+        threshold = self.bce_target_threshold
+        if threshold is not None and not 0 <= threshold < 1:
+            raise ValueError(f"bce_target_threshold is {threshold}, which is not from 0 and below 1")
         if not 0 < self.bce_positive_weight < math.inf:
             raise ValueError(f"bce_positive_weight is {self.bce_positive_weight}, not a positive number")
         if not self.bce and (self.bce_sum, self.bce_target_threshold, self.bce_positive_weight) != (False, None, 1.0):

@@ -109,6 +109,11 @@ def test_rates_equal_those_of_the_other_sources() -> None:
         assert schedule(step + 1) == pytest.approx(held.param_groups[0]["lr"], rel=1e-6, abs=1e-12)
         held.step()
         scheduler.step()
+    baseline = RECIPES["imagenet_vit_small"].recipe()  # 10,000 steps of warm-up, then half a cosine to 0
+    schedule, steps = baseline.learning_rate(1_281_167), baseline.total_steps(1_281_167)
+    for step in range(0, steps, 97):
+        falls = 1e-3 * (1 + math.cos(math.pi * (step - 10_000) / (steps - 10_000))) / 2
+        assert schedule(step + 1) == pytest.approx(1e-3 * (step + 1) / 10_000 if step < 10_000 else falls, rel=1e-6)
     beans = RECIPES["beans"].recipe()  # CosineAnnealingWarmupLR: a warm-up of int(0.3 · steps), then torch's cosine
     schedule, steps = beans.learning_rate(1034), beans.total_steps(1034)
     warmup = schedule.warmup_steps  # Colossal-AI rounds down

@@ -167,7 +167,8 @@ def train(training: Training, begun: float) -> None:
     start = time.perf_counter()
     training.accuracies()
     evaluation = time.perf_counter() - start
-    length = begun + options.seconds - RESERVE_S - evaluation - start
+    # at least a moment: without time left, the training is one step and its evaluation
+    length = max(begun + options.seconds - RESERVE_S - evaluation - start, 1e-3)
     report.found |= {"step_seconds": seconds, "images_per_second": options.batch_size / seconds}
     report.found |= {"batch_size": options.batch_size, "gflops": training.config.flops / 1e9}
     print(f"{options.batch_size / seconds:,.0f} images/s; training begins after {start - begun:.1f} s", flush=True)

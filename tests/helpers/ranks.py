@@ -4,6 +4,7 @@ Ranks are forked from a server that has imported torch and vitpar but has no thr
 """
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -69,12 +70,14 @@ class RankPool:
             try:
                 results.append(end.recv())
             except EOFError:
-                results.append((False, "the process ended"))
+                self._processes[rank].join(TIMEOUT)
+                results.append((False, f"the process ended with {self._processes[rank].exitcode}"))
         failures = [(rank, text) for rank, (fine, text) in enumerate(results) if not fine]
         if failures:
             self.close()
-            causes = [f for f in failures if "gloo/transport" not in f[1] and "process ended" not in f[1]] or failures
-            raise RankError(f"rank {causes[0][0]} of {self.size}:\n{causes[0][1]}")
+            # a rank that lost its peer is not the cause
+            rank, text = min(failures, key=lambda failure: "gloo/transport" in failure[1])
+            raise RankError(f"rank {rank} of {self.size}:\n{text}")
         self._signal(signal.SIGSTOP)
         return [value for _, value in results]
 
@@ -181,6 +184,7 @@ def _serve(rank: int, size: int, port: int, end: Connection) -> None:
     # A stopped rank does not notice that its session has ended, but the server that forked it does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    faulthandler.enable()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     device = join(World(rank, size, rank, size, "torchrun", "127.0.0.1", port), "cpu", timeout=60.0)
     while True:

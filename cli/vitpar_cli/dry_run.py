@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import typer
@@ -12,10 +14,10 @@ from vitpar.planner.out_of_memory import estimate_memory, memory_warning, memory
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
 from vitpar.text import count
-from vitpar.training.optim.schedule import LRSchedule, WeightDecaySchedule
 from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
+from vitpar.training.recipe.schedules import Schedules
 from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show
 from vitpar_cli.plan_words import millions
@@ -23,7 +25,8 @@ from vitpar_cli.recipe_words import lr_words
 from vitpar_cli.sparkline import Sparkline
 
 POINTS = 200
-"""Steps whose learning rate and weight decay are drawn."""
+"""Steps whose learning rate and other schedules are drawn."""
+_TITLES = {"weight_decay": "decay", "drop_path": "drop-path", "image_size": "pixels"}
 
 
 def show_dry_run(run: Prepared, *, as_json: bool) -> None:
@@ -39,13 +42,13 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     frozen = recipe.frozen(config)
     memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), frozen)
     fullest = max(memory, key=lambda one: one.total)
-    rate = recipe.learning_rate(len(run.train_set))
-    decay = recipe.weight_decay(len(run.train_set))
+    schedules = Schedules.of(recipe, len(run.train_set), config)
+    rate, others = schedules.lr, schedules.others(1)
     steps = sorted({1, rate.run.steps, *range(1, rate.run.steps, max(1, rate.run.steps // POINTS))})
     if as_json:
         record = {
             "learning_rate": [[step, rate(step)] for step in steps],
-            **({"weight_decay": [[step, decay(step)] for step in steps]} if decay else {}),
+            **{name: [[step, schedules.other(name, step)] for step in steps] for name in others},
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
@@ -62,7 +65,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
         "lr": lr_words(recipe, len(run.train_set)),
         "": _drawn(rate, steps),
-        "decay": _drawn(decay, steps) if decay else "",
+        **{_TITLES[name]: _drawn(partial(schedules.other, name), steps) for name in others},
         "memory": f"{memory_words(fullest)} on the fullest rank",
     }
     reason = {"plan": run.because} if run.searched and run.because else {}
@@ -75,9 +78,9 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     typer.echo("dry run: no training was started")
 
 
-def _drawn(schedule: LRSchedule | WeightDecaySchedule, steps: list[int]) -> str:
+def _drawn(schedule: Callable[[int], float], steps: list[int]) -> str:
     """Return the course of a schedule in one line, empty for a short run."""
-    drawn = Sparkline(schedule.run.steps)
+    drawn = Sparkline(steps[-1])
     for step in steps:
         drawn.add(step, schedule(step))
     return drawn.words(sys.stdout.encoding, ".3g") or ""

@@ -47,6 +47,11 @@ def test_mistakes_are_refused_without_importing_torch(tmp_path: Path) -> None:
 WRONG_RUNS = [
     ("--set data.crop_scale=[0.5,0.2]", "crop scale (0.5, 0.2) must be a range"),
     ("--set data.crop_padding=8", "crop padding 8 must be at least 0 and less than the image size 8"),
+    (
+        "--set model.drop_path=0 --set train.drop_path_schedule=late(after=1)",
+        "has no stochastic depth: set model.drop_path, or leave it out",
+    ),
+    ("--set 'train.image_sizes=128 until 2'", "images of vit_custom have 8: give smaller sizes"),
     ("--set augment.policy=randd", "unknown augmentation 'randd'"),
     ("--mesh tp3", "tp3 does not divide the 2 heads"),
     ("--mesh dp3", "a batch of 8 images does not divide into the 3 data-parallel parts"),
@@ -73,7 +78,7 @@ def test_wrong_settings_of_a_training_are_refused_without_importing_torch(
     """Settings, the index of the data, the plan and a checkpoint are checked before torch is imported."""
     place = shutil.copytree(shared_run("small", tmp_path_factory), tmp_path / "place")
     pack_small(tmp_path / "other", val=False).rename(place / "no_val")
-    commands = [["train", "--recipe", "recipe.toml", *words.split()] for words, _ in WRONG_RUNS]
+    commands = [["train", "--recipe", "recipe.toml", *shlex.split(words)] for words, _ in WRONG_RUNS]
     for done, (words, message) in zip(run_without_torch(place, commands), WRONG_RUNS, strict=True):
         assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
 

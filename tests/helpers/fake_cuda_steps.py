@@ -132,7 +132,9 @@ def _two_steps(case: Case, device: FakeCuda) -> None:
         stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)
     images = torch.zeros(BATCH, 3, config.image_size, config.image_size, dtype=torch.uint8)
     decoded = images[: len(model.image_rows(BATCH))] if model.takes_images else None
-    batch = Batch(decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH)
+    batch = Batch(
+        decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH, size=decoded.shape[-1]
+    )
     step(1, 1e-3, *given.train_step(batch))
     with device.host_waits_at_most(case.waits):
         stepped = step(2, 1e-3, *given.train_step(batch))

@@ -86,7 +86,8 @@ def modern_model(config: ViTConfig) -> LayeredModel:
     return model
 
 
-def images(config: ViTConfig, count: int = 3) -> Tensor:
-    """Return random images, float64."""
-    shape = (count, 3, config.image_size, config.image_size)
+def images(config: ViTConfig, count: int = 3, size: int | None = None) -> Tensor:
+    """Return random images, float64. size: their side; None for that of the model."""
+    side = size or config.image_size
+    shape = (count, 3, side, side)
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

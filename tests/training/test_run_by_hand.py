@@ -1,6 +1,7 @@
 """A complete run compared with a plain loop: learning rates, clipping, averages, evaluation and saved weights."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import pack_small
 from helpers.trained import CPU, recipe_of, train, trainer_of
@@ -17,6 +19,7 @@ from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, Shard
 from vitpar.errors import RecipeError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.strategy import parse
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe
 
@@ -30,11 +33,11 @@ RATES = [0.005, 0.01, *(0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step i
 
 
 def by_hand(
-    recipe: Recipe, data: Path, decays: list[float]
+    recipe: Recipe, data: Path, decays: list[float], shares: list[float], sizes: list[int]
 ) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Tensor]]:
     """Return loss, gradient norm and rate of each step, the final evaluation, and the averaged parameters.
 
-    decays: weight decay of each step.
+    decays, shares, sizes: weight decay, part of the rates of stochastic depth, and image size of each step.
     """
     config = recipe.config(7)
     model = LayeredModel(config)
@@ -47,11 +50,14 @@ def by_hand(
     averages = {name: p.detach().clone() for name, p in named.items()}
     settings, shards = recipe.data, ShardSet.open(data, "train")
     normalize = Normalize(settings.mean, settings.std)
-    transform = TrainTransform(8, settings.crop_scale, settings.crop_ratio, settings.flip, settings.interpolation)
-    loader = iter(TrainLoader(shards, transform, order=SampleOrder(3, len(shards)), batch_size=12, workers=0))
+    crop = settings.crop_scale, settings.crop_ratio, settings.flip, settings.interpolation
+    order = SampleOrder(3, len(shards))
     steps = []
-    for rate, decay in zip(RATES, decays, strict=True):
-        batch = next(loader)
+    for number, (rate, decay, share, size) in enumerate(zip(RATES, decays, shares, sizes, strict=True)):
+        transform, more = TrainTransform(size, *crop), {"start": 12 * number, "batch_size": 12, "workers": 0}
+        batch = next(iter(TrainLoader(shards, transform, order=order, **more)))
+        for index, block in enumerate(model.blocks.values()):
+            block.rate.fill_(0.2 * share * index / 3)
         logits = model(normalize(batch.images), batch.keys)
         loss = F.cross_entropy(logits, batch.labels, label_smoothing=0.1)
         loss.backward()
@@ -65,7 +71,6 @@ def by_hand(
             averages[name] = 0.7 * averages[name] + 0.3 * p.detach()
         right = (logits.argmax(1) == batch.labels).double().mean().item()
         steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate, "top1": right})
-    loader.close()
     model.load_state_dict(averages, strict=False)
     val = ShardSet.open(data, "val")
     (batch,) = EvalLoader(val, EvalTransform(8, settings.crop_pct), batch_size=len(val), workers=0)
@@ -75,17 +80,32 @@ def by_hand(
     return steps, {"loss": F.cross_entropy(logits, batch.labels).item(), "top1": top1}, averages
 
 
-@pytest.mark.parametrize("end", [None, 5.0])
-def test_run_matches_a_plain_loop(end: float | None, tmp_path: Path, alone: None) -> None:
+SCHEDULES: dict[str, Any] = {
+    "optimizer.weight_decay_end": 5.0,
+    "train.drop_path_schedule": "early(until=4, form=linear)",
+    "train.image_sizes": "4 until 2",
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_run_matches_a_plain_loop(scheduled: bool, tmp_path: Path, alone: None) -> None:
     """The plain loop is written independently, so it detects mistakes that all plans share."""
     data = pack_small(tmp_path)
-    recipe = recipe_of(data, "dp1", **SETTINGS, **({} if end is None else {"optimizer.weight_decay_end": end}))
+    recipe = recipe_of(data, "dp1", **SETTINGS, **(SCHEDULES if scheduled else {}))
     train(CPU, recipe, tmp_path / "run")
-    decays = [0.2 + ((end or 0.2) - 0.2) * (1 - math.cos(math.pi * step / 6)) / 2 for step in range(6)]
-    steps, evaluation, averages = by_hand(recipe, data, decays)
+    end = 5.0 if scheduled else 0.2
+    decays = [0.2 + (end - 0.2) * (1 - math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+    shares = [1, 2 / 3, 1 / 3, 0, 0, 0] if scheduled else [1.0] * 6
+    sizes = [4, 4, 8, 8, 8, 8] if scheduled else [8] * 6
+    steps, evaluation, averages = by_hand(recipe, data, decays, shares, sizes)
     rows = rows_of(tmp_path / "run")
-    logged = [row.get("weight_decay") for row in rows]
-    assert logged == ([None] * 6 if end is None else pytest.approx(decays, abs=1e-12))
+    for name, values in (
+        ("weight_decay", decays),
+        ("drop_path", [0.2 * share for share in shares]),
+        ("image_size", sizes),
+    ):
+        logged = [row.get(name) for row in rows]
+        assert logged == (pytest.approx(values, abs=1e-12) if scheduled else [None] * 6)
     assert min(step["grad_norm"] for step in steps) > 0.5, "nothing is clipped"
     for row, step in zip(rows, steps, strict=True):
         assert {name: row[name] for name in step} == pytest.approx(step, rel=1e-4), row["step"]
@@ -99,6 +119,27 @@ def test_run_matches_a_plain_loop(end: float | None, tmp_path: Path, alone: None
     assert saved.keys() == averages.keys()
     for name, tensor in saved.items():
         torch.testing.assert_close(tensor, averages[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1e-9 minutes", [1, 2, 3]), ("60 minutes", [3]), ("2 steps", [2, 3])])
+def test_evaluations_are_due_by_step_or_by_time(every: str, steps: list[int], tmp_path: Path, alone: None) -> None:
+    settings = {"train.eval_every": every, "train.steps": 3, "train.log_every": 1}
+    train(CPU, recipe_of(pack_small(tmp_path), "dp1", **settings), tmp_path / "run")
+    assert [row["step"] for row in rows_of(tmp_path / "run", "eval")] == steps
+
+
+@pytest.mark.parametrize("mesh", ["pp2xtp2", "tp2xdp2+sp", "tp4+2d"])
+def test_schedules_do_not_depend_on_the_plan(mesh: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    """Under pp the shapes between stages change with the image size; evaluations in between have the model's."""
+    more = {"parallel.schedule": "interleaved1f1b", "parallel.virtual_stages": 2} if "pp" in mesh else {}
+    data = pack_small(tmp_path)
+    settings = {**SETTINGS, **SCHEDULES, "train.eval_every": 1, "augment.cutmix": 1.0}
+    for plan, changed in (("dp1", {}), (mesh, more)):
+        pool = ranks(parse(plan).world_size)
+        pool.run(train, recipe_of(data, plan, **settings, **changed), tmp_path / plan)
+    for kind in ("train", "eval"):
+        one, other = ([row["loss"] for row in rows_of(tmp_path / plan, kind)] for plan in ("dp1", mesh))
+        assert other == pytest.approx(one, rel=1e-5) and len(one) == 6
 
 
 def test_a_data_set_without_val_trains_alike_and_is_not_evaluated(tmp_path: Path, alone: None) -> None:

@@ -105,6 +105,20 @@ def test_timm_reads_what_is_exported_and_computes_the_same(parts: str, tmp_path:
     compare_import(tmp_path, config)
 
 
+@pytest.mark.parametrize("parts", ["deit3", "dinov2", "siglip", "siglip_reg", "gap"])
+@pytest.mark.parametrize("size", [4, 6, 12])
+def test_images_of_another_size_get_the_positions_of_timm(parts: str, size: int, tmp_path: Path) -> None:
+    config, ours, _ = exported(parts, "timm", tmp_path)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'there'}", pretrained=True, dynamic_img_size=True)
+    assert config.resized(size) is not None
+    logits, expected = (model.double()(images(config, size=size)) for model in (ours, theirs.eval()))
+    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=1e-5)  # timm resamples in float32
+    for computed in (logits, expected):
+        F.cross_entropy(computed, LABELS).backward()
+    mine, other = ours.embed.pos_embed.grad, theirs.pos_embed.grad
+    torch.testing.assert_close(mine, other, atol=1e-6 * other.abs().max().item(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("parts", ["dinov3", "eva02_base", "siglip", "deit3"])
 def test_logits_in_float32_equal_timms(parts: str, tmp_path: Path) -> None:
     config, ours, _ = exported(parts, "timm", tmp_path)

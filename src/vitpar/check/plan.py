@@ -203,7 +203,8 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
             assert isinstance(source, ImageInput), "there are pixels only for images"
             decoded = source.train_rows
             pixels = given.images[decoded] if decoded else None
-            batch = Batch(pixels, given.labels, given.keys, epoch=0.0, samples=step * model.batch_size)
+            seen, size = step * model.batch_size, model.config.image_size
+            batch = Batch(pixels, given.labels, given.keys, epoch=0.0, samples=seen, size=size)
             step_input = source.train_step(batch)
         else:
             step_input = _given(model, task, given)

@@ -11,10 +11,10 @@ do not depend on which thread processes a sample, or when.
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Required, TypedDict, Unpack
 
 import numpy as np
@@ -70,6 +70,8 @@ class BatchJob:
     """Random key of each sample, int64 [batch]."""
     labels: NDArray[np.int64]
     """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
+    transform: TrainTransform | EvalTransform | None = None
+    """Transform of its images; None until the loader sets it."""
     images: Tensor | None = None
     """Images of this rank's rows, uint8 [rows, 3, size, size]; None until they are allocated."""
     skipped: list[str] = field(default_factory=list)
@@ -97,6 +99,8 @@ class Batch:
     """`samples` divided by the size of the data set."""
     samples: int
     """Global samples seen up to and including this batch, which is where the next one begins."""
+    size: int
+    """Side of its images, in pixels, also on ranks without rows."""
     whole: bool = True
     """Whether labels and keys cover the global batch.
 
@@ -142,6 +146,8 @@ class LoaderSettings(TypedDict, total=False):
     """
     pin_memory: bool
     """Whether to put images into pinned memory, from which copies to a GPU are asynchronous. Default: False."""
+    sizes: Callable[[int], int] | None
+    """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
 
 
 class Loader:
@@ -174,18 +180,29 @@ class Loader:
         self.start = start
         self.skipped = Skipped()
         self._cache: CachedSet | None = None
-        self._size, self._transform, self._pin_memory = len(data), transform, settings.get("pin_memory", False)
+        self._size, self._pin_memory = len(data), settings.get("pin_memory", False)
+        self._transform, self._sizes = transform, settings.get("sizes")
 
     def _jobs(self) -> Generator[BatchJob]:
         """Yield the batches to fill, in order."""
         raise NotImplementedError
 
     def __iter__(self) -> Generator[Batch]:
-        with closing(self._jobs()) as jobs, closing(self._filled(jobs)) as filled:
+        with closing(self._jobs()) as jobs, closing(self._filled(self._with_transforms(jobs))) as filled:
             for number, job in enumerate(filled, start=1):
+                assert job.transform is not None
                 samples = self.start + number * self.batch_size
                 labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
-                yield Batch(job.images, labels, keys, epoch, samples, self.whole, job.ended)
+                yield Batch(job.images, labels, keys, epoch, samples, job.transform.size, self.whole, job.ended)
+
+    def _with_transforms(self, jobs: Generator[BatchJob]) -> Generator[BatchJob]:
+        """Yield the jobs with their transforms."""
+        for number, job in enumerate(jobs):
+            size = self._sizes(self.start + number * self.batch_size) if self._sizes else self._transform.size
+            if size != self._transform.size:
+                self._transform = replace(self._transform, size=size)
+            job.transform = self._transform
+            yield job
 
     def _filled(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         """Yield the jobs in order, with decoded images; skipped rows get label IGNORED.
@@ -227,12 +244,13 @@ class Loader:
         return [pool.submit(self._fill, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _allocate(self, job: BatchJob) -> None:
-        size = self._transform.size
+        assert job.transform is not None
+        size = job.transform.size
         job.images = torch.zeros(len(self.rows), 3, size, size, dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def _fill(self, job: BatchJob, start: int, stop: int) -> None:
         """Decode the images at places `start` to `stop` - 1 of this rank's rows."""
-        assert job.images is not None
+        assert job.images is not None and job.transform is not None
         pixels = job.images.numpy()
         for place in range(start, stop):
             row = self.rows[place]
@@ -240,7 +258,8 @@ class Loader:
             if sample == IGNORED:
                 continue
             try:
-                pixels[place] = self._transformed(self._decoded(job.source, sample), int(job.keys[row])).numpy()
+                image = self._decoded(job.source, sample)
+                pixels[place] = _transformed(job.transform, image, int(job.keys[row])).numpy()
             except BadImage as error:
                 problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
@@ -257,9 +276,9 @@ class Loader:
                 self._cache.put(sample, image)
         return image
 
-    def _transformed(self, image: NDArray[np.uint8], key: int) -> Tensor:
-        transform = self._transform
-        return transform(image, Draws(key)) if isinstance(transform, TrainTransform) else transform(image)
+
+def _transformed(transform: TrainTransform | EvalTransform, image: NDArray[np.uint8], key: int) -> Tensor:
+    return transform(image, Draws(key)) if isinstance(transform, TrainTransform) else transform(image)
 
 
 def _finished(job: BatchJob, tasks: list[Future[None]]) -> BatchJob:

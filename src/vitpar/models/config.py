@@ -179,6 +179,14 @@ class ModelConfig:
         """Return weights of the configuration `there` for this model to begin with; None if they need no adapting."""
         return None
 
+    def resized(self, image_size: int) -> Self | None:
+        """Return the configuration whose layers take images of another size with the same parameters.
+
+        The layers must take both sizes. None if they take one only, as by default. Raises ModelError for a size that
+        the model cannot have.
+        """
+        return None
+
     @property
     def stochastic(self) -> bool:
         """Return whether training draws random numbers inside the model."""

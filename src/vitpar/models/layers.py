@@ -186,6 +186,10 @@ class ResidualBlock(Layer):
         self.place.fill_(1 + 4 * self.index)  # of its random numbers, two for each branch; embed's is 0
         self.rate.fill_(self.drop_path_rate)
 
+    def set_drop_path(self, share: float) -> None:
+        """Drop branches at `share` of the layer's rate from now on."""
+        self.rate.fill_(self.drop_path_rate * share)
+
     def branch(self, x: Tensor, keys: Tensor | None, number: int, scale: nn.Module | None = None) -> Tensor:
         """Return the output `x` of branch `number` (0 or 1) with dropout, `scale` and stochastic depth.
 

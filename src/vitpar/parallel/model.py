@@ -8,6 +8,7 @@ has no dp axis would get gradients 2 to 4 times too large, and the loss curve un
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +21,15 @@ from torch.distributed.tensor import DTensor
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import TensorSpec
+from vitpar.models.layers import ResidualBlock
 from vitpar.models.loss import Loss
 from vitpar.models.roles import chunk_range
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.mesh import tensor_mesh
 from vitpar.parallel.phases import Phase, untimed
 from vitpar.parallel.pipeline import (
+    Schedule,
     StageModule,
     build_schedule,
     pipeline_stage,
@@ -41,6 +45,22 @@ from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
 from vitpar.strategy.layout import copies
 from vitpar.strategy.stages import travel_layouts
+
+
+@dataclass
+class _Sized:
+    """Shapes of a model for images of one size, and the pipeline schedule with these."""
+
+    config: ModelConfig
+    """Configuration with this image size."""
+    stages: Sequence[Sequence[str]]
+    """Names of the layers of each stage."""
+    schedule: Schedule | None = None
+    """Pipeline schedule; None without a pipeline."""
+
+    def gives(self, index: int) -> TensorSpec:
+        """Return what stage `index` gives."""
+        return self.config.layers[self.stages[index][-1]].gives
 
 
 class ParallelModel:
@@ -102,7 +122,6 @@ class ParallelModel:
         if axes is not None and any(part.role == "vocabulary_output" for part in head.parts):
             self._features = chunk_range(len(self._features), axes.size(), axes.get_local_rank())
             self.vocabulary = VocabularyPart(self._features.start, axes.get_group())
-        self._boundaries = tuple(config.layers[names[-1]].gives for names in stage_layers(config, plan))
         self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
@@ -124,19 +143,41 @@ class ParallelModel:
         self._shared_sums = SharedSums(
             config, dict(self.named_parameters()), sharing, execution.frozen, precision.parameters, device
         )
-        self._schedule = None
-        if plan.pipeline_degree > 1:
-            pipeline = []
-            for index, stage in stages.items():
-                first, *_, last = [executions[name] for name in stage.layers()] * 2
-                pipeline.append(
-                    pipeline_stage(
-                        *(stage, index, plan.num_stages, *self._shapes(index), device, pipe.get_group("pp")),
-                        passed=first.passes_gradient,
-                        given=last.backward != "nothing",
-                    )
+        self._executions = executions
+        self._by_size: dict[int, _Sized] = {}
+        self.take_image_size(config.image_size)
+
+    def take_image_size(self, image_size: int) -> None:
+        """Take images of `image_size` pixels from now on, which ``ModelConfig.resized`` must support. Collective."""
+        if image_size not in self._by_size:
+            sized = self.config if image_size == self.config.image_size else self.config.resized(image_size)
+            assert sized is not None, f"{self.config.name} takes images of one size only"
+            self._by_size[image_size] = _Sized(sized, stage_layers(self.config, self.plan))
+            if self.plan.pipeline_degree > 1:
+                self._by_size[image_size].schedule = self._build_schedule(self._by_size[image_size])
+        self._sized = self._by_size[image_size]
+
+    def set_drop_path(self, share: float) -> None:
+        """Drop residual branches at `share` of the model's rates from now on."""
+        for stage in self.stages.values():
+            for layer in stage.layers().values():
+                if isinstance(layer, ResidualBlock):
+                    layer.set_drop_path(share)
+
+    def _build_schedule(self, sized: _Sized) -> Schedule:
+        """Return the pipeline schedule for images of one size, whose shapes are static."""
+        stages = []
+        for index, stage in self.stages.items():
+            first, *_, last = [self._executions[name] for name in stage.layers()] * 2
+            shapes = self._shapes(index, sized)
+            stages.append(
+                pipeline_stage(
+                    *(stage, index, self.plan.num_stages, *shapes, self.device, self.pipe.get_group("pp")),
+                    passed=first.passes_gradient,
+                    given=last.backward != "nothing",
                 )
-            self._schedule = build_schedule(plan, pipeline, self.batch.microbatches, self.loss)
+            )
+        return build_schedule(self.plan, stages, self.batch.microbatches, self.loss)
 
     @property
     def _scales(self) -> bool:
@@ -224,7 +265,7 @@ class ParallelModel:
         self._count, self._measured = self._loss.count(targets, self.batch_size), None
         images = self._as_input(images)
         with ExitStack() as exit_stack:
-            with self.phase("forward" if self._schedule is None else "pipeline"):
+            with self.phase("forward" if self._sized.schedule is None else "pipeline"):
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
                 exit_stack.enter_context(self.low_precision_params.in_place(keep))
@@ -277,13 +318,13 @@ class ParallelModel:
         reduced yet, and partial ones are not summed.
         """
         losses: list[Tensor] = []
-        if self._schedule is not None:
+        if self._sized.schedule is not None:
             args = (images,) if self.takes_images else ()
             kwargs: dict[str, Any] = sides if keys is None else {"keys": keys, **sides}
             if self.gives_outputs:
                 kwargs |= {"target": targets, "losses": losses}
             with self.phase("pipeline"):
-                self._schedule.step(*args, return_outputs=False, **kwargs)
+                self._sized.schedule.step(*args, return_outputs=False, **kwargs)
         else:
             (stage,) = self.stages.values()
             assert images is not None, "without a pipeline every rank needs images"
@@ -348,7 +389,7 @@ class ParallelModel:
             if index > 0:
                 part = self._travel[index - 1]
                 if index - 1 not in self.stages:
-                    shape = self._token_shape(index - 1, batch)
+                    shape = self._token_shape(index - 1, batch, self._sized)
                     x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
             else:
                 part = self._images[self._stage_rank]
@@ -416,15 +457,15 @@ class ParallelModel:
             start += size
         return indices
 
-    def _token_shape(self, index: int, batch: int) -> tuple[int, int, int]:
+    def _token_shape(self, index: int, batch: int, sized: _Sized) -> tuple[int, int, int]:
         """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images."""
-        part, shape = self._travel[index], self._boundaries[index]
+        part, shape = self._travel[index], sized.gives(index)
         rows = sum(len(part.row_range(piece)) for piece in self._pieces(batch))
         return rows, shape.tokens, len(part.feature_range(shape.features))
 
-    def _shapes(self, index: int) -> tuple[Tensor, Tensor]:
+    def _shapes(self, index: int, sized: _Sized) -> tuple[Tensor, Tensor]:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""
-        c, n, dtype = self.config, self.batch.microbatch_rows, self.precision.compute
+        c, n, dtype = sized.config, self.batch.microbatch_rows, self.precision.compute
         takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), *c.input.shape)
         gives: tuple[int, ...] = (
             len(self._outputs[self._stage_rank].row_range(n)),
@@ -433,7 +474,7 @@ class ParallelModel:
         )
         taken = dtype if c.input.dtype is None else getattr(torch, c.input.dtype)
         if index > 0:
-            takes, taken = self._token_shape(index - 1, n), dtype
+            takes, taken = self._token_shape(index - 1, n, sized), dtype
         if index < self.plan.num_stages - 1:
-            gives = self._token_shape(index, n)
+            gives = self._token_shape(index, n, sized)
         return torch.empty(takes, dtype=taken, device="meta"), torch.empty(gives, dtype=dtype, device="meta")

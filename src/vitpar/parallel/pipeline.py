@@ -24,6 +24,7 @@ from vitpar.models.layers import LayeredModel, given_sides
 from vitpar.parallel.redistribute import Redistribute
 from vitpar.strategy import ActivationPart, Plan, rank_of_stage
 
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -127,7 +128,7 @@ def pipeline_stage(
 
 def build_schedule(
     plan: Plan, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
+) -> Schedule:
     """Return the plan's schedule over this rank's stages.
 
     microbatches: number of micro-batches in a step.

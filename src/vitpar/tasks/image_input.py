@@ -39,6 +39,7 @@ from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.schedules import Schedules
 
 CHANNELS = 3
 """Channels that images are decoded to."""
@@ -154,10 +155,10 @@ class ImageInput:
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            seed, settings = self._recipe.train.seed, self._settings(self._decoded)
+            seed, settings = self._recipe.train.seed, self._settings(self._decoded, len(images))
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
-        settings, cache = self._settings(self._needed()), self._cached.get(images)
+        settings, cache = self._settings(self._needed(), len(images)), self._cached.get(images)
         return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
 
     @property
@@ -208,7 +209,7 @@ class ImageInput:
         labels, keys = self._labels_and_keys(batch)
         if self.task.LOCAL_TARGETS:
             return StepInput(*self._images_and_targets(batch, labels, keys), keys)
-        mixed = self._mix(batch.keys.numpy(), self._model.config.image_size) if self._mix else None
+        mixed = self._mix(batch.keys.numpy(), batch.size) if self._mix else None
         targets = self.task.counted_targets(labels) if mixed is None else mixed.labels(labels, IGNORED)
         if not self._model.takes_images:
             return StepInput(None, targets, keys)
@@ -322,9 +323,14 @@ class ImageInput:
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
-    def _settings(self, rows: Sequence[int]) -> LoaderSettings:
-        """Return the settings of a loader for this rank's share of `rows`."""
+    def _settings(self, rows: Sequence[int], trained: int | None = None) -> LoaderSettings:
+        """Return the settings of a loader for this rank's share of `rows`.
+
+        trained: samples of the training set; None for evaluation.
+        """
+        sizes = None if trained is None else Schedules.of(self._recipe, trained, self._model.config).image_size
         return {
+            "sizes": sizes and (lambda done: sizes(done // self._model.batch_size + 1)),
             "batch_size": self._model.batch_size,
             "rows": self._share(rows),
             "workers": self.workers,

@@ -64,6 +64,8 @@ class Worst(NamedTuple):
     """Duration of a step."""
     minutes: float
     """Minutes since the last checkpoint."""
+    eval_minutes: float
+    """Minutes since the last evaluation."""
     writing: float
     """Progress of the checkpoint that is being written (``vitpar.checkpoint.writer``)."""
 
@@ -84,6 +86,7 @@ class StepLog:
         self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
         self._metrics = metrics
+        self._flops_of: dict[int, int] = {}
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
         self._data_seconds = 0.0
@@ -148,7 +151,7 @@ class StepLog:
         self._steps += counted
         self._seconds += seconds * counted
         self._begun = self._waiting = now
-        self.pace = round(seconds * 1e3, 3) / 1e3
+        self.pace, mfu = round(seconds * 1e3, 3) / 1e3, self._mfu(seconds)
         rows = [
             {
                 "kind": "train",
@@ -161,7 +164,7 @@ class StepLog:
                 "step_ms": round(seconds * 1e3, 3),
                 "data_ms": round(wait * 1e3, 3),
                 "images_per_second": round(self._recipe.train.batch_size / seconds, 2),
-                "mfu": self._mfu(seconds),
+                "mfu": mfu,
                 "memory_bytes": memory_bytes(self._model.device),
                 **self._means(counted, sums),
                 **step.extra,
@@ -192,8 +195,17 @@ class StepLog:
         peak = peak_flops(self._model.device, self._recipe.train.precision)
         if peak is None:
             return None
-        flops = with_frozen(self._config, self._model.execution.frozen).flops
+        flops = sum(map(self._flops, self._pending)) / len(self._pending)
         return round(flops * self._recipe.train.batch_size / seconds / (peak * dist.get_world_size()), 4)
+
+    def _flops(self, step: _Step) -> int:
+        """Return the FLOPs of training on one sample in a step."""
+        size = int(step.extra.get("image_size", self._config.image_size))
+        if size not in self._flops_of:
+            sized = self._config if size == self._config.image_size else self._config.resized(size)
+            assert sized is not None, "the run has trained on this size"
+            self._flops_of[size] = with_frozen(sized, self._model.execution.frozen).flops
+        return self._flops_of[size]
 
 
 def _shown(number: float, step: _Step) -> float | None:

@@ -26,6 +26,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.recipe.sections import AUTO
 from vitpar.training.run_folder import check_run_folder
 from vitpar.training.saving.resume import (
@@ -136,7 +137,7 @@ def prepare(
     if task.INPUT == "images":
         transform_settings(recipe, config.image_size)
     order_of(recipe, len(train_set))
-    recipe.learning_rate(len(train_set))  # refuses settings of a warm-up without one
+    Schedules.of(recipe, len(train_set), config)  # refuses settings of a warm-up without one, and the like
     refuse_huge_batch(recipe, config)
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)

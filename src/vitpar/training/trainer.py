@@ -30,6 +30,7 @@ from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.optim.optimizer import state_size
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
+from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
 from vitpar.training.saving.saver import Saver, TrainingState, texts
@@ -62,8 +63,8 @@ class Trainer:
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
         self.reporter, self.watchdog = reporter, watchdog or Watchdog()
         self.rank = dist.get_rank()
-        self.lr = self.recipe.learning_rate(len(self.train_set))
-        self.weight_decay = self.recipe.weight_decay(len(self.train_set))
+        self.schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
+        self.lr = self.schedules.lr
         self.total_steps = self.lr.run.steps
         self.done, self.samples = 0, 0
         self.folder: RunFolder | None = None
@@ -121,9 +122,13 @@ class Trainer:
 
     def step(self, number: int, batch: Batch) -> Stepped:
         """Run update `number`, counted from 1."""
-        extra = {"weight_decay": self.weight_decay(number)} if self.weight_decay else {}
-        if extra:
+        extra = self.schedules.others(number)
+        if "weight_decay" in extra:
             self.optimizer.set_weight_decay(extra["weight_decay"])
+        if self.schedules.drop_path:
+            self.model.set_drop_path(self.schedules.drop_path.share(number))
+        if "image_size" in extra:
+            self.model.take_image_size(int(extra["image_size"]))
         stepped = self._step(number, self.lr(number), *self.input.train_step(batch))
         return stepped._replace(extra=extra | stepped.extra)
 
@@ -199,13 +204,12 @@ class Trainer:
     def _run(self) -> dict[str, Any]:
         self._start()
         train, first = self.recipe.train, self.done + 1
-        run = self.lr.run
         agenda = Agenda(
             self.saver,
+            self.lr.run,
             first=first,
-            last=self.total_steps,
-            eval_every=0 if self.val_set is None else run.length(train.eval_every),
-            log_every=run.length(train.log_every),
+            eval_every=None if self.val_set is None else train.eval_every,
+            log_every=train.log_every,
         )
         log = StepLog(self.recipe, self.config, self.model, self.task.TRAINING_METRICS, self.done)
         last: Evaluation | None = None
@@ -223,12 +227,13 @@ class Trainer:
                 self.done, self.samples = number, batch.samples
                 due = agenda.after(number, stuck=stuck is not None)
                 if due.look:
-                    agenda.looked(number, self._look(due, log, stop, garbage))
+                    agenda.looked(number, self._look(due, log, stop, garbage, agenda))
                 self._refuse(stuck)
                 if due.keeps:
                     self._refuse(self.non_finite.spoiled(number, self.state.tensors()))
                 if due.evaluation and self.val_set is not None:
                     last = self.evaluate(number, self.val_set)
+                    agenda.evaluated()
                     due.checkpoint |= self.saver.best(number, last.metrics)
                     garbage.collect()
                 if due.checkpoint or due.stop:
@@ -245,10 +250,12 @@ class Trainer:
             self.reporter.note(f"training: {warning}")
         return self._finish(last, log)
 
-    def _look(self, due: Due, log: StepLog, stop: StopRequest, garbage: Garbage) -> float:
+    def _look(self, due: Due, log: StepLog, stop: StopRequest, garbage: Garbage, agenda: Agenda) -> float:
         """Exchange the state of the ranks, write rows of metrics, and return the duration of a step. Collective."""
-        rows, worst = log.flush(Worst(stop.asked is not None, log.pace, self.saver.minutes, self.saver.writer.progress))
+        mine = Worst(stop.asked is not None, log.pace, self.saver.minutes, agenda.minutes, self.saver.writer.progress)
+        rows, worst = log.flush(mine)
         due.stop, due.checkpoint = bool(worst.stop), due.checkpoint or self.saver.late(worst.minutes)
+        due.evaluation |= agenda.late(worst.eval_minutes)
         self._record(rows, shown=due.report)
         self.saver.advance(worst.writing)
         garbage.maybe_collect(due.step, worst.step_seconds)
@@ -260,6 +267,7 @@ class Trainer:
             self.watchdog.beat(EVALUATING, self.done)
             self.reporter.evaluating(done, len(images))
 
+        self.model.take_image_size(self.config.image_size)
         with self.ema.averaged() if self.ema else nullcontext():
             return evaluate(self.model, self.input, images, progress)
 

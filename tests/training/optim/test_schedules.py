@@ -1,6 +1,8 @@
 """Learning rates against timm's and torch's schedulers, step by step."""
 
+import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,15 @@ from torch.optim import lr_scheduler
 
 from helpers.oracles import timm
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.schedule import LRSchedule, Run, WeightDecaySchedule, parse_shape
+from vitpar.training.optim.schedule import (
+    DropPathSchedule,
+    ImageSizes,
+    ImageSizeSchedule,
+    LRSchedule,
+    WeightDecaySchedule,
+    parse_drop_path,
+)
+from vitpar.training.optim.shapes import Run, parse_shape
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
 RUN = Run(samples=1000, batch_size=90, steps=100)
@@ -148,7 +158,7 @@ def test_what_is_no_interval_is_refused(given: object) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("cosin", r"'cosin' is no shape .did you mean 'cosine'..: the shapes are constant, linear"),
+        ("cosin", r"'cosin' is no shape .did you mean 'cosine'..: give constant, linear"),
         ("cosine(", "'cosine.' is no shape: give a name with arguments, as in step.every=30 epochs."),
         ("cosine(cycle=2)", "'cycle=2' is not understood in 'cosine.cycle=2.': cosine takes cycles, decay"),
         ("linear(a=1)", "linear takes no arguments"),
@@ -174,3 +184,49 @@ def test_weight_decay_matches_dino(first: float, last: float, epochs: int, steps
     every = np.arange(epochs * steps)
     expected = last + 0.5 * (first - last) * (1 + np.cos(np.pi * every / len(every)))
     assert [schedule(step + 1) for step in every.tolist()] == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+def drop_scheduler(rate: float, epochs: int, updates: int, cutoff: int, mode: str, form: str) -> list[float]:
+    """Return stochastic depth as the code of arXiv 2303.01500 does (facebookresearch/dropout, drop_scheduler.py)."""
+    late, early = [0.0, rate][mode == "late"], [rate, 0.0][mode == "late"]
+    first = np.full(cutoff * updates, early) if form == "constant" else np.linspace(early, 0, cutoff * updates)
+    return [*first, *np.full((epochs - cutoff) * updates, late)]
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "form"),
+    [
+        ("early(until=4 epochs)", "early", "constant"),
+        ("early(until=40 %, form=linear)", "early", "linear"),
+        ("late(after=20)", "late", "constant"),
+    ],
+)
+def test_drop_path_equals_that_of_its_source(text: str, mode: str, form: str) -> None:
+    run = Run(samples=50, batch_size=10, steps=50)
+    schedule = DropPathSchedule(run, parse_drop_path(text), 0.5)
+    assert [schedule(step) for step in range(1, 51)] == pytest.approx(drop_scheduler(0.5, 10, 5, 4, mode, form))
+
+
+def test_image_sizes_are_parts_of_the_run() -> None:
+    schedule = ImageSizeSchedule(RUN, ImageSizes.of("128 until 2 epochs, 192 until 80 %"), 224)
+    found = itertools.groupby(map(schedule, range(1, 101)))
+    assert [(size, len(list(steps))) for size, steps in found] == [(128, 22), (192, 58), (224, 20)]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (
+            parse_drop_path,
+            "erly(until=1)",
+            "'erly' is no course of drop-path (did you mean 'early'?): give constant, early",
+        ),
+        (parse_drop_path, "early", "early needs until: write early(until=30 epochs)"),
+        (parse_drop_path, "late(after=3 minutes)", "late's after: 3 minutes have no known number of steps"),
+        (ImageSizes.of, "128 to 40 %", "'128 to 40 %' is no size with an end: write 128 until 40 %, 192 until 80 %"),
+        (ImageSizes.of, "128 until 40 minutes", "40 minutes have no known number of steps"),
+    ],
+)
+def test_wrong_courses_are_refused(parse: Callable[[str], Any], text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse(text)

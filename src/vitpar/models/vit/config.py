@@ -252,6 +252,9 @@ class ViTConfig(ModelConfig):
         made: Adapted | None = from_torch_module("vitpar.models.vit.averaging", "averaging")(self, there)
         return made
 
+    def resized(self, image_size: int) -> Self | None:
+        return replace(self, image_size=image_size) if self.rope == "none" else None
+
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)

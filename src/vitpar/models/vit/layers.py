@@ -1,5 +1,7 @@
 """Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -25,6 +27,17 @@ def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
     omega = 10000.0 ** (-torch.arange(width // 4).double() / (width // 4 - 1 or 1))
     y, x = y.flatten()[:, None] * omega, x.flatten()[:, None] * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
+
+
+def resampling(before: int, after: int) -> Tensor:
+    """Return the matrix from positions of a grid of patches to those of another, float64 [after², before²].
+
+    It interpolates as timm's `resample_abs_pos_embed` does, bicubically with antialiasing. A product has the same sums
+    in every run; the backward of the interpolation on GPUs adds in any order.
+    """
+    images = torch.eye(before * before, dtype=torch.float64).view(-1, 1, before, before)
+    resized = F.interpolate(images, (after, after), mode="bicubic", antialias=True)
+    return resized.flatten(1).T.contiguous()
 
 
 class PatchEmbed(nn.Module):
@@ -60,6 +73,8 @@ class Embed(Layer):
         self.reg_token = nn.Parameter(torch.empty(1, c.num_reg_tokens, d)) if c.num_reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, c.positions, d)) if c.positions else None
         self.of_patches = self.pos_embed is not None and not c.prefix_positions
+        self.prefix_tokens = c.prefix_tokens
+        self._resampled: dict[tuple[int, torch.dtype], Tensor] = {}  # matrices for other grids
         self.width, self.first_feature, self.fixed = d, 0, c.position == "sincos2d"
         if self.fixed:
             self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
@@ -75,12 +90,16 @@ class Embed(Layer):
             self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout)."""
+        """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout).
+
+        Images of another size than the configuration's get resampled positions.
+        """
         x = self.patch_embed(images)
+        grid = self.grid if x.shape[1] == self.grid**2 else math.isqrt(x.shape[1])
         if self.fixed:
-            x = x + self.positions.to(x.dtype)
+            x = x + self._positions(self.positions, grid, 0).to(x.dtype)
         elif self.of_patches and self.pos_embed is not None:
-            x = x + for_every_sample(self.pos_embed)
+            x = x + self._positions(for_every_sample(self.pos_embed), grid, 0)
         prefix = [
             for_every_sample(t).expand(x.shape[0], -1, -1)
             for t in (self.cls_token, self.dist_token, self.reg_token)
@@ -88,10 +107,20 @@ class Embed(Layer):
         ]
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None and not self.of_patches:
-            x = x + for_every_sample(self.pos_embed)
+            x = x + self._positions(for_every_sample(self.pos_embed), grid, self.prefix_tokens)
         if self.training and keys is not None and self.dropout:
             x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
         return x
+
+    def _positions(self, positions: Tensor, grid: int, prefix: int) -> Tensor:
+        """Return positions [1, prefix + patches, features] for a grid of patches with another side."""
+        if grid == self.grid:
+            return positions
+        dtype = torch.promote_types(positions.dtype, torch.float32)  # not in 16 bits, as in timm
+        if (grid, dtype) not in self._resampled:
+            self._resampled[grid, dtype] = resampling(self.grid, grid).to(positions.device, dtype)
+        first, patches = positions[:, :prefix], positions[:, prefix:].to(dtype)
+        return torch.cat([first, (self._resampled[grid, dtype] @ patches).to(first.dtype)], dim=1)
 
 
 class LayerScale(nn.Module):

@@ -27,7 +27,8 @@ from vitpar.strategy.selectors import layers_of, split_list
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.schedule import LRSchedule, Run, WeightDecaySchedule, parse_shape
+from vitpar.training.optim.schedule import LRSchedule
+from vitpar.training.optim.shapes import Run, parse_shape
 from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
 from vitpar.training.recipe.sections import (
     AUTO,
@@ -105,6 +106,11 @@ class Recipe(Section):
                 split_list(train.freeze)
             except StrategyError as error:
                 raise RecipeError(f"train.freeze: {error}") from None
+        if train.image_sizes is not None and self.data.crop_padding is not None:
+            raise RecipeError(
+                "train.image_sizes needs crops that are resized, but data.crop_padding takes them as they are: leave "
+                "out one of the two"
+            )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
 
@@ -277,11 +283,6 @@ class Recipe(Section):
             given.after_warmup,
             given.per_epoch,
         )
-
-    def weight_decay(self, samples: int) -> WeightDecaySchedule | None:
-        """Return the weight decay of each update of a run on a training set; None if it is constant."""
-        first, last = self.optimizer.weight_decay, self.optimizer.weight_decay_end
-        return None if last is None else WeightDecaySchedule(self.lengths(samples), first, last)
 
     @model_serializer(mode="wrap")
     def _without_other_variants(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from vitpar.intervals import EPOCH, TEN_STEPS, Interval
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.schedule import parse_shape
+from vitpar.training.optim.schedule import ImageSizes, parse_drop_path
+from vitpar.training.optim.shapes import parse_shape
 from vitpar.training.recipe.sections.base import Section
 
 __all__ = [
@@ -156,17 +157,41 @@ class TrainSection(Section):
     """Attention kernel; auto takes the fastest on GPUs, measured when the run begins."""
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     """Part of a compiled block's activations that the compiler keeps for backward; all if unset."""
+    drop_path_schedule: str = "constant"
+    """Course of `model.drop_path`: constant, `early(until=50 epochs)`, with `form=linear` falling to 0 at its end, or
+    `late(after=50 epochs)` (arXiv 2303.01500)."""
+    image_sizes: str | None = None
+    """Smaller images at the beginning of the run, such as `128 until 40 %, 192 until 80 %`; the rest has
+    `model.image_size`. All have that size if unset."""
     eval_every: Interval = EPOCH
-    """Interval between evaluations."""
+    """Interval between evaluations, also in minutes."""
     log_every: Interval = TEN_STEPS
     """Interval between lines of metrics."""
 
     @field_validator("eval_every", "log_every")
     @classmethod
-    def _in_steps(cls, every: Interval) -> Interval:
+    def _above_zero(cls, every: Interval) -> Interval:
         if not every.number:
             raise ValueError("0 steps are no interval: give at least 1")
+        return every
+
+    @field_validator("log_every")
+    @classmethod
+    def _in_steps(cls, every: Interval) -> Interval:
         return every.in_steps()
+
+    @field_validator("drop_path_schedule")
+    @classmethod
+    def _known_course(cls, text: str) -> str:
+        parse_drop_path(text)
+        return text
+
+    @field_validator("image_sizes")
+    @classmethod
+    def _known_sizes(cls, text: str | None) -> str | None:
+        if text is not None:
+            ImageSizes.of(text)
+        return text
 
     @field_validator("freeze", mode="before")
     @classmethod

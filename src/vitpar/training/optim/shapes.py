@@ -1,0 +1,198 @@
+"""Shapes of a learning rate after its warm-up, by name.
+
+| shape | arguments | rate after the warm-up |
+|---|---|---|
+| constant | | the largest |
+| linear | | straight down to the least |
+| cosine | `cycles`, `decay` | half a cosine to the least, `cycles` times, from `decay` times the largest before |
+| polynomial | `power` | least + (largest - least) · (1 - progress) ** power |
+| step | `every`, `gamma` | times `gamma` after every `every` |
+| multistep | `at`, `gamma` | times `gamma` at each interval of the list `at` |
+| rsqrt | `timescale`, `decay` | largest · √(timescale / (timescale + steps)); straight down in the last part, `decay` |
+| wsd | `decay`, `form` | the largest, then down to the least in the last part, `decay`: 1-sqrt, linear or cosine |
+
+`step` and `multistep` count from the beginning of the run, the others from the end of the warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from vitpar.intervals import NOTHING, Interval
+from vitpar.training.optim.called import parse_call
+
+_FIFTH = Interval(20.0, "percent")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Lengths of a run, which intervals refer to."""
+
+    samples: int
+    """Samples of the training set."""
+    batch_size: int
+    """Samples of a step."""
+    steps: int
+    """Steps of the run."""
+
+    @property
+    def epoch(self) -> float:
+        """Steps of an epoch, with a fraction."""
+        return self.samples / self.batch_size
+
+    def length(self, interval: Interval) -> int:
+        """Return an interval in steps."""
+        return interval.steps(samples=self.samples, batch_size=self.batch_size, total=self.steps)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where a step is in a run."""
+
+    run: Run
+    at: float
+    """Steps since the shape began; a fraction only between epochs of a rate that changes once an epoch."""
+    length: float
+    """Steps of the shape."""
+    warmup: int
+    """Steps of warm-up."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Base of shapes. Fields are the arguments that a recipe may give."""
+
+    NAME: ClassVar[str] = ""
+    AFTER_WARMUP: ClassVar[bool] = True
+    """Whether it begins after the warm-up, rather than with the run."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        """Return the learning rate. peak: the largest. least: that at the end."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(Shape):
+    """The largest rate throughout."""
+
+    NAME: ClassVar[str] = "constant"
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        return peak
+
+
+@dataclass(frozen=True)
+class Polynomial(Shape):
+    """A power of the steps that are left."""
+
+    NAME: ClassVar[str] = "polynomial"
+    power: float = 1.0
+    """Exponent, above 0."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        return least + (peak - least) * (1 - course.at / course.length) ** self.power
+
+
+@dataclass(frozen=True)
+class Linear(Shape):
+    """A straight line."""
+
+    NAME: ClassVar[str] = "linear"
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        return Polynomial().rate(course, peak, least)
+
+
+@dataclass(frozen=True)
+class Cosine(Shape):
+    """Half a cosine, once or several times (1608.03983)."""
+
+    NAME: ClassVar[str] = "cosine"
+    cycles: int = 1
+    """Number of falls, of equal length."""
+    decay: float = 1.0
+    """Largest rate of a fall, relative to that of the one before."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        place = course.at * self.cycles / course.length
+        cycle = min(int(place), self.cycles - 1)
+        return least + (peak * self.decay**cycle - least) * (1 + math.cos(math.pi * (place - cycle))) / 2
+
+
+@dataclass(frozen=True)
+class Step(Shape):
+    """Falls by a factor at equal distances."""
+
+    NAME: ClassVar[str] = "step"
+    AFTER_WARMUP: ClassVar[bool] = False
+    every: Interval
+    """Distance between falls."""
+    gamma: float = 0.1
+    """Factor of a fall."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        return max(least, peak * self.gamma ** (math.ceil(course.at) // max(1, course.run.length(self.every))))
+
+
+@dataclass(frozen=True)
+class MultiStep(Shape):
+    """Falls by a factor at given points."""
+
+    NAME: ClassVar[str] = "multistep"
+    AFTER_WARMUP: ClassVar[bool] = False
+    at: tuple[Interval, ...]
+    """Points of falls."""
+    gamma: float = 0.1
+    """Factor of a fall."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        points = sorted(map(course.run.length, self.at))
+        return max(least, peak * self.gamma ** bisect_right(points, math.ceil(course.at)))
+
+
+@dataclass(frozen=True)
+class WSD(Shape):
+    """Warm-up, stable, decay (2404.06395): the largest rate, then a fall to the least."""
+
+    NAME: ClassVar[str] = "wsd"
+    decay: Interval = _FIFTH
+    """Last part of the run, in which the rate falls."""
+    form: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    """Form of the fall (2405.18392)."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        decay = min(course.run.length(self.decay), course.length)
+        fallen = max(0.0, 1 - (course.length - course.at) / decay) if decay else 0.0
+        share = {"1-sqrt": 1 - math.sqrt(fallen), "linear": 1 - fallen, "cosine": (1 + math.cos(math.pi * fallen)) / 2}
+        return least + (peak - least) * share[self.form]
+
+
+@dataclass(frozen=True)
+class RSqrt(Shape):
+    """The inverse of a square root, then a straight line to the least rate if `decay` is above 0 (2106.04560)."""
+
+    NAME: ClassVar[str] = "rsqrt"
+    timescale: Interval | None = None
+    """Steps after which the rate is the largest over √2; those of the warm-up if unset, or 10,000 without one."""
+    decay: Interval = NOTHING
+    """Last part of the run, in which the rate falls to the least."""
+
+    def rate(self, course: Course, peak: float, least: float) -> float:
+        scale = (course.run.length(self.timescale) if self.timescale else course.warmup) or 10_000
+        rate = max(least, peak * math.sqrt(scale / (scale + course.at)))
+        return WSD(self.decay, "linear").rate(course, rate, least)
+
+
+SHAPES = {one.NAME: one for one in (Constant, Linear, Cosine, Polynomial, Step, MultiStep, RSqrt, WSD)}
+"""Shapes by name."""
+
+
+def parse_shape(text: str) -> Shape:
+    """Return the shape that text such as `wsd(decay=10 %, form=linear)` describes.
+
+    Raises ValueError.
+    """
+    return parse_call(text, SHAPES, "shape", "step(every=30 epochs)")

@@ -133,7 +133,7 @@ def _two_steps(case: Case, device: FakeCuda) -> None:
     images = torch.zeros(BATCH, 3, config.image_size, config.image_size, dtype=torch.uint8)
     decoded = images[: len(model.image_rows(BATCH))] if model.takes_images else None
     batch = Batch(
-        decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH, size=decoded.shape[-1]
+        decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH, size=config.image_size
     )
     step(1, 1e-3, *given.train_step(batch))
     with device.host_waits_at_most(case.waits):

@@ -8,8 +8,6 @@ has no dp axis would get gradients 2 to 4 times too large, and the loss curve un
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import TensorSpec
 from vitpar.models.layers import ResidualBlock
 from vitpar.models.loss import Loss
 from vitpar.models.roles import chunk_range
+from vitpar.parallel.batch_part import BatchPart, StageShapes
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
 from vitpar.parallel.mesh import tensor_mesh
 from vitpar.parallel.phases import Phase, untimed
@@ -40,27 +38,9 @@ from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.parallel.vocabulary import VocabularyPart, complete_logits
-from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, output_layout, stage_layers
+from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
-from vitpar.strategy.layout import copies
-from vitpar.strategy.stages import travel_layouts
-
-
-@dataclass
-class _Sized:
-    """Shapes of a model for images of one size, and the pipeline schedule with these."""
-
-    config: ModelConfig
-    """Configuration with this image size."""
-    stages: Sequence[Sequence[str]]
-    """Names of the layers of each stage."""
-    schedule: Schedule | None = None
-    """Pipeline schedule; None without a pipeline."""
-
-    def gives(self, index: int) -> TensorSpec:
-        """Return what stage `index` gives."""
-        return self.config.layers[self.stages[index][-1]].gives
 
 
 class ParallelModel:
@@ -107,13 +87,11 @@ class ParallelModel:
         self._measured: Tensor | None = None
         self.phase: Phase = untimed
         """Context manager that each part of a step runs in, by the part's name."""
-        self.batch = batch_arithmetic(plan, self.batch_size)
         self.takes_images = 0 in stages
         self.gives_outputs = plan.num_stages - 1 in stages
-        strategies = tuple(plan.strategies(config.layer_names).values())
-        self._images, self._outputs = image_layout(strategies[0]), output_layout(strategies[-1])
-        self._stage_rank = pipe.get_local_rank("stage")
-        self._sample_replicas = len(copies(self._outputs, self._stage_rank))  # ranks that compute the same samples
+        self._part = BatchPart(config, plan, self.batch_size, pipe.get_local_rank("stage"))
+        self.batch = self._part.batch
+        self._sample_replicas = len(self._part.output_copies)  # ranks that compute the same samples
         self._features = range(config.output_shape[-1])
         self.vocabulary: VocabularyPart | None = None
         """This rank's part of the vocabulary, where outputs are logits that tensor parallelism splits."""
@@ -122,7 +100,6 @@ class ParallelModel:
         if axes is not None and any(part.role == "vocabulary_output" for part in head.parts):
             self._features = chunk_range(len(self._features), axes.size(), axes.get_local_rank())
             self.vocabulary = VocabularyPart(self._features.start, axes.get_group())
-        self._travel = tuple(layout[self._stage_rank] for layout in travel_layouts(config, plan))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
@@ -144,7 +121,7 @@ class ParallelModel:
             config, dict(self.named_parameters()), sharing, execution.frozen, precision.parameters, device
         )
         self._executions = executions
-        self._by_size: dict[int, _Sized] = {}
+        self._by_size: dict[int, tuple[StageShapes, Schedule | None]] = {}
         self.take_image_size(config.image_size)
 
     def take_image_size(self, image_size: int) -> None:
@@ -152,10 +129,11 @@ class ParallelModel:
         if image_size not in self._by_size:
             sized = self.config if image_size == self.config.image_size else self.config.resized(image_size)
             assert sized is not None, f"{self.config.name} takes images of one size only"
-            self._by_size[image_size] = _Sized(sized, stage_layers(self.config, self.plan))
-            if self.plan.pipeline_degree > 1:
-                self._by_size[image_size].schedule = self._build_schedule(self._by_size[image_size])
-        self._sized = self._by_size[image_size]
+            dtype = self.precision.compute
+            shapes = StageShapes(sized, self.config, self.plan, self._part, self._features, dtype)
+            schedule = self._build_schedule(shapes) if self.plan.pipeline_degree > 1 else None
+            self._by_size[image_size] = shapes, schedule
+        self._shapes, self._schedule = self._by_size[image_size]
 
     def set_drop_path(self, share: float) -> None:
         """Drop residual branches at `share` of the model's rates from now on."""
@@ -164,15 +142,21 @@ class ParallelModel:
                 if isinstance(layer, ResidualBlock):
                     layer.set_drop_path(share)
 
-    def _build_schedule(self, sized: _Sized) -> Schedule:
+    def _build_schedule(self, shapes: StageShapes) -> Schedule:
         """Return the pipeline schedule for images of one size, whose shapes are static."""
         stages = []
         for index, stage in self.stages.items():
             first, *_, last = [self._executions[name] for name in stage.layers()] * 2
-            shapes = self._shapes(index, sized)
             stages.append(
                 pipeline_stage(
-                    *(stage, index, self.plan.num_stages, *shapes, self.device, self.pipe.get_group("pp")),
+                    *(
+                        stage,
+                        index,
+                        self.plan.num_stages,
+                        *shapes.of_stage(index),
+                        self.device,
+                        self.pipe.get_group("pp"),
+                    ),
                     passed=first.passes_gradient,
                     given=last.backward != "nothing",
                 )
@@ -186,23 +170,21 @@ class ParallelModel:
 
     def image_rows(self, batch: int) -> list[int]:
         """Return the indices, among `batch` images over all ranks, of the images this rank takes, in order."""
-        return self._rows(self._images[self._stage_rank], batch)
+        return self._part.rows(self._part.images, batch)
 
     def output_rows(self, batch: int) -> list[int]:
         """Return the indices, among `batch` images over all ranks, of the outputs on this rank, in order."""
-        return self._rows(self._outputs[self._stage_rank], batch)
+        return self._part.rows(self._part.outputs, batch)
 
     @property
     def image_groups(self) -> list[list[int]]:
         """Ranks of the world that take images, grouped by those that take the same ones. Equal on all ranks."""
-        first = self.pipe.mesh[0].tolist()
-        groups = {tuple(copies(self._images, stage_rank)) for stage_rank in range(len(first))}
-        return [[first[stage_rank] for stage_rank in group] for group in sorted(groups)]
+        return self._part.image_groups(self.pipe.mesh[0].tolist())
 
     @property
     def first_of_outputs(self) -> bool:
         """Whether this rank is the first of those that give the same outputs."""
-        return self.gives_outputs and copies(self._outputs, self._stage_rank)[0] == self._stage_rank
+        return self.gives_outputs and self._part.first_of_outputs
 
     @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
@@ -223,7 +205,7 @@ class ParallelModel:
         """
         here = targets
         if not self.local_targets:
-            rows = self._outputs[self._stage_rank].row_range(len(targets))
+            rows = self._part.outputs.row_range(len(targets))
             here = targets[rows.start : rows.stop]
         if outputs.ndim < 3 and outputs.dtype is not torch.float64:
             # Not in 16 bits: the sum over classes and samples would lose precision. Logits of tokens are large: their
@@ -265,7 +247,7 @@ class ParallelModel:
         self._count, self._measured = self._loss.count(targets, self.batch_size), None
         images = self._as_input(images)
         with ExitStack() as exit_stack:
-            with self.phase("forward" if self._sized.schedule is None else "pipeline"):
+            with self.phase("forward" if self._schedule is None else "pipeline"):
                 adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
                 exit_stack.enter_context(self.low_precision_params.in_place(keep))
@@ -318,13 +300,13 @@ class ParallelModel:
         reduced yet, and partial ones are not summed.
         """
         losses: list[Tensor] = []
-        if self._sized.schedule is not None:
+        if self._schedule is not None:
             args = (images,) if self.takes_images else ()
             kwargs: dict[str, Any] = sides if keys is None else {"keys": keys, **sides}
             if self.gives_outputs:
                 kwargs |= {"target": targets, "losses": losses}
             with self.phase("pipeline"):
-                self._sized.schedule.step(*args, return_outputs=False, **kwargs)
+                self._schedule.step(*args, return_outputs=False, **kwargs)
         else:
             (stage,) = self.stages.values()
             assert images is not None, "without a pipeline every rank needs images"
@@ -387,14 +369,14 @@ class ParallelModel:
         for index, stage in self.stages.items():
             stage.eval()
             if index > 0:
-                part = self._travel[index - 1]
+                part = self._part.travel[index - 1]
                 if index - 1 not in self.stages:
-                    shape = self._token_shape(index - 1, batch, self._sized)
+                    shape = self._shapes.tokens(index - 1, batch)
                     x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
             else:
-                part = self._images[self._stage_rank]
+                part = self._part.images
             assert x is not None, "a rank that holds embed needs images"
-            sizes = self._pieces(batch)
+            sizes = self._part.pieces(batch)
             pieces = x.split([len(part.row_range(n)) for n in sizes])
             beside = {name: side.split(sizes) for name, side in sides.items()}
             x = torch.cat(
@@ -443,38 +425,3 @@ class ParallelModel:
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
                 shards *= size if not placement.is_replicate() else 1
         return dist.get_world_size() // self.plan.pipeline_degree // shards
-
-    def _pieces(self, batch: int) -> list[int]:
-        """Return the sizes in which `batch` images are evaluated: micro-batches as in training, then the remainder."""
-        ends = [*range(0, batch, self.batch.microbatch_rows), batch]
-        return [end - start for start, end in pairwise(ends)]
-
-    def _rows(self, part: ActivationPart, batch: int) -> list[int]:
-        """Return the indices of the rows of `part`: its share of each micro-batch, one micro-batch after another."""
-        indices, start = [], 0
-        for size in self._pieces(batch):
-            indices += [start + row for row in part.row_range(size)]
-            start += size
-        return indices
-
-    def _token_shape(self, index: int, batch: int, sized: _Sized) -> tuple[int, int, int]:
-        """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images."""
-        part, shape = self._travel[index], sized.gives(index)
-        rows = sum(len(part.row_range(piece)) for piece in self._pieces(batch))
-        return rows, shape.tokens, len(part.feature_range(shape.features))
-
-    def _shapes(self, index: int, sized: _Sized) -> tuple[Tensor, Tensor]:
-        """Return input and output of stage `index` for a micro-batch, on the meta device."""
-        c, n, dtype = sized.config, self.batch.microbatch_rows, self.precision.compute
-        takes: tuple[int, ...] = (len(self._images[self._stage_rank].row_range(n)), *c.input.shape)
-        gives: tuple[int, ...] = (
-            len(self._outputs[self._stage_rank].row_range(n)),
-            *c.output_shape[:-1],
-            len(self._features),
-        )
-        taken = dtype if c.input.dtype is None else getattr(torch, c.input.dtype)
-        if index > 0:
-            takes, taken = self._token_shape(index - 1, n, sized), dtype
-        if index < self.plan.num_stages - 1:
-            gives = self._token_shape(index, n, sized)
-        return torch.empty(takes, dtype=taken, device="meta"), torch.empty(gives, dtype=dtype, device="meta")

@@ -1,6 +1,7 @@
 """`vitpar features`: write what the classifier reads, for images or a data set, to a Parquet file."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,9 +65,11 @@ def features(
     given_images = files or open_split(saved.recipe, split)
     assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
     source = NotedImages(given_images)
+    labelled = isinstance(given_images, ShardSet)
+    names = next(iter(given_images.names_of_classes), None) if isinstance(given_images, ShardSet) else None
     width, layers = feature_width(saved.config), [f"head.{name}" for name in classifiers(saved.config)]
     planned = saved.in_batches_of(min(len(source), batch_size or AT_ONCE)).planned(device)
-    planned.run(_write, source, not files, out, width, layers, as_json)
+    planned.run(_write, source, labelled, names, out, width, layers, as_json)
 
 
 def _write(
@@ -74,6 +77,7 @@ def _write(
     planned: PlannedModel,
     source: "NotedImages",
     labelled: bool,
+    names: Sequence[str] | None,
     out: Path,
     width: int,
     layers: list[str],
@@ -84,7 +88,7 @@ def _write(
     from vitpar.training.feature_file import FeatureFile
     from vitpar.training.inference import outputs, skipping
 
-    about = {"model": planned.config.name, "weights": str(planned.folder), "input_of": layers}
+    about = {"model": planned.config.name, "weights": str(planned.folder), "input_of": layers, "classes": names}
     written = 0
     with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
         model, warning = planned.built(device)

@@ -22,6 +22,7 @@ from vitpar_cli import (
     models,
     plan,
     predict,
+    probe,
     profile,
     recipes,
     report,
@@ -46,6 +47,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("features")(features.features)
+app.command("probe")(probe.probe)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)

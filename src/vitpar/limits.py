@@ -93,6 +93,7 @@ MAX_KIT_BYTES = _most(
     16 * MIB, "content of ImageNet's development kit; a quarter of it for the list of classes", "bytes"
 )
 MAX_ROWS = _most(1 << 21, "rows of a Parquet file")
+MAX_FEATURE_BYTES = _most(32 * 1024 * MIB, "features of a file for `vitpar probe`, in memory", "bytes")
 
 # Text.
 MAX_VOCABULARY = _most(1 << 24, "tokens in a vocabulary")

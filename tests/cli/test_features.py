@@ -14,7 +14,7 @@ from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.imported import model_of
 from helpers.paths import ROOT
-from helpers.small_data import VAL, damage
+from helpers.small_data import VAL, damage, pack_small
 from vitpar.data import EvalTransform, Normalize, ShardSet
 from vitpar.data.images import decode
 from vitpar.errors import DataError
@@ -123,3 +123,44 @@ def test_own_model_needs_a_classifier(tmp_path: Path, monkeypatch: pytest.Monkey
         else:
             with pytest.raises(ModelError, match=r"names no classifier.*the role \"classifier\" in TENSOR_PARALLEL"):
                 classifiers(config)
+
+
+def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Command) -> None:
+    pack_small(place / "whole")
+    for split in ("train", "val"):
+        words = (
+            "--data",
+            "whole/packed",
+            "--data-split",
+            split,
+            "--checkpoint",
+            "weights",
+            "--out",
+            f"{split}.parquet",
+        )
+        assert vitpar("features", *words).returncode == 0
+    words = (
+        "probe",
+        "train.parquet",
+        "val.parquet",
+        "--rates",
+        "0.01,1,5",
+        "--neighbours",
+        "1,5,1000",
+        "--epochs",
+        "50",
+    )
+    done = vitpar(*words, "--out", "probed", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    best = max(found["linear"], key=lambda row: row["top1"])
+    assert found["best_rate"] == best["rate"] and len({row["train_top1"] for row in found["linear"]}) > 1
+    assert [row["neighbours"] for row in found["neighbours"]] == [1, 5]
+    evaluated = vitpar("eval", "--checkpoint", "probed", "--data", "whole/packed", "--json")
+    assert json.loads(evaluated.stdout)["top1"] == pytest.approx(best["top1"]), evaluated.stderr
+    shown = vitpar(*words)
+    assert "linear, rate 5" in shown.stdout and "best" in shown.stdout and "1 neighbour " in shown.stdout
+    refused = vitpar(*words, "--out", "probed")
+    assert refused.returncode == 2 and "'probed' exists and is not empty" in refused.stderr
+    refused = vitpar("probe", "train.parquet", "gone.parquet", "--rates", "a")
+    assert refused.returncode == 2 and "--rates is 'a': give numbers above 0" in refused.stderr

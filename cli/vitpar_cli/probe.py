@@ -1,0 +1,134 @@
+"""`vitpar probe`: linear classifiers and nearest neighbours on the features that `vitpar features` writes."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vitpar.errors import RecipeError
+from vitpar.text import count, shown
+from vitpar_cli import recipe_options as o
+from vitpar_cli.outputs import data_table, progress_bar
+
+if TYPE_CHECKING:
+    from vitpar.training.probe import Features, Probed
+
+
+def _numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
+    """Return the numbers in `a,b,…`. Raises RecipeError for anything else than 1 to 100 numbers above 0."""
+    try:
+        numbers = tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not 0 < len(numbers) <= 100 or not all(0 < number < 1e9 for number in numbers):
+        raise RecipeError(f"{option} is '{shown(text)}': give numbers above 0 with commas between them")
+    return numbers
+
+
+def probe(
+    train: Annotated[Path, typer.Argument(metavar="TRAIN", help="Features of labelled training images (Parquet).")],
+    val: Annotated[Path, typer.Argument(metavar="VAL", help="Features of labelled validation images (Parquet).")],
+    rates: Annotated[
+        str | None,
+        typer.Option("--rates", metavar="A,B,…", help="Learning rates, for a batch of 256.  \\[default: DINOv2's 13]"),
+    ] = None,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, max=10**6, help="Passes over the training images.")] = 10,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, max=1 << 24, help="Images of a step.")] = 1024,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0, help="L2 penalty of the weights.")] = 0.0,
+    standardize: Annotated[
+        bool, typer.Option("--standardize", help="Give features mean 0 and variance 1 first, as in MAE's probe.")
+    ] = False,
+    neighbours: Annotated[
+        str | None,
+        typer.Option("--neighbours", metavar="A,B,…", help="Numbers of nearest neighbours.  \\[default: DINO's]"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=1e-3, help="Temperature of the votes of neighbours.")
+    ] = 0.07,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights and order.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="New folder for the weights with the best classifier.")
+    ] = None,
+    device: o.DeviceName = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Evaluate a frozen model by its features: linear classifiers for many learning rates, and nearest neighbours.
+
+    TRAIN and VAL are files of `vitpar features`. All classifiers are trained at once, by SGD with momentum 0.9 and half
+    a cosine, without augmentation. The best on VAL is marked; its accuracy is therefore slightly optimistic.
+
+    Example: vitpar probe train.parquet val.parquet --out weights/probed
+    """
+    from vitpar.launch.resources import choose_device
+    from vitpar.training.probe import NEIGHBOURS, RATES, read_features
+    from vitpar.weights.folder import refuse_used
+
+    wanted = RATES if rates is None else _numbers(rates, float, "--rates")
+    counts = NEIGHBOURS if neighbours is None else _numbers(neighbours, int, "--neighbours")
+    if out is not None:
+        refuse_used(out)
+    chosen = choose_device(device)
+    known, asked = read_features(train), read_features(val)
+    if known.embeddings.shape[1] != asked.embeddings.shape[1]:
+        raise RecipeError(
+            f"'{train}' has {known.embeddings.shape[1]} features and '{val}' {asked.embeddings.shape[1]}: extract both "
+            "with one model"
+        )
+    names = known.about.get("classes")
+    names = [str(name) for name in names] if isinstance(names, list) else None
+    classes = max(int(known.labels.max()), int(asked.labels.max())) + 1
+    classes = max(classes, len(names or ()))
+    counts = tuple(k for k in counts if k <= len(known.labels))
+    if neighbours is not None and not counts:
+        raise RecipeError(f"--neighbours is '{neighbours}', but '{train}' has {count(len(known.labels), 'image')}")
+
+    import torch
+
+    from vitpar.training.probe import LinearProbe, nearest_neighbours, train_classifiers, write_classifier
+
+    settings = LinearProbe(wanted, epochs, batch_size, weight_decay, standardize, seed)
+    where = torch.device(chosen)
+    with progress_bar("linear") as progress:
+        probed = train_classifiers(known, asked, classes, settings, where, progress)
+    with progress_bar("neighbours") as progress:
+        shares = nearest_neighbours(known, asked, classes, counts, temperature, where, progress) if counts else []
+    best = max(probed, key=lambda one: one.val)
+    if out is not None:
+        write_classifier(out, known.about, best, names if names and len(names) == classes else None)
+    _show(known, asked, probed, best, dict(zip(counts, shares, strict=True)), out, as_json)
+
+
+def _show(
+    known: "Features",
+    asked: "Features",
+    probed: "list[Probed]",
+    best: "Probed",
+    neighbours: dict[int, float],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the accuracies."""
+    if as_json:
+        record = {
+            "train_images": len(known.labels),
+            "val_images": len(asked.labels),
+            "linear": [{"rate": one.rate, "train_top1": one.train, "top1": one.val} for one in probed],
+            "best_rate": best.rate,
+            "neighbours": [{"neighbours": k, "top1": share} for k, share in neighbours.items()],
+            "weights": None if out is None else str(out),
+        }
+        typer.echo(json.dumps(record))
+        return
+    console = Console(highlight=False)
+    table = data_table("classifier", "train", "val")
+    for one in probed:
+        mark = "  best" if one is best else ""
+        table.add_row(f"linear, rate {one.rate:g}", f"{one.train:.2%}", f"{one.val:.2%}{mark}")
+    for k, share in neighbours.items():
+        table.add_row(f"{count(k, 'neighbour')}", "", f"{share:.2%}")
+    console.print(table)
+    console.print(f"top-1 of {count(len(asked.labels), 'image')}, with features of {count(len(known.labels), 'image')}")
+    if out is not None:
+        console.print(f"{out}: the weights with the classifier of rate {best.rate:g}; `vitpar eval` reads them")

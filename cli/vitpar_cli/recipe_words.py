@@ -22,6 +22,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
         yield "frozen", recipe.train.freeze
     if header.task.INPUT == "images":
         yield "augment", augment_words(recipe)
+    if recipe.train.image_sizes is not None:
+        yield "pixels", f"{recipe.train.image_sizes}, then {header.config.image_size}"
     # Not every family drops paths or features.
     rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
     if words := regularisation_words(recipe, *rates):
@@ -89,7 +91,9 @@ def regularisation_words(recipe: Recipe, drop_path: float, dropout: float) -> st
         "dropout": dropout,
         "EMA": recipe.train.ema_decay or 0,
     }
-    return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value)
+    course = recipe.train.drop_path_schedule
+    courses = {"drop-path": "" if course == "constant" else f" {course}"}
+    return ", ".join(f"{name} {value:g}{courses.get(name, '')}" for name, value in parts.items() if value)
 
 
 def precision_words(recipe: Recipe, automatic: bool) -> str:

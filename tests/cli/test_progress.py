@@ -138,6 +138,8 @@ def test_header_describes_the_training_settings(plain: Shown) -> None:
         "train.compile": False,
         "train.attention": "math",
         "lr_schedule.min_lr": 1e-6,
+        "train.image_sizes": "4 until 40 %",
+        "train.drop_path_schedule": "late(after=5 epochs)",
     }
     lines = plain.start(recipe_for(50_000, settings), SettingsOrigin(50_000, automatic_precision=True)).splitlines()
     begin = lines.index("settings   defaults for 50,000 images (docs/defaults.md)")
@@ -146,7 +148,8 @@ def test_header_describes_the_training_settings(plain: Shown) -> None:
         "lr         0.001 after 112 steps of warm-up, cosine to 1e-06",
         "augment    crop 0.8-1, flip 0.5, rand-m9-mstd0.5-inc1, colour jitter 0.3, erasing 0.25, mixup 1 or "
         "CutMix 1 in 50%, 3 repeats",
-        "regularize label smoothing 0.1, drop-path 0.1, EMA 0.9999",
+        "pixels     4 until 40 %, then 8",
+        "regularize label smoothing 0.1, drop-path 0.1 late(after=5 epochs), EMA 0.9999",
         "precision  bf16 (auto): compute in bfloat16, parameters in float32",
         "kernels    blocks not compiled, attention math",
     ]

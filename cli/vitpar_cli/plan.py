@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.describe import PlanSummary
+    from vitpar.planner.goodput import Conditions
     from vitpar.planner.report.data import Prediction
     from vitpar.strategy import Plan
     from vitpar.training.recipe import Recipe
@@ -69,6 +70,10 @@ def plan(
         typer.Option("--model-profile", metavar="FILE", help="Predict from this model profile."),
     ] = None,
     memory: profiled.MemorySize = None,
+    mtbf: profiled.Mtbf = None,
+    hour_price: profiled.HourPrice = None,
+    stall: profiled.Stall = None,
+    restart: profiled.Restart = None,
     modules: Annotated[
         bool,
         typer.Option("--modules", help="Also show how tp splits each module, and what it sends."),
@@ -93,7 +98,8 @@ def plan(
     predicted = cluster is not None or hardware is not None or model_profile is not None
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
-    for option, value in (("--memory", memory), ("--epochs", epochs)):
+    conditions = profiled.conditions(mtbf, hour_price, stall, restart)
+    for option, value in (("--memory", memory), ("--epochs", epochs), ("--mtbf", mtbf), ("--price", hour_price)):
         if value is not None and not predicted:
             raise PlannerError(f"{option} is given without a machine: add --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)
@@ -124,7 +130,7 @@ def plan(
 
     frozen = frozen_bytes(merged, config)
     summary = summarize(config, made, merged.train.batch_size, state_bytes(merged, config), frozen)
-    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget)
+    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
@@ -147,7 +153,12 @@ def plan(
 
 
 def _predict(
-    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", cluster: str | None, budget: float | None
+    plan: "Plan",
+    recipe: "Recipe",
+    costs: "LayerCosts",
+    cluster: str | None,
+    budget: float | None,
+    conditions: "Conditions | None",
 ) -> "Prediction":
     """Predict the time and memory of a plan.
 
@@ -155,6 +166,7 @@ def _predict(
     costs: costs on all devices of the cluster, or on the profiled machine.
     cluster: name of the cluster; None for profiles.
     budget: memory of a rank in bytes; None for the default share of the device's memory.
+    conditions: failures and price of the cluster.
 
     Raises PlannerError and StrategyError.
     """
@@ -185,7 +197,7 @@ def _predict(
         costs = estimated_costs(costs.whole, cluster, *of_recipe)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
-    training = training_time(priced, training_length(recipe))
+    training = training_time(priced, training_length(recipe, conditions))
     return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe, costs.whole)))
 
 

@@ -17,6 +17,7 @@ from vitpar.training.recipe.request import RecipeRequest
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.goodput import Conditions
 
 HardwareFile = Annotated[
     Path | None,
@@ -39,6 +40,70 @@ NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: the data's, or 1000]")
 ]
 ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
+_CLUSTER = "Failures and money"
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        "--mtbf",
+        metavar="HOURS",
+        min=1e-3,
+        max=1e12,
+        help="Mean hours between failures of one device, such as 50000: predict checkpoints and useful time.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+HourPrice = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        metavar="AMOUNT",
+        min=0,
+        max=1e12,
+        help="Price of an hour of one device, in any currency: predict the cost of the training.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Stall = Annotated[
+    float | None,
+    typer.Option(
+        "--stall",
+        metavar="SECONDS",
+        min=1e-6,
+        max=1e6,
+        help="Seconds that training waits for a checkpoint, for --mtbf; a run's log.txt has them.  \\[default: 1]",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+Restart = Annotated[
+    float | None,
+    typer.Option(
+        "--restart",
+        metavar="SECONDS",
+        min=0,
+        max=1e6,
+        help="Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+
+
+def conditions(
+    mtbf: float | None, price: float | None, stall: float | None, restart: float | None
+) -> Conditions | None:
+    """Return the conditions of a cluster that options describe; None if they say nothing.
+
+    Raises PlannerError for options that do nothing without --mtbf.
+    """
+    from vitpar.planner.goodput import RESTART, STALL, Conditions
+
+    for option, value in (("--stall", stall), ("--restart", restart)):
+        if value is not None and mtbf is None:
+            raise PlannerError(f"{option} is given without failures: add --mtbf HOURS, or leave it out")
+    if mtbf is None and price is None:
+        return None
+    return Conditions(mtbf, price, STALL if stall is None else stall, RESTART if restart is None else restart)
+
+
 MemorySize = Annotated[
     str | None,
     typer.Option(

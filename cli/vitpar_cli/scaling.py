@@ -42,6 +42,12 @@ def scaling(
     ] = None,
     memory: profiled.MemorySize = None,
     precision: o.Precision = None,
+    data: o.DataDir = None,
+    epochs: o.Epochs = None,
+    mtbf: profiled.Mtbf = None,
+    hour_price: profiled.HourPrice = None,
+    stall: profiled.Stall = None,
+    restart: profiled.Restart = None,
     report: profiled.ReportFile = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
@@ -54,14 +60,17 @@ def scaling(
     """
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
-    merged = profiled.planned_recipe(o.request(scaling, locals()), doing="a prediction of scaling")
+    conditions = profiled.conditions(mtbf, hour_price, stall, restart)
+    doing = f"a prediction of scaling{' and cost' if conditions else ''}"
+    merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.data import SCALING_COLUMNS, scaling_notes, scaling_rows, scaling_to_json
+    from vitpar.planner.report.data import scaling_columns, scaling_notes, scaling_rows, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
     from vitpar.planner.sources import known_flags, usual_budget
+    from vitpar.planner.training_time import training_length
     from vitpar.training.optim.state_memory import moments
 
     def costs(number: int | None) -> "LayerCosts":
@@ -78,7 +87,7 @@ def scaling(
         for regime in ("weak", "strong")
     }
     known: dict[tuple[int, int], Point] = {}
-    progress = ProgressLines()
+    progress, length = ProgressLines(), training_length(merged, conditions) if conditions else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
@@ -86,7 +95,8 @@ def scaling(
         numeric = here.model.precision, here.model.compiled
         flags, budget = known_flags(here), limit or usual_budget(here)
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
-        known[number, batch] = best_on(number, batch, space, here, budget, moments(merged, here.whole))
+        bytes_of_state = moments(merged, here.whole)
+        known[number, batch] = best_on(number, batch, space, here, budget, bytes_of_state, length)
     by_regime = {regime: [known[pair] for pair in pairs] for regime, pairs in wanted.items()}
     if not any(point.price for points in by_regime.values() for point in points):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
@@ -103,7 +113,7 @@ def scaling(
     for note in scaling_notes(by_regime, whole):
         print_words(console, note, "yellow")
     for regime, points in by_regime.items():
-        print_plans(console, f"{regime} scaling: {WORDS[regime]}", SCALING_COLUMNS, scaling_rows(points, whole))
+        print_plans(console, f"{regime} scaling: {WORDS[regime]}", scaling_columns(points), scaling_rows(points, whole))
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
 

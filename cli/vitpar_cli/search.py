@@ -92,6 +92,10 @@ def search(
             help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
         ),
     ] = None,
+    mtbf: profiled.Mtbf = None,
+    hour_price: profiled.HourPrice = None,
+    stall: profiled.Stall = None,
+    restart: profiled.Restart = None,
     report: profiled.ReportFile = None,
     trace_file: Annotated[
         Path | None,
@@ -132,6 +136,7 @@ def search(
         _words(roles),
         frozenset(word.lstrip("+") for word in _words(without)),
         seconds,
+        profiled.conditions(mtbf, hour_price, stall, restart),
     )
     merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
@@ -163,7 +168,7 @@ def search(
         best = result.plans[0]
         search_findings = replace(
             findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
-            training=training_time(best, training_length(merged)),
+            training=training_time(best, training_length(merged, request.conditions)),
             gains=gains(result.plans, costs, limit, moments(merged, costs.whole), searching),
         )
         rows = list(request.table(*wanted, progress)) if len(images) > 1 else []

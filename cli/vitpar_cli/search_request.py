@@ -16,6 +16,7 @@ from vitpar_cli import profiled
 if TYPE_CHECKING:
     from vitpar.planner.comparison import Compared
     from vitpar.planner.cost.layer import LayerCosts
+    from vitpar.planner.goodput import Conditions
     from vitpar.planner.search.best import Search
     from vitpar_cli.search_view import SearchProgress
 
@@ -49,6 +50,8 @@ class SearchRequest:
     """Flags and schedules to leave out."""
     seconds: float | None
     """Limit of a search in seconds; None for the default."""
+    conditions: Conditions | None
+    """Failures and price of the cluster; None if they are unknown."""
 
     def recipe(self, model: str | None, image_size: int | None) -> Recipe:
         """Return the recipe with this model and image size; None for its own."""
@@ -120,4 +123,4 @@ class SearchRequest:
                 where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
                 progress.about = f"{done} of {total}: {where}"
                 searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
-                yield compared(where, searching, self.budget(costs), training_length(recipe), progress)
+                yield compared(where, searching, self.budget(costs), training_length(recipe, self.conditions), progress)

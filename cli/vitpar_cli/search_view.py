@@ -176,10 +176,13 @@ def _show_best(console: Console, findings: "Findings") -> None:
 
 
 def _training_rows(training: "TrainingTime | None", costs: "LayerCosts") -> list[tuple[str, str]]:
-    """Return the row with the duration of the complete training; none if it is unknown."""
+    """Return rows with the duration of the complete training, failures and cost; none if it is unknown."""
     from vitpar.planner.training_time import hours_name
 
-    return [("training", training.words(hours_name(costs.hardware)))] if training else []
+    if training is None:
+        return []
+    hours = hours_name(costs.hardware)
+    return [("training", training.words(hours)), *training.condition_rows(hours)]
 
 
 def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:

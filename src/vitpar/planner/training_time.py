@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.planner.cost.price import Price
+from vitpar.planner.goodput import Conditions, Goodput, goodput
 from vitpar.planner.profile.profiles import Hardware
+from vitpar.text import count
 from vitpar.training.recipe.defaults import row_for
 from vitpar.training.recipe.recipe import Recipe
 
@@ -25,6 +28,8 @@ class TrainingLength:
     """Images of the training set."""
     assumed: str = ""
     """Assumptions, and how to change them; empty if there are none."""
+    conditions: Conditions | None = None
+    """Failures and price of the cluster; None if neither is known."""
 
     def steps(self, batch_size: int) -> int:
         """Return the number of steps with `batch_size` images each."""
@@ -50,6 +55,8 @@ class TrainingTime:
     """Images of the training set."""
     assumed: str
     """Assumptions about the length; empty if there are none."""
+    goodput: Goodput | None = None
+    """The training under the conditions of the cluster; None if they are unknown."""
 
     @property
     def days(self) -> float:
@@ -61,25 +68,57 @@ class TrainingTime:
 
         hours: name of device-hours
         """
-        units = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-        spent = next(
-            f"{figure(self.seconds / unit)} {name}" for name, unit in units if self.seconds >= unit or unit == 1
-        )
         length = f"{self.images:,} samples"
         if self.epochs is not None:
             length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} samples"
         return (
-            f"{spent}, {figure(self.device_hours)} {hours}: {self.steps:,} steps, {length}; evaluation and checkpoints "
-            "not included"
+            f"{spent(self.seconds)}, {figure(self.device_hours)} {hours}: {self.steps:,} steps, {length}; evaluation "
+            "and checkpoints not included"
         )
 
     def to_json(self) -> dict[str, object]:
         """Return all figures as JSON."""
-        return asdict(self)
+        return asdict(self) | {"goodput": self.goodput and self.goodput.to_json()}
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """Share of useful time, days and cost by name, for a table; only what is known."""
+        found = self.goodput
+        if found is None:
+            return {}
+        known = {} if found.job_mtbf_hours is None else {"useful": f"{found.useful:.1%}"}
+        if found.seconds == math.inf:
+            return known | {"days": "never"}
+        known["days"] = figure(found.seconds / 86_400)
+        return known if found.cost is None else known | {"cost": figure(found.cost)}
+
+    def condition_rows(self, hours: str) -> list[tuple[str, str]]:
+        """Return names and sentences on failures and cost; none for unknown conditions. hours: name of device-hours."""
+        found, rows = self.goodput, list[tuple[str, str]]()
+        if found is None:
+            return rows
+        if found.job_mtbf_hours is not None and found.interval_seconds is not None:
+            words = f"one in {spent(found.job_mtbf_hours * 3600)} on {count(found.devices, 'device')}; "
+            if found.seconds == math.inf:
+                rows.append(("failures", words + "the training would practically never end: use fewer devices"))
+            else:
+                rows.append(
+                    (
+                        "failures",
+                        f"{words}with a checkpoint every {found.interval_steps:,} steps "
+                        f"({spent(found.interval_seconds)}), {found.useful:.1%} of the time is useful: "
+                        f"{spent(found.seconds)}, {figure(found.device_hours)} {hours}",
+                    )
+                )
+        if found.cost is not None and found.cost != math.inf:
+            rows.append(("cost", f"{figure(found.cost)} for {figure(found.device_hours)} {hours}"))
+        return rows
 
 
-def training_length(recipe: Recipe) -> TrainingLength:
+def training_length(recipe: Recipe, conditions: Conditions | None = None) -> TrainingLength:
     """Return the length of a recipe's training.
+
+    conditions: failures and price of the cluster.
 
     Data that are not on this machine count as ImageNet-1k. A recipe with neither epochs nor steps has the epochs of the
     default settings for that number of images.
@@ -93,10 +132,12 @@ def training_length(recipe: Recipe) -> TrainingLength:
         recipe = recipe.model_copy(update={"train": train})
         of = f"{images:,} images" if known else f"ImageNet-1k's {images:,} images"
         others = "another number with --epochs" if known else "others with --epochs and --data"
-        return TrainingLength(recipe, images, f"{train.epochs:g} epochs of {of} are assumed: give {others}")
-    if known or train.steps is not None:
-        return TrainingLength(recipe, images)
-    return TrainingLength(recipe, images, f"ImageNet-1k's {images:,} images are assumed: name other data with --data")
+        assumed = f"{train.epochs:g} epochs of {of} are assumed: give {others}"
+    elif known or train.steps is not None:
+        assumed = ""
+    else:
+        assumed = f"ImageNet-1k's {images:,} images are assumed: name other data with --data"
+    return TrainingLength(recipe, images, assumed, conditions)
 
 
 def training_time(price: Price, length: TrainingLength) -> TrainingTime:
@@ -111,12 +152,19 @@ def training_time(price: Price, length: TrainingLength) -> TrainingTime:
         length.recipe.train.epochs,
         length.samples,
         length.assumed,
+        goodput(steps, price.seconds, ranks, length.conditions) if length.conditions else None,
     )
 
 
 def hours_name(hardware: Hardware) -> str:
     """Return the name of device-hours: GPU-hours, or rank-hours on CPUs."""
     return "GPU-hours" if hardware.device == "cuda" else "rank-hours"
+
+
+def spent(seconds: float) -> str:
+    """Return a duration such as `1.25 days`."""
+    units = (("days", 86_400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
+    return next(f"{figure(seconds / unit)} {name}" for name, unit in units if seconds >= unit or unit == 1)
 
 
 def figure(number: float) -> str:

@@ -16,17 +16,26 @@ from vitpar.text import size
 
 def comparison_columns(rows: Iterable[Compared]) -> tuple[str, ...]:
     """Return the headings of `comparison_rows`, without the last column: the plan, and what most of its step is for."""
+    rows = tuple(rows)
     hours = next((hours_name(row.best.costs.hardware) for row in rows if row.best), "GPU-hours")
-    return ("cluster", "devices", "batch", "samples/s", "MFU", "memory", "days", hours)
+    return ("cluster", "devices", "batch", "samples/s", "MFU", "memory", "days", hours, *_conditions(rows))
+
+
+def _conditions(rows: Iterable[Compared]) -> tuple[str, ...]:
+    """Return the headings of the columns on failures and cost; none if nothing is known about them."""
+    known = (row.best.training.conditions for row in rows if row.best)
+    return tuple(dict.fromkeys("days in all" if name == "days" else name for one in known for name in one))
 
 
 def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
     """Return a row of `comparison_columns` for each combination, and its plan or why there is none."""
     table: list[tuple[str, ...]] = []
+    rows = tuple(rows)
+    more = _conditions(rows)
     for row in rows:
         where, best = row.combination, row.best
         if best is None:
-            cells = (where.cluster, "", f"{where.batch_size:,}", *("",) * 5)
+            cells = (where.cluster, "", f"{where.batch_size:,}", *("",) * (5 + len(more)))
             table.append((*cells, row.why.partition(": ")[0]))
             continue
         price, mfu = best.price, best.price.mfu(best.costs)
@@ -40,6 +49,7 @@ def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
                 size(price.memory_bytes),
                 figure(best.training.days),
                 figure(best.training.device_hours),
+                *(best.training.conditions.get(name.removesuffix(" in all"), "") for name in more),
                 f"{plan_title(price.plan)}; {limit_words(price)}",
             )
         )

@@ -25,8 +25,7 @@ from vitpar.text import count, size
 
 COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
 """Headings of `figures`."""
-SCALING_COLUMNS = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap")
-"""Headings of `scaling_rows`, without the last column, the plan."""
+_SCALING = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap")
 GAIN_COLUMNS = ("time per image", "change")
 """Headings of `gain_rows`, without the last column, the plan."""
 MOST_GAIN = 0.0005
@@ -289,6 +288,7 @@ def scaling_to_json(
                 **(
                     {} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price, costs)}
                 ),
+                **({"training": point.training.to_json()} if point.training else {}),
             }
             for point, part in zip(points, efficiency(points), strict=True)
         ]
@@ -307,13 +307,19 @@ def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -
     return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
 
 
+def scaling_columns(points: Sequence[Point]) -> tuple[str, ...]:
+    """Return the headings of `scaling_rows`, without the last column, the plan."""
+    known = (point.training.conditions for point in points if point.training)
+    return (*_SCALING, *dict.fromkeys(name for one in known for name in one))
+
+
 def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, ...]]:
-    """Return a row for each point: `SCALING_COLUMNS` and the plan. The gap is `Result.gap` of the search."""
-    rows = []
+    """Return a row for each point: `scaling_columns` and the plan. The gap is `Result.gap` of the search."""
+    rows, more = [], scaling_columns(points)[len(_SCALING) :]
     for point, part in zip(points, efficiency(points), strict=True):
         where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
         if price is None or part is None:
-            rows.append((*where, *("",) * (len(SCALING_COLUMNS) - 2), "no plan fits"))
+            rows.append((*where, *("",) * (len(_SCALING) + len(more) - 2), "no plan fits"))
             continue
         doubt, mfu = uncertainty(price, costs), price.mfu(costs)
         rows.append(
@@ -324,6 +330,7 @@ def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, 
                 "" if mfu is None else f"{mfu:.1%}",
                 f"{part:.1%}",
                 f"{point.gap:.1%}",
+                *((point.training.conditions if point.training else {}).get(name, "") for name in more),
                 plan_title(price.plan),
             )
         )

@@ -13,7 +13,6 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.report.data import (
     COLUMNS,
-    SCALING_COLUMNS,
     Findings,
     Provenance,
     assumptions,
@@ -22,6 +21,7 @@ from vitpar.planner.report.data import (
     figures,
     noise_words,
     plan_title,
+    scaling_columns,
     scaling_notes,
     scaling_rows,
     schedule_words,
@@ -197,6 +197,6 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
     for regime, points in by_regime.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
         parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
-        parts.append(table([*SCALING_COLUMNS, "plan"], rows, numbers=slice(-1)))
+        parts.append(table([*scaling_columns(points), "plan"], rows, numbers=slice(-1)))
     parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
     return document(title, parts)

@@ -11,6 +11,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
+from vitpar.planner.training_time import TrainingLength, TrainingTime, training_time
 
 Regime = Literal["weak", "strong"]
 """Scaling regime: whether the batch size grows with the number of devices, or is fixed."""
@@ -28,6 +29,8 @@ class Point:
     """Price of the best plan; None if no plan fits into memory or divides the model and the batch."""
     gap: float = 0.0
     """`Result.gap` of the search."""
+    training: TrainingTime | None = None
+    """The complete training under the conditions of the cluster; None if these are unknown."""
 
     @property
     def per_rank(self) -> float:
@@ -51,14 +54,25 @@ def images(regime: Regime, batch_size: int, ranks: int, most: int) -> int:
     return batch_size * ranks // most
 
 
-def best_on(ranks: int, batch_size: int, space: Space, costs: LayerCosts, budget: float, moments: float = 2) -> Point:
+def best_on(
+    ranks: int,
+    batch_size: int,
+    space: Space,
+    costs: LayerCosts,
+    budget: float,
+    moments: float = 2,
+    length: TrainingLength | None = None,
+) -> Point:
     """Return the best plan of `space` on `ranks` devices.
 
     budget: bytes of memory per device
     moments: bytes of optimizer state per byte of parameters
+    length: of the complete training, under the conditions of the cluster; None if these are unknown
     """
     search_result = Search(space, costs, moments).best(budget)
-    return Point(ranks, batch_size, search_result.plans[0] if search_result.plans else None, search_result.gap)
+    best = search_result.plans[0] if search_result.plans else None
+    training = training_time(best, length) if best and length else None
+    return Point(ranks, batch_size, best, search_result.gap, training)
 
 
 def efficiency(points: Sequence[Point]) -> list[float | None]:

@@ -202,6 +202,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "a plan": _PLANNED + _LENGTH + _keys(parallel="…"),
     "a search": _PLANNED + _LENGTH + _keys(train="compile"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
+    "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
     "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(

@@ -36,6 +36,7 @@ from vitpar.training.recipe.sections import (
     CheckpointSection,
     CommunicationSection,
     DataSection,
+    DistillSection,
     FaultsSection,
     LRScheduleSection,
     ModelSection,
@@ -70,6 +71,7 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()
+    distill: DistillSection = DistillSection()
     loss_scale: LossScaleSection = LossScaleSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
@@ -302,6 +304,8 @@ class Recipe(Section):
             del values["stream"]
         if not self.track.trackers:
             del values["track"]
+        if self.distill.teacher is None:
+            del values["distill"]
         if self.task == TaskSection():
             del values["task"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
-from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
+from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.tasks import Task
@@ -64,6 +64,16 @@ def run_of(path: Path) -> Path | None:
         return path
     parent = path.parent if path.parent.name == _CHECKPOINTS else path.resolve().parent
     return parent.parent if parent.name == _CHECKPOINTS else None
+
+
+def weights_folder(path: Path) -> Path:
+    """Return the folder to read weights from: `path` or, if that is a run, its weights or its newest checkpoint."""
+    if (path / CONFIG).exists() or is_checkpoint(path):
+        return path
+    if (path / "weights").is_dir():
+        return path / "weights"
+    there = checkpoints_of(path)
+    return there.path(there.steps()[-1]) if there.steps() else path
 
 
 def same_run(run: Path, path: Path) -> bool:

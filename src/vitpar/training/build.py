@@ -31,8 +31,9 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
+from vitpar.training.saving.resume import teacher_fingerprint
 from vitpar.training.step import TrainStep, nothing
-from vitpar.training.teacher import Teacher, teacher_folder, teacher_of
+from vitpar.training.teacher import Teacher, teacher_of
 from vitpar.weights.folder import fingerprint
 
 
@@ -141,9 +142,7 @@ def build(
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
     digest = fingerprint(weights) if weights and weights.is_dir() else None
-    contents = {"the content of model.weights": digest}
-    if recipe.distill.teacher is not None:
-        contents["the content of distill.teacher"] = fingerprint(teacher_folder(recipe.distill.teacher))
+    contents = {"the content of model.weights": digest, "the content of distill.teacher": teacher_fingerprint(recipe)}
     refuse_disagreement(recipe, plan, data or {}, contents)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks

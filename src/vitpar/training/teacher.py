@@ -19,6 +19,7 @@ from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.strategy import Plan, batch_arithmetic, parse, validate
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
+from vitpar.strategy.stages import takes_all_of
 from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import Task
 from vitpar.tasks.distill import Distill
@@ -64,8 +65,13 @@ def teacher_of(
     _refuse_other_input(recipe, config, folder, teacher)
     if recipe.train.precision == "fp8":
         refuse_small(teacher, recipe.train.fp8_min_features)
-    outputs = _outputs(config, folder, teacher, data)
-    return TeacherSetup(folder, teacher, _plan(recipe, teacher, plan), outputs)
+    outputs, beside = _outputs(config, folder, teacher, data), _plan(recipe, teacher, plan)
+    if recipe.stream and not takes_all_of(plan, beside, config, teacher, recipe.train.batch_size):
+        raise StrategyError(
+            f"distill.plan '{shown(recipe.distill.plan)}' needs streamed images on ranks that do not read them under "
+            f"'{shown(plan)}': pack the data, or use the same strategy for both, without pp"
+        )
+    return TeacherSetup(folder, teacher, beside, outputs)
 
 
 def teacher_folder(teacher: str) -> Path:
@@ -139,7 +145,7 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
     """
     text, batch_size = recipe.distill.plan, recipe.train.batch_size
     try:
-        plan = parse(text).resolve(student.world_size)
+        plan = parse(text)
         for strategy in plan.distinct:
             other = [
                 *(["pp"] if plan.pp != 1 else []),
@@ -150,6 +156,7 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
             ]
             if other:
                 raise StrategyError(f"a teacher's plan has no {other[0]}: use dp, fsdp and tp, also with +sp")
+        plan = plan.resolve(student.world_size)
         parts = plan.data_parallel * smallest_microbatch(plan)
         counts = divisors(batch_arithmetic(student, batch_size).microbatches)
         fitting = [count for count in counts if batch_size % (count * parts) == 0]

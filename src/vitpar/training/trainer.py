@@ -31,7 +31,7 @@ from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.run_folder import RunFolder
-from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
+from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run, teacher_fingerprint
 from vitpar.training.saving.saver import Saver, TrainingState, texts
 from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.training.tracked import Tracked
@@ -80,6 +80,7 @@ class Trainer:
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
         self.input = trained.input()
+        self._teacher_fingerprint = teacher_fingerprint(self.recipe)
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None
         if self.checks:
@@ -288,7 +289,15 @@ class Trainer:
 
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
+        facts = Facts(
+            step=step,
+            samples=samples,
+            data=data,
+            loss_scale=scale,
+            best=best,
+            teacher=self._teacher_fingerprint,
+            **self._paths,
+        )
         return texts(facts, self.recipe, self.config, self.plan, self._class_names)
 
     def _start(self) -> None:

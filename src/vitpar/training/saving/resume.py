@@ -32,10 +32,12 @@ FREE = (
         "faults.…",
     ),
     "track.…",
+    "distill.teacher",
+    "distill.plan",
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.
 
-Data sets are compared by content instead of by path.
+Data sets and teachers are compared by content instead of by path.
 """
 _CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run."""
@@ -209,6 +211,8 @@ def allowed_changes(
             del changed[key]  # the same number of images
     if checkpoint.facts.data != data.fingerprint:
         changed[DATA] = "the training set differs"
+    if checkpoint.facts.teacher != teacher_fingerprint(recipe):
+        changed["distill.teacher"] = "the teacher differs"
     match = task.match(read_class_names(checkpoint.path), data)
     if match.kind in ("moved", "mixed"):
         raise CheckpointError(
@@ -228,6 +232,18 @@ def allowed_changes(
             f"change them back{instead}"
         )
     return set(changed)
+
+
+def teacher_fingerprint(recipe: Recipe) -> str | None:
+    """Return the fingerprint of the weights of a recipe's teacher; None without one.
+
+    Raises DataError for weights that cannot be read.
+    """
+    if recipe.distill.teacher is None:
+        return None
+    from vitpar.weights.folder import fingerprint
+
+    return fingerprint(weights_folder(Path(recipe.distill.teacher)))
 
 
 def _is_shape(key: str) -> bool:

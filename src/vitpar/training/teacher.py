@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vitpar.data.classes import NamedClasses
+from vitpar.data.classes import ClassMatch, NamedClasses, match_classes
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
@@ -21,7 +20,7 @@ from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
 from vitpar.strategy.stages import takes_all_of
 from vitpar.strategy.support import refuse_clashes
-from vitpar.tasks import Task
+from vitpar.tasks import Task, task_of
 from vitpar.tasks.distill import Distill
 from vitpar.text import divisors, shown
 from vitpar.training.recipe import Recipe
@@ -60,11 +59,7 @@ def teacher_of(
     """
     if recipe.distill.teacher is None:
         return None
-    folder = teacher_folder(recipe.distill.teacher)
-    teacher = open_weights(folder).config
-    _refuse_other_input(recipe, config, folder, teacher)
-    if recipe.train.precision == "fp8":
-        refuse_small(teacher, recipe.train.fp8_min_features)
+    folder, teacher = open_teacher(recipe, config)
     outputs, beside = _outputs(config, folder, teacher, data), _plan(recipe, teacher, plan)
     if recipe.stream and not takes_all_of(plan, beside, config, teacher, recipe.train.batch_size):
         raise StrategyError(
@@ -74,7 +69,46 @@ def teacher_of(
     return TeacherSetup(folder, teacher, beside, outputs)
 
 
-def teacher_folder(teacher: str) -> Path:
+def open_teacher(recipe: Recipe, config: ModelConfig) -> tuple[Path, ModelConfig]:
+    """Return folder and configuration of a recipe's teacher, whose classes and plan are not compared.
+
+    config: configuration of the student.
+
+    Raises DataError for weights that cannot be read, and RecipeError for a teacher or a student that does not fit.
+    """
+    assert recipe.distill.teacher is not None
+    task_of(recipe, config.num_classes).refuse_model(config)
+    folder = _folder(recipe.distill.teacher)
+    teacher = open_weights(folder).config
+    _refuse_other_input(recipe, config, folder, teacher)
+    if recipe.train.precision == "fp8":
+        refuse_small(teacher, recipe.train.fp8_min_features)
+    return folder, teacher
+
+
+def requested_plan(recipe: Recipe) -> Plan:
+    """Return the teacher's plan as the recipe says it, which may have an open degree.
+
+    Raises StrategyError for a plan of other roles than a teacher's.
+    """
+    plan = parse(recipe.distill.plan)
+    for strategy in plan.distinct:
+        other = [
+            *(["pp"] if plan.pp != 1 else []),
+            *([f"+{strategy.tensor_mode}"] if strategy.tensor_mode != "1d" else []),
+            *([f"+zero{strategy.zero}"] if strategy.zero else []),
+            *(["+ckpt"] if strategy.checkpoint else []),
+            *(["+offload"] if strategy.offload else []),
+        ]
+        if other:
+            raise StrategyError(
+                f"distill.plan '{shown(recipe.distill.plan)}' has {other[0]}, which a teacher does not support: use "
+                "dp, fsdp and tp, also with +sp"
+            )
+    return plan
+
+
+def _folder(teacher: str) -> Path:
     """Return the folder of weights, or the checkpoint, of the setting ``distill.teacher``.
 
     Raises DataError if there is none.
@@ -122,8 +156,6 @@ def _outputs(
 
     Raises RecipeError if the teacher has other classes.
     """
-    from vitpar.data.classes import ClassMatch, match_classes
-
     names = read_class_names(folder, teacher.num_classes)
     match = ClassMatch("unnamed") if data is None else match_classes(names, data)
     if match.kind == "moved":
@@ -143,27 +175,16 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
 
     Raises StrategyError.
     """
-    text, batch_size = recipe.distill.plan, recipe.train.batch_size
+    requested, batch_size = requested_plan(recipe), recipe.train.batch_size
     try:
-        plan = parse(text)
-        for strategy in plan.distinct:
-            other = [
-                *(["pp"] if plan.pp != 1 else []),
-                *([f"+{strategy.tensor_mode}"] if strategy.tensor_mode != "1d" else []),
-                *([f"+zero{strategy.zero}"] if strategy.zero else []),
-                *(["+ckpt"] if strategy.checkpoint else []),
-                *(["+offload"] if strategy.offload else []),
-            ]
-            if other:
-                raise StrategyError(f"a teacher's plan has no {other[0]}: use dp, fsdp and tp, also with +sp")
-        plan = plan.resolve(student.world_size)
+        plan = requested.resolve(student.world_size)
         parts = plan.data_parallel * smallest_microbatch(plan)
         counts = divisors(batch_arithmetic(student, batch_size).microbatches)
         fitting = [count for count in counts if batch_size % (count * parts) == 0]
         plan = validate(replace(plan, microbatches=max(fitting, default=1)), teacher, batch_size)
         refuse_clashes(plan, recipe.train.precision, bool(recipe.train.compile))
     except StrategyError as error:
-        raise StrategyError(f"distill.plan '{shown(text)}': {error}") from None
+        raise StrategyError(f"distill.plan '{shown(recipe.distill.plan)}': {error}") from None
     return plan
 
 

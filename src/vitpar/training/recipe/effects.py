@@ -62,9 +62,7 @@ STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache
 """Settings that a stream does not support."""
 
 _DISTILLATION = " ".join(DistillSection.model_fields)
-OF_CLASSES = _keys(
-    train="label_smoothing", augment="mixup cutmix mixup_prob mixup_switch_prob", distill=_DISTILLATION
-)
+OF_CLASSES = _keys(train="label_smoothing", augment="mixup cutmix mixup_prob mixup_switch_prob", distill=_DISTILLATION)
 """Settings of classification. Another task drops those of a recipe file, and has no defaults for them."""
 
 OF_IMAGES = _keys(
@@ -201,9 +199,10 @@ def refuse_without_effect(recipe: Recipe) -> None:
     refuse_idle(EFFECTS, recipe, given, RecipeError)
 
 
-_PLANNED = _keys(model="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze")
+_PLANNED = _keys(
+    model="…", distill="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze"
+)
 _LENGTH = _keys(train="epochs steps", data="path", stream="…")
-_TEACHER = _keys(distill="teacher plan")
 _PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
     task="…",

@@ -20,9 +20,11 @@ from vitpar import model_config, parse
 from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.foreign import parts, renamed
-from vitpar.sharded import sharded_as
+from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.sharded import local, sharded_as
 from vitpar.training.build import build
 from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.sections import DistillSection
 from vitpar.weights.folder import load_weights, open_weights
 from vitpar.weights.importing import import_weights
 
@@ -158,6 +160,7 @@ def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -
     trained = build(recipe, config, recipe.plan(config), device)
     model, found, losses = trained.model, dict[str, Any](), list[float]()
     assert trained.teacher is not None and trained.ema is not None
+    stored = sum(local(p).numel() for p in trained.teacher.model.parameters())
     load_weights(model, student)
     trained.ema.restart()
     parameters = dict(model.named_parameters())
@@ -172,7 +175,8 @@ def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -
         taught = batch.images[trained.teacher.model.image_rows(BATCH)]
         losses.append(model.global_loss(step(number, LR, mine, batch.labels, taught=taught).loss).item())
     averages = {name: whole(sharded_as(p, trained.ema.average[name])) for name, p in parameters.items()}
-    return {"losses": losses, **found, "parameters": {n: whole(p) for n, p in parameters.items()}, "averages": averages}
+    found |= {"parameters": {name: whole(p) for name, p in parameters.items()}, "averages": averages}
+    return {"losses": losses, "stored": stored, **found}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -189,8 +193,11 @@ def test_losses_gradients_and_updates_equal_deits(
         import_weights(saved(tmp_path / f"{name}-there", dict(model.state_dict()), TIMM_CONFIG), tmp_path / name)
     config = open_weights(tmp_path / "student").config
     expected = by_hand(case, student, teacher, config)
-    seen = set[str]()
-    for found in ranks(parse(case.mesh).world_size).run(under_plan, case, tmp_path / "student", tmp_path / "teacher"):
+    seen, world = set[str](), parse(case.mesh).world_size
+    every = ranks(world).run(under_plan, case, tmp_path / "student", tmp_path / "teacher")
+    planned = PlannedTeacher(open_weights(tmp_path / "teacher").config, DistillSection(plan=case.plan))
+    assert max(found["stored"] for found in every) == planned.elements(world), "the planner counts other parameters"
+    for found in every:
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         for what in ("gradients", "parameters", "averages"):
             assert found[what], what

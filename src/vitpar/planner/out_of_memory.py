@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError
+from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, UserError
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
@@ -139,7 +139,7 @@ def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.dev
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     need = None
-    with suppress(PlannerError):
+    with suppress(UserError):  # a teacher's weights may be gone, too
         memory = memory_of(recipe, config, plan)
         need = memory[place_of_rank(plan, rank)[0]]
     facts = [words for words in (memory_words(need) if need else None, _available(device)) if words]

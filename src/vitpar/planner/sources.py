@@ -31,9 +31,9 @@ def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | Non
     """
     if recipe.distill.teacher is None:
         return None
-    from vitpar.training.teacher import open_teacher, requested_plan
+    from vitpar.training.teacher import open_teacher
 
-    return PlannedTeacher(open_teacher(recipe, config)[1], requested_plan(recipe))
+    return PlannedTeacher(open_teacher(recipe, config)[1], recipe.distill)
 
 
 Frozen = Callable[[ModelConfig], frozenset[str]]

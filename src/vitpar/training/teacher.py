@@ -15,7 +15,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.float8 import refuse_small
 from vitpar.parallel.parallelize import parallelize_checked
-from vitpar.strategy import Plan, batch_arithmetic, parse, validate
+from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
 from vitpar.strategy.stages import takes_all_of
@@ -26,6 +26,7 @@ from vitpar.text import divisors, shown
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_section
 from vitpar.training.recipe.sections import CLASSIFY, DataSection, TaskSection
+from vitpar.training.recipe.teacher_plan import teacher_plan
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
@@ -84,28 +85,6 @@ def open_teacher(recipe: Recipe, config: ModelConfig) -> tuple[Path, ModelConfig
     if recipe.train.precision == "fp8":
         refuse_small(teacher, recipe.train.fp8_min_features)
     return folder, teacher
-
-
-def requested_plan(recipe: Recipe) -> Plan:
-    """Return the teacher's plan as the recipe says it, which may have an open degree.
-
-    Raises StrategyError for a plan of other roles than a teacher's.
-    """
-    plan = parse(recipe.distill.plan)
-    for strategy in plan.distinct:
-        other = [
-            *(["pp"] if plan.pp != 1 else []),
-            *([f"+{strategy.tensor_mode}"] if strategy.tensor_mode != "1d" else []),
-            *([f"+zero{strategy.zero}"] if strategy.zero else []),
-            *(["+ckpt"] if strategy.checkpoint else []),
-            *(["+offload"] if strategy.offload else []),
-        ]
-        if other:
-            raise StrategyError(
-                f"distill.plan '{shown(recipe.distill.plan)}' has {other[0]}, which a teacher does not support: use "
-                "dp, fsdp and tp, also with +sp"
-            )
-    return plan
 
 
 def _folder(teacher: str) -> Path:
@@ -175,9 +154,8 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
 
     Raises StrategyError.
     """
-    requested, batch_size = requested_plan(recipe), recipe.train.batch_size
+    plan, batch_size = teacher_plan(recipe.distill, student.world_size), recipe.train.batch_size
     try:
-        plan = requested.resolve(student.world_size)
         parts = plan.data_parallel * smallest_microbatch(plan)
         counts = divisors(batch_arithmetic(student, batch_size).microbatches)
         fitting = [count for count in counts if batch_size % (count * parts) == 0]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.strategy import Plan
+from vitpar.training.recipe.sections import DistillSection
+from vitpar.training.recipe.teacher_plan import teacher_plan
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class PlannedTeacher:
 
     config: ModelConfig
     """Configuration of the teacher."""
-    plan: Plan
-    """Plan of the teacher, which may have an open degree."""
+    distill: DistillSection
+    """Settings of the recipe, with the plan of the teacher."""
 
     @property
     def forward_flops(self) -> float:
@@ -28,4 +29,4 @@ class PlannedTeacher:
 
         Raises StrategyError if the plan does not fit so many ranks.
         """
-        return sum(layer_parameters(self.config, self.plan.resolve(ranks)).values())
+        return sum(layer_parameters(self.config, teacher_plan(self.distill, ranks)).values())

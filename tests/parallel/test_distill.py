@@ -1,7 +1,8 @@
 """Distillation under plans of student and teacher: against timm's models with DeiT's loss, and by the check."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from helpers.foreign_models import randomised
-from helpers.foreign_weights import CLASSES, HEADS, PATCH, SIZE, TIMM_CONFIG, WIDTH, saved
+from helpers.foreign_models import randomised, timm_logits
+from helpers.foreign_weights import CLASSES, HEADS, PATCH, SIZE, TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.oracles import timm
-from helpers.ranks import RankPool
+from helpers.ranks import RankError, RankPool
 from helpers.written_weights import weights_of
-from vitpar import model_config, parse
+from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.foreign import parts, renamed
 from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.sharded import local, sharded_as
-from vitpar.training.build import build
+from vitpar.tasks import task_of
+from vitpar.training.build import TRAINING_DATA, build
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import DistillSection
 from vitpar.weights.folder import load_weights, open_weights
@@ -180,9 +182,7 @@ def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_gradients_and_updates_equal_deits(
-    case: Case, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_losses_gradients_and_updates_equal_deits(case: Case, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     vision_transformer, distilled = timm.models.vision_transformer.VisionTransformer, timm.models.deit
     sizes = {"img_size": SIZE, "patch_size": PATCH, "num_classes": CLASSES, "embed_dim": WIDTH, "num_heads": HEADS}
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def test_losses_gradients_and_updates_equal_deits(
     assert seen == expected["gradients"].keys()
 
 
-DISTILLED = {"model.distillation": True}
+DISTILLED = {"model.distillation": True, "model.embed_dim": 24, "model.num_heads": 4, "model.depth": 4}
 CHECKED = (
     # Ranks take other images for the teacher than for the student, mixed by the check's recipe.
     Case("pp2xtp2", "dp", settings=DISTILLED | {"train.precision": "fp64"}),
@@ -233,3 +233,34 @@ def test_check_passes(case: Case, tmp_path: Path, ranks: Callable[[int], RankPoo
     weights_of(randomised(LayeredModel(config)), config, tmp_path / "teacher")
     for result in ranks(parse(case.mesh).world_size).run(run_check, case, tmp_path / "teacher"):
         assert result.passed, result.worst
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data with the classes of the teacher, in another order."""
+
+    names_of_classes: tuple[tuple[str, ...], ...]
+    num_classes: int = CLASSES
+    place: str = "data"
+    fingerprint: str = ""
+
+
+def logits_for(device: torch.device, teacher: Path, names: tuple[str, ...], images: Tensor) -> Tensor:
+    given = {"distill.teacher": str(teacher), "distill.kind": "logits", "model.image_size": SIZE}
+    recipe = recipe_to_check({**given, "data.mean": (0.5,) * 3, "data.std": (0.5,) * 3, "train.precision": "fp32"})
+    config = recipe.config(CLASSES)
+    plan = validate(parse("dp2"), config, BATCH)
+    trained = build(recipe, config, plan, device, task_of(recipe, CLASSES), {TRAINING_DATA: Data((names,))})
+    assert trained.teacher is not None
+    return trained.teacher.logits(images[trained.teacher.model.image_rows(BATCH)])
+
+
+def test_classes_of_the_teacher_are_matched_by_name(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+    import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "teacher")
+    names, order, images = tuple("abcdefg"), [3, 1, 0, 6, 5, 2, 4], batches(mixed=False)[0].images
+    (tmp_path / "teacher" / "classes.json").write_text(json.dumps(names))
+    expected = timm_logits(timm_state(), images.float())[:, order]
+    for logits in ranks(2).run(logits_for, tmp_path / "teacher", tuple(names[at] for at in order), images):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RankError, match=r"has other classes .*weights' classes 'a', 'b', 'c', … .7. lack 'z'"):
+        ranks(2).run(logits_for, tmp_path / "teacher", (*names[:-1], "z"), images)

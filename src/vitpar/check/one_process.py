@@ -92,8 +92,8 @@ class OneProcess:
         if teacher is not None:
             self._model.layers()[config.last_layer.name].distilled_training = True
             self._teacher = self._layered(teacher.config).eval()
-            for name, p in self._teacher.named_parameters():
-                p.data.copy_(self._noisy(teacher.read(name), self._noise))
+            for name, parameter in self._teacher.named_parameters():
+                parameter.data.copy_(self._noisy(teacher.read(name), self._noise))
         every = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in every.values():
             p.copy_(self._noisy(p, self._noise))

@@ -54,7 +54,7 @@ class Layer(nn.Module):
     SIDE_INPUTS: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that `forward` takes after the activation (``ModelConfig.side_inputs``), and `keys`."""
     distilled_training: bool
-    """Of a last layer with two classifiers: whether a training gets the logits of both side by side, by timm's name."""
+    """Whether a training gets the logits of both classifiers side by side, for a last layer with two; timm's name."""
     GROUP_SIDES: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that are used between a column and a row layer, such as masks of attention. `forward`
     gets those of all samples of its tensor-parallel group. With +sp the activation has only a part of these."""

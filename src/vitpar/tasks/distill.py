@@ -18,8 +18,8 @@ class Distill(Classify):
     """Classification of images with a teacher.
 
     Targets of a training are float64 [batch, n + classes]: labels, n = 1, or those of mixed images, n = 3
-    (``vitpar.models.loss.LabelLoss``), then the teacher's logits. Outputs are the logits of the model's classifiers side
-    by side: the first learns the labels, the last from the teacher. Evaluation is that of classification.
+    (``vitpar.models.loss.LabelLoss``), then the teacher's logits. Outputs are the logits of the model's classifiers
+    side by side: the first learns the labels, the last from the teacher. Evaluation is that of classification.
     """
 
     DISTILLED: ClassVar[bool] = True

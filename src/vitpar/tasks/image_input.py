@@ -103,9 +103,7 @@ class ImageInput:
     Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
-    def __init__(
-        self, recipe: Recipe, model: ParallelModel, task: Task, teacher: ParallelModel | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task, teacher: ParallelModel | None = None) -> None:
         if model.config.channels != CHANNELS:
             raise ModelError(
                 f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "

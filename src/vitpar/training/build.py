@@ -36,7 +36,6 @@ from vitpar.training.step import TrainStep, nothing
 from vitpar.training.teacher import Teacher, teacher_of
 from vitpar.weights.folder import fingerprint
 
-
 TRAINING_DATA = "the training data"
 """Name of the training set among the data that ranks compare."""
 

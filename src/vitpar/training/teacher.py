@@ -12,7 +12,7 @@ from vitpar.data.classes import ClassMatch, NamedClasses, match_classes
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
-from vitpar.parallel import Communication, ParallelModel
+from vitpar.parallel import Communication
 from vitpar.parallel.float8 import refuse_small
 from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.strategy import Plan, batch_arithmetic, validate
@@ -107,8 +107,7 @@ def _refuse_other_input(recipe: Recipe, config: ModelConfig, folder: Path, teach
     task = read_section(folder / RECIPE, "task", TaskSection).name
     if teacher.input.dtype is not None or task != CLASSIFY:
         raise RecipeError(
-            f"the teacher in '{folder}' was trained for task '{shown(task)}': name one that classifies "
-            "images"
+            f"the teacher in '{folder}' was trained for task '{shown(task)}': name one that classifies images"
         )
     wanted = {"image_size": config.image_size, "channels": config.channels}
     wrong = [

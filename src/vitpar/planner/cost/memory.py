@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from vitpar.planner.cost.stage import StageCost, StageLayer
 from vitpar.strategy.pipeline_orders import ActionPart
 
-PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "teacher", "reserved")
+PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "activations",
+    "workspace",
+    "buffers",
+    "teacher",
+    "reserved",
+)
 """Parts of `Memory.total`."""
 
 

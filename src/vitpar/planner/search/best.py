@@ -390,8 +390,7 @@ class Search:
                 least_travel_seconds(costs, pp, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
             ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
-            budget=(1 + ROUNDING)
-            * (budget - costs.hardware.reserved_bytes - costs.teacher_bytes(self.space.ranks)),
+            budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes - costs.teacher_bytes(self.space.ranks)),
             images=outline.batch_size * config.input.bytes(costs.precision.compute.itemsize),
             tokens=tokens * costs.passes_gradients,
         )

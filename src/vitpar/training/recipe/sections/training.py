@@ -205,8 +205,8 @@ class DistillSection(Section):
     """Distillation: a frozen teacher, whose logits the model learns besides the labels (docs/losses.md)."""
 
     teacher: str | None = None
-    """Folder of the teacher: a run, its weights or a checkpoint, imported weights, or hf:OWNER/NAME. It takes the images
-    of the model, and has the classes of the data. No distillation if unset."""
+    """Folder of the teacher: a run, its weights or a checkpoint, imported weights, or hf:OWNER/NAME. It takes the
+    images of the model, and has the classes of the data. No distillation if unset."""
     kind: Literal["hard", "soft", "logits"] = "hard"
     """Loss of the distillation token's classifier: cross-entropy with the teacher's most probable class (hard), or the
     divergence from its probabilities (soft); or that divergence for a model without the token (logits)."""

@@ -129,15 +129,19 @@ class ImageInput:
         """Rows of an evaluation batch whose images this rank needs."""
         self._decoded = sorted({*self._eval_rows, *taught})
         """Rows of a training batch whose images this rank needs."""
-        places = {row: place for place, row in enumerate(self._decoded)}
-        self._taken = [places[row] for row in self._rows] if apart else None
-        self._targeted = [places[row] for row in self._outputs] if apart else None
-        self._taught = [places[row] for row in taught] if taught != self._decoded else None
+        self._taken = self._places(self._rows) if apart else None
+        self._targeted = self._places(self._outputs) if apart else None
+        self._taught = self._places(taught) if taught != self._decoded else None
         self._output_rows = torch.tensor(self._outputs, dtype=torch.int64, device=model.device)
         self._peers: dist.ProcessGroup | None = None
         for ranks in [] if apart else model.image_groups:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
+
+    def _places(self, rows: Sequence[int]) -> Tensor:
+        """Return the index of each of `rows` in `_decoded`, on the device."""
+        places = {row: place for place, row in enumerate(self._decoded)}
+        return torch.tensor([places[row] for row in rows], dtype=torch.int64, device=self._model.device)
 
     def cache(self, *sets: ImageSet | None) -> str | None:
         """Keep decoded images of `sets` in memory from now on, if the recipe says so, and return a message. Collective.

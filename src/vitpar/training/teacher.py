@@ -173,11 +173,13 @@ class Teacher:
 
     def __init__(self, setup: TeacherSetup, execution: Execution, task: Task, device: torch.device) -> None:
         assert isinstance(task, Distill), "a recipe with a teacher has this task"
-        self._task, self._order, self.folder = task, setup.outputs, setup.folder
+        self._task, self.folder = task, setup.folder
+        # On the device: indexing by a list would wait for a copy in every step.
+        self._order = None if setup.outputs is None else torch.tensor(setup.outputs, device=device)
         alone = replace(execution, frozen=frozenset(setup.config.layer_names), communication=Communication())
         self.model = parallelize_checked(setup.config, setup.plan, alone, device)
         load_weights(self.model, setup.folder)
-        self._rows = self.model.output_rows(self.model.batch_size)
+        self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), device=device)
 
     def targets(self, targets: Tensor, images: Tensor | None) -> Tensor:
         """Return the targets of a step, with the teacher's logits for the complete batch.

@@ -83,6 +83,7 @@ REFUSED = (
     (("--set", "distill.alpha=0.3"), "distill.alpha is 0.3, which does nothing without a teacher"),
     ((*TEACHER, "--set", "distill.tau=2.0"), "distill.tau is 2.0, which distill.kind 'hard' does not use"),
     ((*LOGITS, "--set", "task.options={class_weights=[1,1,1,1,1,1,2]}"), "do not go with a teacher"),
+    ((*TEACHER, "--set", "train.image_sizes=4 until 50 %"), "but a teacher takes images of one size"),
     ((*TEACHER, "--task", "mae"), "but task 'mae' has no classes to learn from a teacher"),
     ((*TEACHER, "--task", "mlm"), "which task 'mlm' does not use: leave it out"),
 )

@@ -60,6 +60,6 @@ _BELOW = [
     "  (`tests/training/recipe/test_shipped.py`); the column `here` says what they compare.",
     "- A section `[about]` describes a recipe. It sets nothing, in your recipes too.",
     "- Mixing differs from timm: each pair of images has its own weight, not the batch.",
-    "- Recipes of fine-tuning take `--weights`, those of distillation `--set distill.teacher=DIR`; the comment in the file says",
-    "  which.",
+    "- Recipes of fine-tuning take `--weights`, those of distillation `--set distill.teacher=DIR`; the comment in",
+    "  the file says which.",
 ]

@@ -108,6 +108,11 @@ class Recipe(Section):
                 split_list(train.freeze)
             except StrategyError as error:
                 raise RecipeError(f"train.freeze: {error}") from None
+        if train.image_sizes is not None and self.distill.teacher is not None:
+            raise RecipeError(
+                f"train.image_sizes is '{shown(train.image_sizes)}', but a teacher takes images of one size: leave out "
+                "one of the two"
+            )
         if train.image_sizes is not None and self.data.crop_padding is not None:
             raise RecipeError(
                 "train.image_sizes needs crops that are resized, but data.crop_padding takes them as they are: leave "

@@ -132,7 +132,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import Findings, speed_words
     from vitpar.planner.search.reasons import reasons
-    from vitpar.planner.sources import estimated_costs, usual_budget
+    from vitpar.planner.sources import estimated_costs, planned_teacher, usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.state_memory import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
@@ -145,7 +145,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         raise PlannerError("both --cluster and a profile are given: give one of the two")
     else:
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
-        costs = estimated_costs(config, options.cluster, *of_recipe)
+        costs = estimated_costs(config, options.cluster, *of_recipe, planned_teacher(recipe, config))
     searching = make_search(
         costs,
         (train.batch_size,),
@@ -177,7 +177,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     from vitpar.models import config_to_json
     from vitpar.planner.measure.device import device_name
     from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-    from vitpar.planner.sources import NO_COSTS, profiled_costs
+    from vitpar.planner.sources import NO_COSTS, planned_teacher, profiled_costs
 
     name = device_name(torch.device(device))
 
@@ -188,7 +188,8 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     def costs(path: Path) -> LayerCosts:
         t = recipe.train
         return profiled_costs(
-            lambda _: config, t.precision, t.compile, machine, path, recipe.frozen, t.fp8_min_features
+            *(lambda _: config, t.precision, t.compile, machine, path, recipe.frozen, t.fp8_min_features),
+            teacher=lambda config: planned_teacher(recipe, config),
         )
 
     def fits(path: Path) -> bool:

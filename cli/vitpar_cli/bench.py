@@ -83,6 +83,7 @@ def bench(
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
     from vitpar.tasks.image_data import refuse_streamed_targets, transform_settings
+    from vitpar.training.prepare import refuse_teacher
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
@@ -97,6 +98,7 @@ def bench(
     if images is not None and trained.INPUT == "images":
         transform_settings(merged, config.image_size)
     chosen = choose_plan(merged, config, device_type)
+    refuse_teacher(merged, config, chosen.plan, images)
     if images is not None:
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:

@@ -10,11 +10,11 @@ import typer
 
 from vitpar.launch import find_world
 from vitpar.planner.describe import summarize
-from vitpar.planner.out_of_memory import estimate_memory, memory_warning, memory_words
+from vitpar.planner.out_of_memory import memory_of, memory_warning, memory_words
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
 from vitpar.text import count
-from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
+from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
 from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.recipe.schedules import Schedules
@@ -39,8 +39,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         return
     recipe, config, plan = run.recipe, run.config, run.plan
     train = recipe.train
-    frozen = recipe.frozen(config)
-    memory = estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), frozen)
+    memory = memory_of(recipe, config, plan)
     fullest = max(memory, key=lambda one: one.total)
     schedules = Schedules.of(recipe, len(run.train_set), config)
     rate, others = schedules.lr, schedules.others(1)

@@ -12,6 +12,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.sizes import parse_size
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
+from vitpar.training.prepare import refuse_teacher
 from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
@@ -120,6 +121,7 @@ def plan(
         chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
         made = chosen.plan
         warn(chosen.because)
+    refuse_teacher(merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
     from vitpar.planner.report.data import prediction_to_json
@@ -194,7 +196,7 @@ def _predict(
     if cluster is not None:  # costs on only as many devices as the plan uses
         train = recipe.train
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
-        costs = estimated_costs(costs.whole, cluster, *of_recipe)
+        costs = estimated_costs(costs.whole, cluster, *of_recipe, costs.teacher)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
     training = training_time(priced, training_length(recipe, conditions))

@@ -105,11 +105,12 @@ def class_names(saved: SavedModel) -> tuple[str, ...] | None:
     Raises DataError for names that do not fit the model.
     """
     from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
-    from vitpar.training.recipe.file import read_data_section
+    from vitpar.training.recipe.file import read_section
+    from vitpar.training.recipe.sections import DataSection
     from vitpar.weights.classes import read_class_names
     from vitpar.weights.folder import RECIPE
 
-    classes, data = saved.config.num_classes, read_data_section(saved.folder / RECIPE).path
+    classes, data = saved.config.num_classes, read_section(saved.folder / RECIPE, "data", DataSection).path
     if (names := read_class_names(saved.folder, classes)) is not None:
         return names
     if data is None or not (Path(data) / MANIFEST).is_file():

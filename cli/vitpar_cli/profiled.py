@@ -175,13 +175,13 @@ def costs_of(
 
     Raises PlannerError and RecipeError.
     """
-    from vitpar.planner.sources import estimated_costs, profiled_costs
+    from vitpar.planner.sources import estimated_costs, planned_teacher, profiled_costs
 
     train = recipe.train
     if cluster:
         config = model_of(recipe, num_classes, 1000)
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
-        costs = estimated_costs(config, cluster, *of_recipe)
+        costs = estimated_costs(config, cluster, *of_recipe, planned_teacher(recipe, config))
     else:
         # Classes change no costs, but the sizes of text do.
         text = task_class(recipe).INPUT == "text"
@@ -193,6 +193,7 @@ def costs_of(
             model,
             recipe.frozen,
             train.fp8_min_features,
+            lambda config: planned_teacher(recipe, config),
         )
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

@@ -19,6 +19,7 @@ from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
+from vitpar.training.saving.resume import weights_folder
 from vitpar_cli.hub import local_weights
 from vitpar_cli.world import run_in_world
 
@@ -170,7 +171,7 @@ def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: s
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     request.refuse_idle(doing)
-    folder = _weights_of(checkpoint)
+    folder = weights_folder(checkpoint)
     from vitpar.weights.folder import RECIPE, read_config
 
     config = read_config(folder)
@@ -184,16 +185,3 @@ def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: s
         "train": recipe.train.model_copy(update=ours),
     }
     return SavedModel(folder, config, recipe.model_copy(update=update))
-
-
-def _weights_of(path: Path) -> Path:
-    """Return the folder to read weights from: `path` or, if that is a run, its weights or its newest checkpoint."""
-    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
-    from vitpar.weights.folder import CONFIG
-
-    if (path / CONFIG).exists() or is_checkpoint(path):
-        return path
-    if (path / "weights").is_dir():
-        return path / "weights"
-    there = checkpoints_of(path)
-    return there.path(there.steps()[-1]) if there.steps() else path

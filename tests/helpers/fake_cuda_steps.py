@@ -5,6 +5,8 @@ import json
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +15,19 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers.fake_cuda import DEVICE, FakeCuda
-from vitpar import parse, validate
+from helpers.written_weights import weights_of
+from vitpar import model_config, parse, validate
 from vitpar.data import Batch
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
 
 BATCH, CLASSES = 8, 10
+TEACHER: dict[str, Any] = {
+    **{"image_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": CLASSES}
+}
 COMMON: dict[str, Any] = {
     "data.path": "none",
     "model.name": "vit_custom",
@@ -104,34 +112,48 @@ def run_cases(library: ctypes.CDLL, cases: Iterable[Case]) -> None:
     torch.set_num_threads(1)
     device = FakeCuda(library)
     found: dict[str, str | None] = {}
+    with TemporaryDirectory() as folder:
+        config = model_config("vit_custom", **TEACHER)
+        model = LayeredModel(config)
+        initialise(model, 0, config)
+        weights_of(model, config, Path(folder) / "teacher")
+        _run_cases(cases, device, found, Path(folder) / "teacher")
+    print(json.dumps(found))
+
+
+def _run_cases(cases: Iterable[Case], device: FakeCuda, found: dict[str, str | None], teacher: Path) -> None:
+    """Run the cases and add what they raise to `found`. teacher: weights for cases of distillation."""
     for case in cases:
         dist.init_process_group("fake", rank=case.rank, world_size=parse(case.mesh).world_size, store=FakeStore())
         try:
             with device:
-                _two_steps(case, device)
+                _two_steps(case, device, teacher)
             found[str(case)] = None
         except Exception:
             found[str(case)] = traceback.format_exc()
         finally:
             dist.destroy_process_group()
-    print(json.dumps(found))
 
 
-def _two_steps(case: Case, device: FakeCuda) -> None:
+def _two_steps(case: Case, device: FakeCuda, teacher: Path) -> None:
     """Run two steps, from a batch on the host to the moving average of the parameters.
 
     In the first step the host may wait: optimizer states are created, input constants are copied, pipeline stages
     connect.
     """
-    recipe = _recipe(case.settings)
+    taught = {"distill.teacher": str(teacher)} if "distill.plan" in case.settings else {}
+    recipe = _recipe({**case.settings, **taught})
     config = recipe.config(CLASSES)
     trained = build(recipe, config, validate(parse(case.mesh), config, BATCH), DEVICE)
-    step, model, given = trained.step(), trained.model, ImageInput(recipe, trained.model, trained.task)
+    step, model, given = trained.step(), trained.model, trained.input()
+    assert isinstance(given, ImageInput)
     if case.fault is not None:
         (stage,) = model.stages.values()
         stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)
     images = torch.zeros(BATCH, 3, config.image_size, config.image_size, dtype=torch.uint8)
     decoded = images[: len(model.image_rows(BATCH))] if model.takes_images else None
+    if taught:
+        decoded = images[: len(given.train_rows)]
     batch = Batch(
         decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH, size=config.image_size
     )

@@ -19,6 +19,7 @@ from helpers.paths import ROOT
 
 OPTIMIZERS = ("adamw", "adam", "lion", "lamb", "lars", "muon", "sgd", "adafactor")
 FOREACH = {"optimizer.implementation": "foreach"}
+TAUGHT = {"distill.plan": "fsdp", "data.mean": [0.1, 0.2, 0.3], "data.std": [0.4, 0.5, 0.6]}
 DROPS = {"model.drop_path": 0.1, "model.dropout": 0.1}
 MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0, "train.label_smoothing": 0.1}
 OPTIONS = {
@@ -51,6 +52,8 @@ CASES = (
     Case("tp4+2d", DROPS),
     Case("tp2xfsdp2", {"optimizer.name": "lamb"}),
     *(Case("pp2", DROPS, rank=rank) for rank in (0, 1)),
+    Case("dp2", TAUGHT | {"distill.kind": "soft", "model.distillation": True}),
+    *(Case("pp2", TAUGHT | MIXED | {"distill.kind": "logits"}, rank=rank) for rank in (0, 1)),
     # Offloading moves norms and gradients to the host and back with copies and events that the host waits for.
     *(Case("dp1+offload", {"optimizer.name": name}, waits=math.inf) for name in OPTIMIZERS),
     *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in ("adamw", "muon", "adafactor")),

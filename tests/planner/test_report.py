@@ -223,7 +223,7 @@ def test_frontier_of_one_plan_is_text_instead_of_a_chart(found: Findings) -> Non
 
 
 TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.endswith(" gradients"))
-TIME += ("gradients", "optimizer")
+TIME += ("gradients", "optimizer", "teacher")
 SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Pairs of names with the same meaning, which share a colour."""
 

@@ -14,7 +14,8 @@ from fuzzing.readers.plans import STRATEGIES
 from fuzzing.readers.profiles import SEEDS
 from vitpar.data import parse_policy
 from vitpar.training import recipe
-from vitpar.training.recipe.file import DEFAULT_RECIPE, read_data_section, read_recipe
+from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, read_section
+from vitpar.training.recipe.sections import DataSection
 
 KEYS = tuple(
     f"{section}.{name}"
@@ -47,7 +48,7 @@ class Recipe(Target):
 
     def read(self, case: Case, place: Path) -> None:
         path = place / "recipe.toml"
-        tolerated(lambda: read_data_section(path))
+        tolerated(lambda: read_section(path, "data", DataSection))
         found = read_recipe(path, {}, case.argument or ())
         again = place / "again.toml"
         again.write_text(found.to_toml(), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from mutating.mutation import Mutation
 
+DISTILL = "tests/parallel/test_distill.py"
+
 MUTATIONS = (
     Mutation(
         name="label-smoothing-dropped",
@@ -27,5 +29,29 @@ MUTATIONS = (
         new="        loss = functools.partial(loss, label_smoothing=0.0)\n"
         '        two, one = (loss(label.long(), reduction="none") for label in (first, other))\n',
         caught_by="pytest tests/parallel/test_loss.py::test_mixed_label_loss_matches_timms_soft_targets",
+    ),
+    Mutation(
+        name="teacher-of-the-wrong-head",
+        breaks="The classifier of the class token learns from the teacher, too.",
+        file="src/vitpar/tasks/distill.py",
+        old="self._from_teacher(heads[-1], ",
+        new="self._from_teacher(heads[0], ",
+        caught_by=f"pytest {DISTILL}::test_losses_gradients_and_updates_equal_deits",
+    ),
+    Mutation(
+        name="teacher-not-divided-by-classes",
+        breaks="The divergence from the teacher is summed over classes, where DeiT divides by their number.",
+        file="src/vitpar/tasks/distill.py",
+        old="log_target=True).mean(dim=1)",
+        new="log_target=True).sum(dim=1)",
+        caught_by=f"pytest {DISTILL}::test_losses_gradients_and_updates_equal_deits",
+    ),
+    Mutation(
+        name="teacher-of-other-images",
+        breaks="Ranks that take other images for the teacher than for the model give it those of other rows.",
+        file="src/vitpar/tasks/image_input.py",
+        old="images[self._taught]",
+        new="images[self._taught].flip(0)",
+        caught_by=f"pytest {DISTILL}::test_check_passes",
     ),
 )

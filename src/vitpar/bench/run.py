@@ -31,8 +31,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.inputs import build_input
-from vitpar.training.build import TrainingComponents, build
+from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
 from vitpar.training.step import Garbage
@@ -74,12 +73,12 @@ def bench(
     cannot be used.
     """
     report("building the model")
-    trained = build(recipe, config, plan, device, task, {"the training data": images})
+    trained = build(recipe, config, plan, device, task, {TRAINING_DATA: images})
     recipe = trained.recipe
     attention = trained.choose_attention()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
-    source = build_input(recipe, trained.model, trained.task)
+    source = trained.input()
     feed: Feed = Synthetic(source) if images is None else Loaded(source, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)

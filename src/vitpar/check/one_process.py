@@ -28,7 +28,9 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.tasks import Task
+from vitpar.tasks.distill import Distill
 from vitpar.training.recipe import Recipe
+from vitpar.weights.folder import Weights
 
 NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}
 """Relative changes of parameters and images that make a run round differently, by precision.
@@ -66,6 +68,7 @@ class OneProcess:
     task: has another formula of the loss.
     scale: factor on the loss before backward.
     noisy: seed of random changes, of the size of rounding, to initial parameters and images; None for no changes.
+    teacher: weights of the teacher, whose classes are those of the model; None for none.
     """
 
     def __init__(
@@ -77,25 +80,38 @@ class OneProcess:
         *,
         scale: float = 1.0,
         noisy: int | None = None,
+        teacher: Weights | None = None,
     ) -> None:
         self._task = task
         self._recipe, self._config, self._device, self._scale = recipe, config, device, scale
         self._numbers = resolve_precision(recipe.train.precision)
         self._noise = 0.0 if noisy is None else NOISE[recipe.train.precision]
         self._draws = torch.Generator().manual_seed(noisy or 0)
-        self._model = LayeredModel(config).to(device=device, dtype=self._numbers.parameters)
-        if self._numbers.float8:
-            for name, layer in self._model.layers().items():
-                if layer.description.is_block:
-                    compute_in_float8(name, layer, recipe.train.fp8_min_features, FAST[recipe.train.fp8_fast_accum])
-        initialise(self._model, recipe.train.seed, config)
-        self._model.tie()
+        self._model: LayeredModel = self._layered(config)
+        self._teacher: LayeredModel | None = None
+        if teacher is not None:
+            self._model.layers()[config.last_layer.name].distilled_training = True
+            self._teacher = self._layered(teacher.config).eval()
+            for name, parameter in self._teacher.named_parameters():
+                parameter.data.copy_(self._noisy(teacher.read(name), self._noise))
         every = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in every.values():
             p.copy_(self._noisy(p, self._noise))
         frozen = recipe.frozen(config)
         self._parameters = {name: p for name, p in every.items() if layer_of(name) not in frozen}
         self._has_frozen = bool(frozen)
+
+    def _layered(self, config: ModelConfig) -> LayeredModel:
+        """Return a model of all layers, with initial values."""
+        train, model = self._recipe.train, LayeredModel(config)
+        model.to(device=self._device, dtype=self._numbers.parameters)
+        if self._numbers.float8:
+            for name, layer in model.layers().items():
+                if layer.description.is_block:
+                    compute_in_float8(name, layer, train.fp8_min_features, FAST[train.fp8_fast_accum])
+        initialise(model, train.seed, config)
+        model.tie()
+        return model
 
     def run(self, samples: Samples, lr: float) -> Trace:
         """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
@@ -170,6 +186,9 @@ class OneProcess:
             first, other = (self._task.targets(one.to(self._device)) for one in labels[:2])
             losses = self._task.reference_mixed(outputs, first, other, labels[2].to(outputs))
             count = self._task.count(torch.stack([one.double() for one in labels], 1), len(inputs))
+        if self._teacher is not None:
+            assert isinstance(self._task, Distill), "a recipe with a teacher has this task"
+            losses = losses + self._task.reference_from_teacher(outputs, self._logits(taken))
         loss = losses.sum() / count
         self._model.zero_grad()
         (loss * self._scale).backward()
@@ -179,6 +198,15 @@ class OneProcess:
             if name in self._parameters:
                 gradients[name] = p.grad / self._scale
         return loss.item(), gradients
+
+    @torch.no_grad()
+    def _logits(self, images: Tensor) -> Tensor:
+        """Return the teacher's logits of the batch."""
+        assert self._teacher is not None
+        computed = {name: p.to(self._numbers.compute) for name, p in self._teacher.named_parameters()}
+        with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
+            logits: Tensor = functional_call(self._teacher, computed, (images,))
+        return logits.to(self._numbers.parameters)
 
     def _targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
         if not self._task.LOCAL_TARGETS:

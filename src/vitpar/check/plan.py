@@ -23,7 +23,6 @@ from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.image_input import ImageInput, local_targets
-from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.tasks.task import StepInput
 from vitpar.training.build import TrainingComponents, build
@@ -35,6 +34,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.recipe.sections import CLASSIFY, TEXT, OptimizerSection
+from vitpar.weights.folder import open_weights
 
 LEARNING_RATE = 0.05
 """Learning rate of the SGD steps."""
@@ -145,12 +145,14 @@ def compare_with_one_process(
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)
+    weights = None if trained.teacher is None else open_weights(trained.teacher.folder)
     mine = _under_plan(trained, task, samples, scale)
 
     reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds
     if dist.get_rank() == 0:
         runs = (
-            OneProcess(recipe, config, task, device, scale=scale, noisy=noisy) for noisy in (None, *range(NOISY_RUNS))
+            OneProcess(recipe, config, task, device, scale=scale, noisy=noisy, teacher=weights)
+            for noisy in (None, *range(NOISY_RUNS))
         )
         reference = [run.run(samples, LEARNING_RATE) for run in runs]
     compared = _compared(trained.model, mine, reference, recipe.train.precision, tolerance)
@@ -178,7 +180,9 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)
     plain = ShardedOptimizer(parameters.items(), sgd)
     for step, drawn in enumerate(samples.plain, start=1):
-        x, targets, keys, sides = _given(model, task, drawn)
+        x, targets, keys, sides, taught = _given(trained, task, drawn)
+        if trained.teacher is not None:
+            targets = trained.teacher.targets(targets, taught)
         part = model.forward_backward(x, targets, keys, **sides)
         trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
         if scale != 1.0:
@@ -196,7 +200,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     begin = _copies(parameters)
     if trained.ema:
         trained.ema.restart()
-    source, take = build_input(trained.recipe, model, task), trained.step()
+    source, take = trained.input(), trained.step()
     clipped = _clipped_norms(trained)
     for step, given in enumerate(samples.further, start=1):
         if isinstance(given, Pixels):
@@ -207,7 +211,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
             batch = Batch(pixels, given.labels, given.keys, epoch=0.0, samples=seen, size=size)
             step_input = source.train_step(batch)
         else:
-            step_input = _given(model, task, given)
+            step_input = _given(trained, task, given)
         done = take(step, trained.recipe.lr, *step_input)
         trace.numbers[f"loss of step {step}"] = model.global_loss(done.loss).item()
         trace.numbers[f"gradient norm of step {step}"] = done.norm.item()
@@ -221,14 +225,17 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     return trace
 
 
-def _given(model: ParallelModel, task: Task, drawn: Drawn) -> StepInput:
+def _given(trained: TrainingComponents, task: Task, drawn: Drawn) -> StepInput:
     """Return the samples of a step as this rank's input."""
+    model = trained.model
     rows = model.image_rows(model.batch_size) if model.takes_images else None
+    taught = None if trained.teacher is None else trained.teacher.model.image_rows(model.batch_size)
     return StepInput(
         None if rows is None else drawn.inputs[rows].to(model.device),
         _targets(task, model, drawn),
         drawn.keys.to(model.device),
         {name: side.to(model.device) for name, side in drawn.sides.items()},
+        None if taught is None else drawn.inputs[taught].to(model.device),
     )
 
 

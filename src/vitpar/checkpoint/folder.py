@@ -77,6 +77,8 @@ class Facts(BaseModel):
     """Whether blocks were compiled."""
     optimizer: str | None = None
     """Implementation of the update."""
+    teacher: str | None = None
+    """Fingerprint of the teacher's weights; None without one."""
 
 
 @dataclass(frozen=True)

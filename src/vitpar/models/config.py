@@ -282,6 +282,11 @@ class ModelConfig:
         return self.layers[self.layer_names[-1]]
 
     @property
+    def classifiers(self) -> tuple[str, ...]:
+        """Return the names of the modules of the last layer that compute classes; empty if it does not say which."""
+        return tuple(part.name for part in self.last_layer.parts if part.role == "classifier" and part.product)
+
+    @property
     def blocks(self) -> tuple[str, ...]:
         """Return the names of the blocks in order: layers other than the first and the last."""
         return self.layer_names[1:-1]

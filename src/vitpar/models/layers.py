@@ -53,6 +53,8 @@ class Layer(nn.Module):
     computes all of the layer under 1d, and its part of the samples under sp."""
     SIDE_INPUTS: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that `forward` takes after the activation (``ModelConfig.side_inputs``), and `keys`."""
+    distilled_training: bool
+    """Whether a training gets the logits of both classifiers side by side, for a last layer with two; timm's name."""
     GROUP_SIDES: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that are used between a column and a row layer, such as masks of attention. `forward`
     gets those of all samples of its tensor-parallel group. With +sp the activation has only a part of these."""

@@ -20,6 +20,8 @@ class Loss(Protocol):
     computes. Where tensor parallelism splits the vocabulary (``ParallelModel.vocabulary``), `total` and `measure` get
     this rank's part of the logits and as third argument a ``vitpar.parallel.vocabulary.VocabularyPart``. They return
     the sums over the complete vocabulary, as `token_losses` of that module does.
+
+    A loss with a true `DISTILLED` gets the logits of all classifiers of the model, [batch, classifiers · classes].
     """
 
     def count(self, targets: Tensor, batch: int) -> int | Tensor:

@@ -26,6 +26,7 @@ COLOURS = {
     "activations": "#882255",
     "workspace": "#ddcc77",
     "buffers": "#e8c4e8",
+    "teacher": "#99cc99",
     "reserved": "#4d2e10",
 }
 """One colour for each meaning in all charts, distinct with red-green colour blindness too (a test simulates it).

@@ -93,6 +93,11 @@ class ParallelModel:
         self.batch = self._part.batch
         self._sample_replicas = len(self._part.output_copies)  # ranks that compute the same samples
         self._features = range(config.output_shape[-1])
+        if getattr(loss, "DISTILLED", False) and len(config.classifiers) > 1:
+            self._features = range(len(config.classifiers) * len(self._features))
+            for stage in stages.values():
+                if (classifying := stage.layers().get(config.last_layer.name)) is not None:
+                    classifying.distilled_training = True
         self.vocabulary: VocabularyPart | None = None
         """This rank's part of the vocabulary, where outputs are logits that tensor parallelism splits."""
         head = config.last_layer

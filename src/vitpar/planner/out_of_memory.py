@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError
+from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, UserError
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
+from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch
+from vitpar.planner.sources import planned_teacher
 from vitpar.strategy import Plan, place_of_rank
 from vitpar.text import count, either, size
 from vitpar.training.optim.state_memory import moments
@@ -66,12 +68,14 @@ def estimate_memory(
     precision: str,
     num_moments: float,
     frozen: frozenset[str] = frozenset(),
+    teacher: PlannedTeacher | None = None,
 ) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
     plan: validated plan
     num_moments: copies of the parameters that the optimizer and the running average keep
     frozen: names of the layers that are not trained
+    teacher: teacher of the model; None for none
 
     Raises PlannerError if the plan cannot be priced.
     """
@@ -79,13 +83,13 @@ def estimate_memory(
     nodes = -(-plan.world_size // 8)
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    return price(plan, LayerCosts(config, hardware, profile, frozen), batch_size, num_moments).memory
+    return price(plan, LayerCosts(config, hardware, profile, frozen, teacher), batch_size, num_moments).memory
 
 
-def _of_recipe(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:
+def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:
     """Return `estimate_memory` of a recipe's training."""
-    train, kept = recipe.train, moments(recipe, config)
-    return estimate_memory(config, plan, train.batch_size, train.precision, kept, recipe.frozen(config))
+    train, beside = recipe.train, (recipe.frozen(config), planned_teacher(recipe, config))
+    return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), *beside)
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:
@@ -96,7 +100,7 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
     local_ranks: ranks on this machine
     """
     try:
-        memory = _of_recipe(recipe, config, plan)
+        memory = memory_of(recipe, config, plan)
     except PlannerError:
         return
     need, there = max(memory, key=lambda one: one.total), host_memory()
@@ -118,7 +122,7 @@ def memory_warning(
     from vitpar.planner.measure.device import memory_bytes
 
     try:
-        memory = _of_recipe(recipe, config, plan)
+        memory = memory_of(recipe, config, plan)
     except PlannerError:
         return None
     need, there = max(memory, key=lambda one: one.total), memory_bytes(device)
@@ -135,8 +139,8 @@ def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.dev
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     need = None
-    with suppress(PlannerError):
-        memory = _of_recipe(recipe, config, plan)
+    with suppress(UserError):  # a teacher's weights may be gone, too
+        memory = memory_of(recipe, config, plan)
         need = memory[place_of_rank(plan, rank)[0]]
     facts = [words for words in (memory_words(need) if need else None, _available(device)) if words]
     return (

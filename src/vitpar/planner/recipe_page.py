@@ -54,11 +54,12 @@ _ABOVE = [
 ]
 _BELOW = [
     "",
-    f"- GPU-hours are predicted for {CLUSTER} under {MESH}, without evaluation and waiting for images; for others:",
-    "  `vitpar plan MESH --recipe NAME --cluster NAME`.",
+    f"- GPU-hours are predicted for {CLUSTER} under {MESH}, without evaluation, teachers and waiting for images; for",
+    "  others: `vitpar plan MESH --recipe NAME --cluster NAME`.",
     "- Tests compare with the code of timm and torch, given the numbers of each source",
     "  (`tests/training/recipe/test_shipped.py`); the column `here` says what they compare.",
     "- A section `[about]` describes a recipe. It sets nothing, in your recipes too.",
     "- Mixing differs from timm: each pair of images has its own weight, not the batch.",
-    "- Recipes of fine-tuning take `--weights`; the comment in the file says which.",
+    "- Recipes of fine-tuning take `--weights`, those of distillation `--set distill.teacher=DIR`; the comment in",
+    "  the file says which.",
 ]

@@ -9,17 +9,31 @@ from vitpar.errors import ModelError, PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 from vitpar.planner.search.space import FLAGS
 from vitpar.strategy.execution import FP8_MIN_FEATURES
+from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import automatic_precision
 
 NO_COSTS = ("name", "norm_eps", "init")
 """Model settings that do not affect costs: a profile with other values of them applies too."""
 USED = 0.9
 """Default share of a device's memory that plans may use; the rest is for other programs and fragmentation."""
+
+
+def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | None:
+    """Return the teacher of a recipe for the model `config`; None if it has none.
+
+    Raises DataError, RecipeError and StrategyError for a teacher that does not fit.
+    """
+    if recipe.distill.teacher is None:
+        return None
+    from vitpar.training.teacher import open_teacher
+
+    return PlannedTeacher(open_teacher(recipe, config)[1], recipe.distill)
 
 
 Frozen = Callable[[ModelConfig], frozenset[str]]
@@ -34,6 +48,7 @@ def profiled_costs(
     model_file: Path | None = None,
     frozen: Frozen = lambda config: frozenset(),
     fp8_min_features: int = FP8_MIN_FEATURES,
+    teacher: Callable[[ModelConfig], PlannedTeacher | None] = lambda config: None,
 ) -> LayerCosts:
     """Return the costs of a model on the machine that was profiled.
 
@@ -43,6 +58,7 @@ def profiled_costs(
     hardware_file, model_file: profiles; None for hardware.json and model.json
     frozen: function of a configuration that returns the names of the layers that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
+    teacher: function of a configuration that returns its teacher, or None
 
     Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
     """
@@ -79,7 +95,7 @@ def profiled_costs(
             f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
             "profile both on the same machine"
         )
-    return LayerCosts(config, hardware, profile, frozen(config))
+    return LayerCosts(config, hardware, profile, frozen(config), teacher(config))
 
 
 def estimated_costs(
@@ -90,6 +106,7 @@ def estimated_costs(
     ranks: int | None = None,
     frozen: frozenset[str] = frozenset(),
     fp8_min_features: int = FP8_MIN_FEATURES,
+    teacher: PlannedTeacher | None = None,
 ) -> LayerCosts:
     """Return the costs of a model on devices of a cluster, estimated from its data sheet.
 
@@ -99,6 +116,7 @@ def estimated_costs(
     ranks: number of devices; None for all
     frozen: names of the layers that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
+    teacher: teacher of the model; None for none
 
     Raises PlannerError for an unknown cluster or precision.
     """
@@ -116,7 +134,7 @@ def estimated_costs(
     )
     if assumed:
         profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
-    return LayerCosts(config, hardware, profile, frozen)
+    return LayerCosts(config, hardware, profile, frozen, teacher)
 
 
 def usual_budget(costs: LayerCosts) -> float:

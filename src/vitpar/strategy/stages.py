@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import StrategyError
 from vitpar.models.description import layer_of
+from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.layer import ROLES, Role, Strategy
 from vitpar.strategy.layout import Layout, image_layout, output_layout, token_layout
 from vitpar.strategy.plan import SPLITS, Plan
@@ -201,6 +202,22 @@ def images_are_at_outputs(config: ModelConfig, plan: Plan) -> bool:
     """Return whether every rank gives the outputs of exactly the images that it takes."""
     strategies = tuple(plan.strategies(config.layer_names).values())
     return plan.num_stages == 1 and image_layout(strategies[0]) == output_layout(strategies[-1])
+
+
+def takes_all_of(plan: Plan, other: Plan, config: ModelConfig, there: ModelConfig, batch_size: int) -> bool:
+    """Return whether every rank takes at least the images under `plan` that it takes under `other`.
+
+    config, there: models of the two plans, which take the same images.
+    """
+    mine, others = _image_rows(plan, config, batch_size), _image_rows(other, there, batch_size)
+    return all(rows <= mine.get(rank, set()) for rank, rows in others.items())
+
+
+def _image_rows(plan: Plan, config: ModelConfig, batch_size: int) -> dict[int, set[int]]:
+    """Return the images of a batch that each rank takes, by rank; ranks of later stages are left out."""
+    batch = batch_arithmetic(plan, batch_size)
+    layout = image_layout(plan.strategies(config.layer_names)[config.first_layer.name])
+    return {rank_of_place(plan, 0, place): {*batch.rows(part)} for place, part in enumerate(layout)}
 
 
 def travel_layouts(config: ModelConfig, plan: Plan) -> tuple[Layout, ...]:

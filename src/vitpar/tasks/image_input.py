@@ -32,7 +32,7 @@ from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
-from vitpar.strategy.stages import images_are_at_outputs
+from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
 from vitpar.tasks.input import EvalInput
@@ -91,17 +91,19 @@ class ImageInput:
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
 
     Where the task makes targets of images (``Task.LOCAL_TARGETS``), ranks that give outputs decode the images of these
-    too. Unless all ranks give the outputs of the images that they take, no work is shared then.
+    too; so do ranks whose teacher takes other images in training than the model. Unless all ranks take these images
+    anyway, no work is shared then.
 
     task: says what the labels of images are to the loss.
     local: the ranks of this machine, and the cores of this one.
+    teacher: model that also takes the images of a training; None for none.
     workers: decoding threads of this rank.
     normalize: normalisation of images.
 
     Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
     """
 
-    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task) -> None:
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: Task, teacher: ParallelModel | None = None) -> None:
         if model.config.channels != CHANNELS:
             raise ModelError(
                 f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "
@@ -117,17 +119,29 @@ class ImageInput:
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
+        self._teacher = teacher
+        taught = [] if teacher is None else teacher.image_rows(model.batch_size)
         apart = task.LOCAL_TARGETS and not images_are_at_outputs(model.config, model.plan)
-        self._decoded = sorted({*self._rows, *self._outputs})
-        """Rows of the batch whose images this rank needs."""
-        places = {row: place for place, row in enumerate(self._decoded)}
-        self._taken = [places[row] for row in self._rows] if apart else None
-        self._targeted = [places[row] for row in self._outputs] if apart else None
+        if teacher is not None:
+            plans = model.plan, teacher.plan, model.config, teacher.config
+            apart = not takes_all_of(*plans, model.batch_size)
+        self._eval_rows = sorted({*self._rows, *self._outputs})
+        """Rows of an evaluation batch whose images this rank needs."""
+        self._decoded = sorted({*self._eval_rows, *taught})
+        """Rows of a training batch whose images this rank needs."""
+        self._taken = self._places(self._rows) if apart else None
+        self._targeted = self._places(self._outputs) if apart else None
+        self._taught = self._places(taught) if taught != self._decoded else None
         self._output_rows = torch.tensor(self._outputs, dtype=torch.int64, device=model.device)
         self._peers: dist.ProcessGroup | None = None
         for ranks in [] if apart else model.image_groups:
             group = dist.new_group(ranks) if len(ranks) > 1 else None
             self._peers = group if dist.get_rank() in ranks else self._peers
+
+    def _places(self, rows: Sequence[int]) -> Tensor:
+        """Return the index of each of `rows` in `_decoded`, on the device."""
+        places = {row: place for place, row in enumerate(self._decoded)}
+        return torch.tensor([places[row] for row in rows], dtype=torch.int64, device=self._model.device)
 
     def cache(self, *sets: ImageSet | None) -> str | None:
         """Keep decoded images of `sets` in memory from now on, if the recipe says so, and return a message. Collective.
@@ -173,20 +187,23 @@ class ImageInput:
         ranks have reached the end.
         """
         if isinstance(images, StreamSet):
-            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._decoded))
-        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._decoded))
+            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._eval_rows))
+        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._eval_rows))
 
     def synthetic(self) -> StepInput:
         """Return random images, with targets and keys, of a batch to time steps with."""
         c, size, device = self._model.config, self._model.batch_size, self._model.device
-        images = None
-        if self._model.takes_images:
+        images, taught = None, None
+        if self._decoded and not self.task.LOCAL_TARGETS:
+            shape = (len(self._decoded), c.channels, c.image_size, c.image_size)
+            images, taught = self._shared(torch.randn(shape, device=device).to(self._model.precision.compute))
+        elif self._model.takes_images:
             shape = (len(self._rows), c.channels, c.image_size, c.image_size)
             images = torch.randn(shape, device=device).to(self._model.precision.compute)
         numbers = torch.arange(size, device=device)
         labels = numbers % self.task.labels.count
         if not self.task.LOCAL_TARGETS:
-            return StepInput(images, self.task.counted_targets(labels), numbers)
+            return StepInput(images, self.task.counted_targets(labels), numbers, taught=taught)
         targeted = torch.randn(len(self._outputs), c.channels, c.image_size, c.image_size, device=device)
         return StepInput(images, self._local_targets(targeted, labels, numbers), numbers)
 
@@ -211,14 +228,22 @@ class ImageInput:
             return StepInput(*self._images_and_targets(batch, labels, keys), keys)
         mixed = self._mix(batch.keys.numpy(), batch.size) if self._mix else None
         targets = self.task.counted_targets(labels) if mixed is None else mixed.labels(labels, IGNORED)
-        if not self._model.takes_images:
+        if not self._decoded:
             return StepInput(None, targets, keys)
         needed, compute = self._needed(), self._model.precision.compute
         images = self._gathered(batch.images, len(needed))
         if mixed is None:
-            return StepInput(self.normalize(images, compute), targets, keys)
-        images = mixed.images(self.normalize(images), needed, len(self._rows)).to(compute)
-        return StepInput(images, targets, keys)
+            images = self.normalize(images, compute)
+        else:
+            images = mixed.images(self.normalize(images), needed, len(self._decoded)).to(compute)
+        taken, taught = self._shared(images)
+        return StepInput(taken, targets, keys, taught=taught)
+
+    def _shared(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the images of the model and of the teacher among those of `_decoded`; None where one takes none."""
+        taken = images if self._taken is None else images[self._taken]
+        taught = images if self._taught is None else images[self._taught]
+        return taken if self._model.takes_images else None, None if self._teacher is None else taught
 
     def eval_step(self, batch: Batch) -> EvalInput | None:
         """Return the input of an evaluation batch; None when no rank has images left."""
@@ -231,7 +256,7 @@ class ImageInput:
 
     def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return this rank's images, None where the model takes none, and the targets of its outputs."""
-        pixels = self._gathered(batch.images, len(self._decoded))
+        pixels = self._gathered(batch.images, len(self._eval_rows))
         images = None
         if self._model.takes_images:
             taken = pixels if self._taken is None else pixels[self._taken]
@@ -254,8 +279,9 @@ class ImageInput:
         """
         if not self._model.takes_images:
             return None
-        pixels = self._gathered(batch.images, len(self._decoded))
-        return self.normalize(pixels if self._taken is None else pixels[self._taken], self._model.precision.compute)
+        pixels = self._gathered(batch.images, len(self._eval_rows))
+        taken = self._taken if self.task.LOCAL_TARGETS else None
+        return self.normalize(pixels if taken is None else pixels[taken], self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
         """Return the labels of the global batch on the device, int64 [batch], IGNORED where there is no usable image.
@@ -306,7 +332,7 @@ class ImageInput:
 
     def _needed(self) -> list[int]:
         """Return the rows of a training batch that this rank and its peers decode: their own, and those mixed in."""
-        return self._mix.needed(self._rows, self._model.batch_size) if self._mix else self._decoded
+        return self._mix.needed(self._decoded, self._model.batch_size) if self._mix else self._decoded
 
     def _part(self) -> tuple[StreamPart | None, int]:
         """Return the part of a stream that this rank reads, and the number of ranks that decode.

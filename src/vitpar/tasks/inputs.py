@@ -9,8 +9,11 @@ from vitpar.tasks.text_input import TextInput
 from vitpar.training.recipe import Recipe
 
 
-def build_input(recipe: Recipe, model: ParallelModel, task: Task) -> Input:
-    """Return the input of this rank of `model`. Collective. Raises ModelError for a model that takes another input."""
+def build_input(recipe: Recipe, model: ParallelModel, task: Task, teacher: ParallelModel | None = None) -> Input:
+    """Return the input of this rank of `model`. Collective. Raises ModelError for a model that takes another input.
+
+    teacher: takes images too; None for none.
+    """
     if isinstance(task, TextTask):
         return TextInput(recipe, model, task)
-    return ImageInput(recipe, model, task)
+    return ImageInput(recipe, model, task, teacher)

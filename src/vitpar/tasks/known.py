@@ -10,6 +10,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.families import family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.distill import Distill
 from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
 from vitpar.tasks.span import SpanCorruption
@@ -69,6 +70,9 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
         raise RecipeError(
             f"task.options has '{shown(option)}', which {name} does not{nearest(option, known)}: leave it out"
         )
+    if recipe.distill.teacher is not None:
+        task = Distill
+        options |= recipe.distill.model_dump(include={"kind", "alpha", "tau"})
     if "label_smoothing" in known:
         options["label_smoothing"] = train.label_smoothing
     elif train.label_smoothing:

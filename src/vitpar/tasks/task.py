@@ -95,6 +95,8 @@ class StepInput(NamedTuple):
     """Random keys of the complete batch; None for a model without random numbers."""
     sides: Mapping[str, Tensor] = {}
     """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
+    taught: Tensor | None = None
+    """This rank's images of the teacher; None without one."""
 
 
 @dataclass(frozen=True)

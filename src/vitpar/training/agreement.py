@@ -21,7 +21,7 @@ from vitpar.strategy.plan_json import plan_text
 from vitpar.text import ranks, shown
 from vitpar.training.recipe import Recipe
 
-LOCAL = ("data.path", "data.workers", "model.weights")
+LOCAL = ("data.path", "data.workers", "model.weights", "distill.teacher")
 """Settings that may differ between machines: the content of the files is compared instead of their paths."""
 
 

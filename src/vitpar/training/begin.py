@@ -26,7 +26,8 @@ from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.file import read_data_section
+from vitpar.training.recipe.file import read_section
+from vitpar.training.recipe.sections import DataSection
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
@@ -128,7 +129,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
         notes.append(match.words)
     if config.image_size != there.image_size:
         notes.append(resized(there, config))
-    known = read_data_section(folder / RECIPE)
+    known = read_section(folder / RECIPE, "data", DataSection)
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
             notes.append(f"images are normalised with {name} {mine}, but with {theirs} for the weights")

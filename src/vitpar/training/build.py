@@ -21,6 +21,8 @@ from vitpar.parallel.precision import slow_here
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
 from vitpar.tasks import Task, task_of
+from vitpar.tasks.input import Input
+from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
@@ -29,8 +31,13 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
+from vitpar.training.saving.resume import teacher_fingerprint
 from vitpar.training.step import TrainStep, nothing
+from vitpar.training.teacher import Teacher, teacher_of
 from vitpar.weights.folder import fingerprint
+
+TRAINING_DATA = "the training data"
+"""Name of the training set among the data that ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class TrainingComponents:
     """Watch for steps that are not finite."""
     ema: EMA | None
     """Average of the parameters; None if the recipe has none."""
+    teacher: Teacher | None
+    """Teacher, which is not trained; None without distillation."""
     warnings: tuple[str, ...]
     """Reasons why steps are slower than they could be."""
 
@@ -65,6 +74,10 @@ class TrainingComponents:
         shape = (model.config, model.plan, train.batch_size, model.precision, model.device)
         return choose_attention(train.attention, *shape, kept=kept)
 
+    def input(self) -> Input:
+        """Return the input of this rank. Collective. Raises ModelError for a model that takes another input."""
+        return build_input(self.recipe, self.model, self.task, None if self.teacher is None else self.teacher.model)
+
     def step(
         self,
         after_gradients: Callable[[int], None] = nothing,
@@ -78,6 +91,7 @@ class TrainingComponents:
             scaler=self.scaler,
             ema=self.ema,
             non_finite=self.non_finite,
+            teacher=self.teacher,
             after_gradients=after_gradients,
             before_update=before_update,
         )
@@ -127,11 +141,15 @@ def build(
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
     digest = fingerprint(weights) if weights and weights.is_dir() else None
-    refuse_disagreement(recipe, plan, data or {}, {"the content of model.weights": digest})
+    contents = {"the content of model.weights": digest, "the content of distill.teacher": teacher_fingerprint(recipe)}
+    refuse_disagreement(recipe, plan, data or {}, contents)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)
-    model = parallelize_checked(config, plan, execution(recipe, config, plan, compiling.blocks), device, task)
+    executed = execution(recipe, config, plan, compiling.blocks)
+    setup = teacher_of(recipe, config, plan, (data or {}).get(TRAINING_DATA))
+    teacher = None if setup is None else Teacher(setup, executed, task, device)
+    model = parallelize_checked(config, plan, executed, device, task)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),
@@ -145,4 +163,5 @@ def build(
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     passes = implementation.because and f"AdamW does not run in one pass: {implementation.because}"
     warnings = tuple(filter(None, (because, passes, slow_here(train.precision, device))))
-    return TrainingComponents(recipe, task, model, optimizer, scaler, NonFinite(recipe, model, scaler), ema, warnings)
+    watch = NonFinite(recipe, model, scaler)
+    return TrainingComponents(recipe, task, model, optimizer, scaler, watch, ema, teacher, warnings)

@@ -45,13 +45,12 @@ def classifiers(config: ModelConfig) -> tuple[str, ...]:
 
     Raises ModelError for a model that does not say which they are.
     """
-    names = tuple(part.name for part in config.last_layer.parts if part.role == "classifier" and part.product)
-    if not names:
+    if not config.classifiers:
         raise ModelError(
             f"the head of {config.name} names no classifier, so its features are unknown: give its last linear layer "
             'the role "classifier" in TENSOR_PARALLEL'
         )
-    return names
+    return config.classifiers
 
 
 def feature_width(config: ModelConfig) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vitpar.checkpoint import Checkpoint
+from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
@@ -37,6 +38,7 @@ from vitpar.training.saving.resume import (
     is_checkpoint,
     resumed,
     same_run,
+    weights_folder,
 )
 from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar.weights.hub import hub_name
@@ -109,7 +111,7 @@ def prepare(
     resume: value of ``vitpar train --resume``: auto, a path or never.
     allow_change: settings that may differ from those of the checkpoint.
     choose: chooses the plan.
-    fetch: returns the local folder of the weights that `request` names, which may be on the hub.
+    fetch: returns the local folder of weights, or of a teacher, that `request` names, which may be on the hub.
 
     Raises UserError for everything that settings, data, plan, device and run folder rule out.
     """
@@ -139,9 +141,11 @@ def prepare(
     order_of(recipe, len(train_set))
     Schedules.of(recipe, len(train_set), config)  # refuses settings of a warm-up without one, and the like
     refuse_huge_batch(recipe, config)
+    recipe = _with_teacher(recipe, fetch)
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
     refuse_streamed_targets(recipe, task, config, chosen.plan)
+    refuse_teacher(recipe, config, chosen.plan, train_set)
     if searched:
         recipe = recipe.under(chosen.plan)
     if recipe.model.weights is not None and source.begins:
@@ -167,6 +171,22 @@ def prepare(
         allow_change=tuple(allow_change),
         origin=SettingsOrigin(images, automatic),
     )
+
+
+def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:
+    """Return the recipe with the folder of its teacher's weights in place of a run or a name on the hub."""
+    if recipe.distill.teacher is None:
+        return recipe
+    folder = weights_folder(fetch(Path(recipe.distill.teacher)))
+    return recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": str(folder)})})
+
+
+def refuse_teacher(recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None) -> None:
+    """Raise UserError for a teacher that does not fit, as ``vitpar.training.teacher.teacher_of`` does."""
+    if recipe.distill.teacher is not None:
+        from vitpar.training.teacher import teacher_of
+
+        teacher_of(recipe, config, plan, data)
 
 
 def _recipe(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitpar.training.faults.non_finite import NonFinite
     from vitpar.training.optim.average import EMA
     from vitpar.training.optim.loss_scale import LossScaler
+    from vitpar.training.teacher import Teacher
 
 
 COLLECT_EVERY_S = 5.0
@@ -48,6 +49,7 @@ class TrainStep:
     clip_grad_norm: largest norm of the gradients, 0 for no clipping.
     scaler: scale of the loss, in fp16.
     non_finite: decides whether a step is skipped; None skips none.
+    teacher: gives logits for the targets; None for none.
     after_gradients: called with the step's number after backward.
     before_update: called before parameters change.
     """
@@ -61,12 +63,14 @@ class TrainStep:
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
         non_finite: NonFinite | None = None,
+        teacher: Teacher | None = None,
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,
     ) -> None:
         self.model, self.optimizer, self.ema = model, optimizer, ema
         self._limit, self._scaler, self._non_finite = clip_grad_norm, scaler, non_finite
         self._after_gradients, self._before_update = after_gradients, before_update
+        self._teacher = teacher
 
     def __call__(
         self,
@@ -76,6 +80,7 @@ class TrainStep:
         targets: Tensor,
         keys: Tensor | None = None,
         sides: Mapping[str, Tensor] = {},
+        taught: Tensor | None = None,
     ) -> Stepped:
         """Run step `number`, counted from 1, with learning rate `lr`, on a `StepInput`.
 
@@ -83,6 +88,9 @@ class TrainStep:
         """
         model, phase = self.model, self.model.phase
         scale = self._scaler.scale if self._scaler else 1.0
+        if self._teacher is not None:
+            with phase("teacher"):
+                targets = self._teacher.targets(targets, taught)
         model.loss_scale, model.keep_low_precision_gradients = scale, self.optimizer.one_pass
         loss = model.forward_backward(images, targets, keys, **sides)
         self._after_gradients(number)

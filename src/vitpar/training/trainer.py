@@ -16,10 +16,9 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.inputs import build_input
 from vitpar.text import count
 from vitpar.training.begin import begin
-from vitpar.training.build import TrainingComponents, build
+from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.events import Logged, Reporter, RunHeader
@@ -32,7 +31,7 @@ from vitpar.training.prepare import Prepared
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.run_folder import RunFolder
-from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run
+from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run, teacher_fingerprint
 from vitpar.training.saving.saver import Saver, TrainingState, texts
 from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.training.tracked import Tracked
@@ -76,11 +75,12 @@ class Trainer:
 
         Raises CheckpointError, DataError and RecipeError for what cannot be used; a new folder is then removed.
         """
-        data = {"the training data": self.train_set, "the validation data": self.val_set}
+        data = {TRAINING_DATA: self.train_set, "the validation data": self.val_set}
         trained = build(self.recipe, self.config, self.plan, self.device, self.task, data)
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
-        self.input = build_input(self.recipe, self.model, self.task)
+        self.input = trained.input()
+        self._teacher_fingerprint = teacher_fingerprint(self.recipe)
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None
         if self.checks:
@@ -289,7 +289,15 @@ class Trainer:
 
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
         scale, data = self.state.loss_scale, self.train_set.fingerprint
-        facts = Facts(step=step, samples=samples, data=data, loss_scale=scale, best=best, **self._paths)
+        facts = Facts(
+            step=step,
+            samples=samples,
+            data=data,
+            loss_scale=scale,
+            best=best,
+            teacher=self._teacher_fingerprint,
+            **self._paths,
+        )
         return texts(facts, self.recipe, self.config, self.plan, self._class_names)
 
     def _start(self) -> None:

@@ -51,6 +51,9 @@ SOURCES = {
     "deit_small": Source(
         "deit_small_patch16_224", 1024, 5e-4 * 2, 300, 0.05, smoothing=0.1, augment={**ERASED, "repeats": 3}
     ),
+    "deit_small_distilled": Source(
+        "deit_small_distilled_patch16_224", 1024, 5e-4 * 2, 300, 0.05, smoothing=0.1, augment={**ERASED, "repeats": 3}
+    ),
     # deit/README_revenge.md: --batch 256 on 8 GPUs, 64 on 32
     "deit3_small": Source("deit3_small_patch16_224", 256 * 8, 4e-3, 800, 0.05, **REVENGE),
     "deit3_base": Source("deit3_base_patch16_224", 256 * 8, 3e-3, 800, 0.05, **REVENGE),

@@ -218,8 +218,12 @@ class ParallelBlock(ResidualBlock, Attend):
 class Head(Layer):
     """Head layer: tokens [batch, tokens, width] -> logits [batch, classes].
 
-    Norm and pooling, optional representation layer, classifier.
+    Norm and pooling, optional representation layer, classifier. With a distillation token logits are the mean of two
+    classifiers.
     """
+
+    distilled_training = False
+    """Whether a training gets the logits of both classifiers side by side, [batch, 2 · classes]."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -248,7 +252,10 @@ class Head(Layer):
         if self.fc_dist is None:
             return self.fc(self._features(self.norm(x[:, 0])))
         x = self.norm(x[:, :2])
-        return (self.fc(self._features(x[:, 0])) + self.fc_dist(self._features(x[:, 1]))) / 2
+        labelled, taught = self.fc(self._features(x[:, 0])), self.fc_dist(self._features(x[:, 1]))
+        if self.distilled_training and self.training:
+            return torch.cat([labelled, taught], dim=1)
+        return (labelled + taught) / 2
 
 
 def build_layer(config: ViTConfig, name: str) -> Layer:

@@ -10,6 +10,7 @@ from vitpar.models.derived import with_frozen
 from vitpar.planner.cost.elements import LayerElements, layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.planner.profile.activations import frozen_share, passing_elements
 from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
@@ -22,18 +23,24 @@ class LayerCosts:
     """Cached costs of a model's layers on one machine, from its hardware profile and its model profile.
 
     frozen: names of the layers that are not trained. `config` then describes what their backward computes.
+    teacher: teacher of a distillation; None without one.
 
     Its methods raise PlannerError if the profiles lack a measurement that a strategy needs.
     """
 
     def __init__(
-        self, config: ModelConfig, hardware: Hardware, model: ModelProfile, frozen: frozenset[str] = frozenset()
+        self,
+        config: ModelConfig,
+        hardware: Hardware,
+        model: ModelProfile,
+        frozen: frozenset[str] = frozenset(),
+        teacher: PlannedTeacher | None = None,
     ) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
         hardware = hardware.at_pace(model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
         self.whole, self.frozen, self.hardware = config, frozen, hardware.model_copy(update={"overlap": overlap})
-        self.config = with_frozen(config, frozen)
+        self.config, self.teacher = with_frozen(config, frozen), teacher
         # The kind that was profiled, by kind.
         self._profiled = {kind: config.layers[layer.name].kind for kind, layer in self.config.kinds.items()}
         self.model = model = model.steady()
@@ -272,6 +279,24 @@ class LayerCosts:
                 "again with `vitpar profile hardware`, or add [host] to the cluster file"
             )
         return self.hardware.host.seconds(size)
+
+    def teacher_bytes(self, ranks: int) -> float:
+        """Return the bytes of the teacher's parameters on a rank. The rest of its forward is freed before a step."""
+        return 0.0 if self.teacher is None else self.teacher.elements(ranks) * self.precision.parameters.itemsize
+
+    def teacher_seconds(self, batch_size: int, ranks: int) -> float:
+        """Return the seconds of the teacher's forward on `batch_size` images over `ranks` ranks.
+
+        Its products run as fast as the model's do in forward, without communication.
+        """
+        if self.teacher is None:
+            return 0.0
+        rows, profiled = batch_size / ranks, dict[LayerKind, LayerProfile]()
+        for layer in self.model.layers:
+            if (layer.tensor, layer.checkpoint) == ("tp1", "none"):
+                profiled.setdefault(layer.layer, layer)
+        seconds = sum(profiled[layer.kind].forward.seconds(rows) for layer in self.whole.layers.values())
+        return seconds * self.teacher.forward_flops / (self.whole.flops / 3) * self.crowd(ranks)
 
     def update(self, elements: int, offloaded: bool) -> float:
         """Return the seconds of the optimizer's step on `elements` parameters, without the slowdown of shared cores.

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from vitpar.planner.cost.stage import StageCost, StageLayer
 from vitpar.strategy.pipeline_orders import ActionPart
 
-PARTS = ("parameters", "optimizer", "gradients", "gathered", "activations", "workspace", "buffers", "reserved")
+PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "activations",
+    "workspace",
+    "buffers",
+    "teacher",
+    "reserved",
+)
 """Parts of `Memory.total`."""
 
 
@@ -35,6 +45,8 @@ class Memory:
     """Receive buffers of a pipeline stage, and the step's images."""
     reserved: float = 0.0
     """Device memory that no plan can use, such as that of the CUDA context."""
+    teacher: float = 0.0
+    """Parameters of the teacher of a distillation."""
     host: float = 0.0
     """Host memory for +offload; not in `total`."""
 
@@ -58,6 +70,8 @@ class Held:
     """Micro-batches in the actions that are replayed."""
     reserved: float = 0.0
     """Bytes of device memory that no plan can use."""
+    teacher: float = 0.0
+    """Bytes of the teacher's parameters."""
 
     def at_most(self, actions: Sequence[Sequence[ActionPart]]) -> Memory:
         """Return the rank's memory at its peak during `actions`, run in order, and the optimizer step after them."""
@@ -80,6 +94,7 @@ class Held:
             workspace=walk.most["workspace"],
             buffers=self.buffers,
             reserved=self.reserved,
+            teacher=self.teacher,
             host=host + host_trained * (1 + self.moments),  # parameters; gradients and optimizer state
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -105,6 +105,9 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
         order = actions(plan, batch.microbatches)
         times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
     seconds, spent, events = _finished(plan, stages, times, costs)
+    if teacher := costs.teacher_seconds(batch_size, plan.world_size):
+        seconds, spent["teacher"] = seconds + teacher, teacher
+        events = tuple(replace(event, start=event.start + teacher, end=event.end + teacher) for event in events)
     return Price(plan, batch_size, seconds, dict(spent), _memory(plan, stages, costs, batch, moments), events)
 
 
@@ -129,7 +132,8 @@ def _memory(
     for pp in range(plan.pipeline_degree):
         held = stages_of_rank(pp, plan)
         room, reserved = sum(buffers[number] for number in held), costs.hardware.reserved_bytes
-        walk = Held({number: stages[number] for number in held}, moments, room, few, reserved)
+        teacher = costs.teacher_bytes(plan.world_size)
+        walk = Held({number: stages[number] for number in held}, moments, room, few, reserved, teacher)
         memories.append(walk.at_most(order[pp]))
     return tuple(memories)
 

@@ -28,7 +28,6 @@ from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, o
 from vitpar.planner.measure.device import Peak
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
-from vitpar.tasks.inputs import build_input
 from vitpar.text import divisors
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
@@ -54,7 +53,7 @@ class Training:
         trained = build(self.recipe, self.config, plan, device)
         trained.choose_attention()
         update = trained.step()
-        batch = build_input(self.recipe, trained.model, trained.task).synthetic()
+        batch = trained.input().synthetic()
 
         def step() -> None:
             update(1, self.recipe.lr, *batch)

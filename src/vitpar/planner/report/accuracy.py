@@ -18,7 +18,7 @@ from vitpar.planner.measure.steps import Measured, PlanSteps
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.text import shown
 
-COMPUTING = ("forward", "backward", "optimizer", "uneven", "other")
+COMPUTING = ("forward", "backward", "teacher", "optimizer", "uneven", "other")
 """Parts of a step's time (`Price.time`) that are computing."""
 SENDING = ("tensor", "gather", "gradients", "redistribution")
 """Parts of a step's time that are communication."""

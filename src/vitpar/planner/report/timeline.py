@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from vitpar.pages.spans import ACTIONS, Span
@@ -16,14 +17,17 @@ from vitpar.strategy import batch_arithmetic
 
 COMPUTES, SENDS = "computes", "sends"
 """Rows of a timeline without a pipeline; with one, rows are places of the pp axis."""
-LOCAL = ("uneven", "other", "optimizer")
+LOCAL = ("uneven", "other", "optimizer", "teacher")
 """Parts of a step's time that are neither layers nor communication."""
 
 
 def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     """Return the spans of one step, in the order of their starts."""
+    before = price.time.get("teacher", 0.0)
     if price.plan.pipeline_degree > 1:
-        spans = [
+        rows = range(price.plan.pipeline_degree) if before else ()
+        spans = [Span(f"pp {row}", "teacher", 0.0, before) for row in rows]
+        spans += [
             Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in price.events
         ]
         return tuple(sorted(spans, key=lambda span: (span.start, span.row)))
@@ -42,11 +46,13 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     streams.microbatch = None
     streams.wait(None, "gradients")
     optimizer = price.seconds - price.time.get("optimizer", 0.0)
-    tail = [
-        Span(SENDS, "gradients", streams.at, optimizer),  # sums over tensor axes
+    spans = [replace(span, start=span.start + before, end=span.end + before) for span in streams.spans()]
+    ends = [
+        Span(COMPUTES, "teacher", 0.0, before),
+        Span(SENDS, "gradients", streams.at + before, optimizer),  # sums over tensor axes
         Span(COMPUTES, "optimizer", optimizer, price.seconds),
     ]
-    return _joined([*streams.spans(), *(span for span in tail if span.end - span.start > 1e-9 * price.seconds)])
+    return _joined([*spans, *(span for span in ends if span.end - span.start > 1e-9 * price.seconds)])
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:

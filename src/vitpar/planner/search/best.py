@@ -383,14 +383,14 @@ class Search:
             lanes=min(at_once, pp),
             overhead=costs.model.microbatch * costs.crowd(size),
             action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
-            norm=norm_seconds(costs, self.space.ranks),
+            norm=norm_seconds(costs, self.space.ranks) + costs.teacher_seconds(outline.batch_size, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             # With frozen layers below, some stages neither send gradients nor receive them.
             send=lambda share: (
                 least_travel_seconds(costs, pp, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
             ),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
-            budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes),
+            budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes - costs.teacher_bytes(self.space.ranks)),
             images=outline.batch_size * config.input.bytes(costs.precision.compute.itemsize),
             tokens=tokens * costs.passes_gradients,
         )

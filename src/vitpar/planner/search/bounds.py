@@ -62,7 +62,7 @@ class Machine:
     action: float = 0.0
     """Seconds per pipeline action outside its layers."""
     norm: float = 0.0
-    """Seconds per step to all-reduce the gradient norm."""
+    """Seconds per step to all-reduce the gradient norm, and of the teacher's forward."""
     overlap: tuple[float, float] = (1.0, 1.0)
     """Slow-down factors of (computing, communication) while both run, at least 1."""
     send: Callable[[float], float] = lambda share: 0.0

@@ -13,7 +13,7 @@ from vitpar.planner.search.best import Search
 from vitpar.strategy import validate
 
 PURPOSES = {
-    "computing": ("forward", "backward"),
+    "computing": ("forward", "backward", "teacher"),
     "tensor-parallel communication": ("tensor", "redistribution"),
     "gathers and gradients": ("gather", "gradients"),
     "pipeline idle": ("waiting",),
@@ -54,7 +54,7 @@ def with_links(costs: LayerCosts, factor: float, between_nodes: bool | None = No
     unchanged = None if between_nodes is None else not between_nodes
     links = tuple(link if (link.nodes > 1) == unchanged else link.slower(1 / factor) for link in costs.hardware.links)
     hardware = costs.hardware.model_copy(update={"links": links})
-    return LayerCosts(costs.whole, hardware, costs.model, costs.frozen)
+    return LayerCosts(costs.whole, hardware, costs.model, costs.frozen, costs.teacher)
 
 
 def gains(
@@ -85,7 +85,8 @@ def _changes(
 ) -> Iterator[tuple[str, LayerCosts, int, float]]:
     """Yield (change in words, costs after it, batch size, bytes of memory per rank)."""
     hardware, batch_size = costs.hardware, best.batch_size
-    faster = LayerCosts(costs.whole, hardware.slower(0.5, 1.0), costs.model.slower(0.5, 1.0), costs.frozen)
+    twice = hardware.slower(0.5, 1.0), costs.model.slower(0.5, 1.0)
+    faster = LayerCosts(costs.whole, *twice, costs.frozen, costs.teacher)
     yield "devices that compute twice as fast", faster, batch_size, budget
     crossing = {link.nodes > 1 for link in hardware.links}
     for between in sorted(crossing):

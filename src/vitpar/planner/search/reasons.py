@@ -26,6 +26,7 @@ SPENT = {
     "optimizer": "the optimizer",
     "backward": "backward",
     "forward": "forward",
+    "teacher": "the teacher's forward",
     "other": "the step's overhead",
     "uneven": "waiting for randomly slower ranks",
 }

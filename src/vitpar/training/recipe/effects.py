@@ -12,8 +12,8 @@ from vitpar.errors import RecipeError
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.support import Effect, refuse_idle
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.recipe.sections.input import TEXT, AugmentSection
-from vitpar.training.recipe.sections.training import OptimizerSection
+from vitpar.training.recipe.sections.input import CLASSIFY, TEXT, AugmentSection
+from vitpar.training.recipe.sections.training import DistillSection, OptimizerSection
 
 if TYPE_CHECKING:
     from vitpar.training.recipe.recipe import Recipe
@@ -61,13 +61,15 @@ own defaults.
 STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache")
 """Settings that a stream does not support."""
 
-OF_CLASSES = (*_keys(train="label_smoothing"), *_keys(augment="mixup cutmix mixup_prob mixup_switch_prob"))
+_DISTILLATION = " ".join(DistillSection.model_fields)
+OF_CLASSES = _keys(train="label_smoothing", augment="mixup cutmix mixup_prob mixup_switch_prob", distill=_DISTILLATION)
 """Settings of classification. Another task drops those of a recipe file, and has no defaults for them."""
 
 OF_IMAGES = _keys(
     augment=" ".join(AugmentSection.model_fields),
     data="crop_scale crop_ratio crop_padding flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
     train="label_smoothing",
+    distill=_DISTILLATION,
 )
 """Settings of images, which tasks of text do not use."""
 
@@ -157,6 +159,22 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "{key} is {value!r}, which task '{case.task.name}' does not use: leave it out",
     ),
     Effect(
+        ("distill.teacher",),
+        lambda recipe: recipe.task.name == CLASSIFY,
+        "{key} is '{value}', but task '{case.task.name}' has no classes to learn from a teacher: leave it out, or use "
+        "task classify",
+    ),
+    Effect(
+        _keys(distill="kind alpha tau plan"),
+        lambda recipe: recipe.distill.teacher is not None,
+        "{key} is {value!r}, which does nothing without a teacher: set distill.teacher, or leave it out",
+    ),
+    Effect(
+        ("distill.tau",),
+        lambda recipe: recipe.distill.kind != "hard",
+        "{key} is {value}, which distill.kind 'hard' does not use: leave it out, or set distill.kind to soft",
+    ),
+    Effect(
         _keys(track="project name"),
         lambda recipe: bool({"wandb", "trackio"} & set(recipe.track.trackers)),
         "{key} is '{value}', which only wandb and trackio use: leave it out, or name one of them in track.trackers",
@@ -181,7 +199,9 @@ def refuse_without_effect(recipe: Recipe) -> None:
     refuse_idle(EFFECTS, recipe, given, RecipeError)
 
 
-_PLANNED = _keys(model="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze")
+_PLANNED = _keys(
+    model="…", distill="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze"
+)
 _LENGTH = _keys(train="epochs steps", data="path", stream="…")
 _PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
@@ -190,6 +210,7 @@ _BENCHED = _keys(
     parallel="…",
     communication="…",
     loss_scale="…",
+    distill="…",
     optimizer="name implementation layer_decay momentum nesterov ns_steps",
     train=f"batch_size {_PRECISION} reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
     "activation_memory_budget freeze",
@@ -210,6 +231,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         model="…",
         parallel="…",
         communication="…",
+        distill="…",
         optimizer=" ".join(name for name in OptimizerSection.model_fields if name != "weight_decay_end"),
         train=f"batch_size seed {_PRECISION} reduce_dtype label_smoothing compile attention activation_memory_budget "
         "clip_grad_norm ema_decay ema_warmup freeze",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,7 +19,9 @@ from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES
 from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import CLASSIFY, TEXT, DataSection
+from vitpar.training.recipe.sections import CLASSIFY, TEXT, Section
+
+S = TypeVar("S", bound=Section)
 
 # Alternative settings of one thing: a later source that gives one of them replaces the other.
 _ALTERNATIVES = (
@@ -140,15 +142,15 @@ def checked(values: Mapping[str, object]) -> Recipe:
         raise RecipeError(_sentence(error)) from None
 
 
-def read_data_section(path: Path) -> DataSection:
-    """Return the section [data] of the recipe `path`, without validating the others.
+def read_section(path: Path, name: str, kind: type[S]) -> S:
+    """Return the section `name`, of the class `kind`, of the recipe `path`, without validating the others.
 
     Raises RecipeError.
     """
     try:
-        section = _read_toml(path).get("data", {})
-        _refuse_unknown({"data": section})
-        return DataSection.model_validate(section)
+        section = _read_toml(path).get(name, {})
+        _refuse_unknown({name: section})
+        return kind.model_validate(section)
     except ValidationError as error:
         raise RecipeError(_sentence(error)) from None
 

@@ -36,6 +36,7 @@ from vitpar.training.recipe.sections import (
     CheckpointSection,
     CommunicationSection,
     DataSection,
+    DistillSection,
     FaultsSection,
     LRScheduleSection,
     ModelSection,
@@ -70,6 +71,7 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
     train: TrainSection = TrainSection()
+    distill: DistillSection = DistillSection()
     loss_scale: LossScaleSection = LossScaleSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
@@ -106,6 +108,11 @@ class Recipe(Section):
                 split_list(train.freeze)
             except StrategyError as error:
                 raise RecipeError(f"train.freeze: {error}") from None
+        if train.image_sizes is not None and self.distill.teacher is not None:
+            raise RecipeError(
+                f"train.image_sizes is '{shown(train.image_sizes)}', but a teacher takes images of one size: leave out "
+                "one of the two"
+            )
         if train.image_sizes is not None and self.data.crop_padding is not None:
             raise RecipeError(
                 "train.image_sizes needs crops that are resized, but data.crop_padding takes them as they are: leave "
@@ -302,6 +309,8 @@ class Recipe(Section):
             del values["stream"]
         if not self.track.trackers:
             del values["track"]
+        if self.distill.teacher is None:
+            del values["distill"]
         if self.task == TaskSection():
             del values["task"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.checkpoint import Checkpoint, Checkpoints
-from vitpar.checkpoint.index import INDEX, PLAN, RECIPE
+from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.tasks import Task
@@ -32,10 +32,12 @@ FREE = (
         "faults.…",
     ),
     "track.…",
+    "distill.teacher",
+    "distill.plan",
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.
 
-Data sets are compared by content instead of by path.
+Data sets and teachers are compared by content instead of by path.
 """
 _CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run."""
@@ -64,6 +66,16 @@ def run_of(path: Path) -> Path | None:
         return path
     parent = path.parent if path.parent.name == _CHECKPOINTS else path.resolve().parent
     return parent.parent if parent.name == _CHECKPOINTS else None
+
+
+def weights_folder(path: Path) -> Path:
+    """Return the folder to read weights from: `path` or, if that is a run, its weights or its newest checkpoint."""
+    if (path / CONFIG).exists() or is_checkpoint(path):
+        return path
+    if (path / "weights").is_dir():
+        return path / "weights"
+    there = checkpoints_of(path)
+    return there.path(there.steps()[-1]) if there.steps() else path
 
 
 def same_run(run: Path, path: Path) -> bool:
@@ -199,6 +211,8 @@ def allowed_changes(
             del changed[key]  # the same number of images
     if checkpoint.facts.data != data.fingerprint:
         changed[DATA] = "the training set differs"
+    if checkpoint.facts.teacher != teacher_fingerprint(recipe):
+        changed["distill.teacher"] = "the teacher differs"
     match = task.match(read_class_names(checkpoint.path), data)
     if match.kind in ("moved", "mixed"):
         raise CheckpointError(
@@ -218,6 +232,18 @@ def allowed_changes(
             f"change them back{instead}"
         )
     return set(changed)
+
+
+def teacher_fingerprint(recipe: Recipe) -> str | None:
+    """Return the fingerprint of the weights of a recipe's teacher; None without one.
+
+    Raises DataError for weights that cannot be read.
+    """
+    if recipe.distill.teacher is None:
+        return None
+    from vitpar.weights.folder import fingerprint
+
+    return fingerprint(weights_folder(Path(recipe.distill.teacher)))
 
 
 def _is_shape(key: str) -> bool:

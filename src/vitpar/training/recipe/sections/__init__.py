@@ -1,6 +1,7 @@
 """The sections of a recipe: every setting with its type, range, default and effect.
 
-input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale].
+input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [distill],
+[loss_scale].
 running: [checkpoint], [faults], [parallel], [communication], [track].
 """
 
@@ -24,6 +25,7 @@ from vitpar.training.recipe.sections.running import (
 )
 from vitpar.training.recipe.sections.training import (
     AdjustLr,
+    DistillSection,
     Implementation,
     LossScaleSection,
     LRScheduleSection,
@@ -40,6 +42,7 @@ __all__ = [
     "CheckpointSection",
     "CommunicationSection",
     "DataSection",
+    "DistillSection",
     "FaultsSection",
     "Implementation",
     "LRScheduleSection",

@@ -1,4 +1,4 @@
-"""Sections about the updates: [optimizer], [lr_schedule], [train] and [loss_scale]."""
+"""Sections about the updates: [optimizer], [lr_schedule], [train], [distill] and [loss_scale]."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vitpar.training.recipe.sections.base import Section
 
 __all__ = [
     "AdjustLr",
+    "DistillSection",
     "Implementation",
     "LRScheduleSection",
     "LossScaleSection",
@@ -198,3 +199,20 @@ class TrainSection(Section):
     def _one_block(cls, value: Any) -> Any:
         # --set train.freeze=3 gives a number.
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class DistillSection(Section):
+    """Distillation: a frozen teacher, whose logits the model learns besides the labels (docs/losses.md)."""
+
+    teacher: str | None = None
+    """Folder of the teacher: a run, its weights or a checkpoint, imported weights, or hf:OWNER/NAME. It takes the
+    images of the model, and has the classes of the data. No distillation if unset."""
+    kind: Literal["hard", "soft", "logits"] = "hard"
+    """Loss of the distillation token's classifier: cross-entropy with the teacher's most probable class (hard), or the
+    divergence from its probabilities (soft); or that divergence for a model without the token (logits)."""
+    alpha: float = Field(0.5, ge=0, le=1)
+    """Share of the teacher in the loss; the rest is that of the labels."""
+    tau: float = Field(1.0, gt=0)
+    """Temperature that logits are divided by (soft, logits)."""
+    plan: str = "dp"
+    """Strategy of the teacher on the ranks of the training, of dp, fsdp and tp: dp has a copy on every rank."""

@@ -1,5 +1,6 @@
 """Prices, bounds and searches for trainings with frozen layers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,18 +20,18 @@ from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import Plan
-from vitpar.strategy.selectors import layers_of
+from vitpar.strategy.freezing import listed_parameters
 
 BATCH = 16
 CONFIG = model_config(
     "vit_custom", patch_size=8, image_size=64, embed_dim=192, depth=6, num_heads=4, num_classes=10, channels=3
 )
 SWIN = model_config("swin_nano_patch2_window4_32", num_classes=10)
-FREEZES = ("embed, *", "embed, 0-2", "2-3", "head", "embed, 0, 5")
+FREEZES = ("embed, *", "embed, 0-2", "2-3", "head", "embed, 0, 5", "embed, *, !*.bias")
 
 
 def costs_of(config: ModelConfig, freeze: str | None, ranks: int = 4, precision: str = "fp32") -> LayerCosts:
-    frozen = layers_of(freeze, config.layer_names, config.groups, config.name) if freeze else frozenset()
+    frozen = listed_parameters(freeze, config) if freeze else frozenset()
     return estimated_costs(config, "8xH100", precision, ranks=ranks, frozen=frozen)
 
 
@@ -40,9 +41,9 @@ def priced(mesh: str, freeze: str | None, config: ModelConfig = CONFIG, **fields
 
 
 def elements(config: ModelConfig, freeze: str) -> tuple[int, int]:
-    """Return the parameter elements of (all layers, trained layers)."""
-    frozen = layers_of(freeze, config.layer_names, config.groups, config.name)
-    return config.parameters, sum(layer.numel for name, layer in config.layers.items() if name not in frozen)
+    """Return the elements of (all parameters, trained ones)."""
+    frozen = listed_parameters(freeze, config)
+    return config.parameters, config.parameters - sum(math.prod(config.shape(name)) for name in frozen)
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
@@ -72,19 +73,19 @@ def test_flops_of_a_step_count_the_backward_that_runs() -> None:
     block = CONFIG.layers["blocks.0"]
     products = sum(part.flops for part in block.parts)
     assert block.attention is not None
-    lower = with_frozen(CONFIG, frozenset(["embed", "blocks.0"])).layers["blocks.0"]
-    middle = with_frozen(CONFIG, frozenset(["blocks.1"])).layers["blocks.1"]
+    lower = with_frozen(CONFIG, listed_parameters("embed, 0", CONFIG)).layers["blocks.0"]
+    middle = with_frozen(CONFIG, listed_parameters("1", CONFIG)).layers["blocks.1"]
     assert lower.flops == products + block.attention.flops
     assert middle.flops == 2 * products + 3 * block.attention.flops
-    partly = with_frozen(CONFIG, frozenset(["blocks.1"]))
+    partly = with_frozen(CONFIG, listed_parameters("1", CONFIG))
     assert CONFIG.flops - partly.flops == products
     assert partly.layer_flops == CONFIG.layer_flops  # stages stay as they are
 
 
-@pytest.mark.parametrize("freeze", ["embed, *", "embed, 0-2", "2-3"])
+@pytest.mark.parametrize("freeze", ["embed, *", "embed, 0-2", "2-3", "embed, *, !*.bias"])
 def test_activations_are_close_to_those_of_a_step(freeze: str, alone: None) -> None:
     """Counted between forward and backward of a real model: what autograd keeps for trained and frozen blocks."""
-    frozen = layers_of(freeze, CONFIG.layer_names, CONFIG.groups, CONFIG.name)
+    frozen = listed_parameters(freeze, CONFIG)
     model = parallelize(CONFIG, validate(parse("dp1"), CONFIG, BATCH), Execution(BATCH, frozen=frozen), "cpu")
     (stage,) = model.stages.values()
     images = torch.randn(BATCH, 3, 64, 64)

@@ -1,10 +1,10 @@
-"""Configurations that are made of another one: some of its blocks, or the same model with frozen layers."""
+"""Configurations that are made of another one: some of its blocks, or the same model with frozen parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -100,30 +100,38 @@ class Excerpt(_Derived):
 
 @dataclass(frozen=True)
 class PartlyFrozen(_Derived):
-    """A model with frozen layers, whose descriptions say what their backward computes: to plan a training.
+    """A model with frozen parameters, whose descriptions say what their backward computes: to plan a training.
 
-    A kind of layers becomes one kind for each amount of backward.
+    A kind of layers becomes one kind for each amount of backward and each set of frozen parameters.
     """
 
     FAMILY: ClassVar[str] = "partly frozen"
 
     frozen: frozenset[str]
-    """Names of the layers that are not trained."""
+    """Names of the parameters that are not trained."""
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        computed = backwards(self.whole.layer_names, self.frozen)
-        # The input of the first layer has no gradient in any training.
-        usual = {
-            name
-            for name, gradients in computed.items()
-            if gradients == "all" or (self.whole.layers[name].first and gradients == "weights")
-        }
-        return tuple(
-            layer
-            if name in usual
-            else dataclasses.replace(layer, kind=f"{layer.kind}, backward {computed[name]}", backward=computed[name])
+        parts = {
+            name: frozenset(one for one in layer.parameters if f"{name}.{one}" in self.frozen)
             for name, layer in self.whole.layers.items()
-        )
+        }
+        computed = backwards(self.whole.layer_names, frozen_layers(self.whole, self.frozen))
+        kinds: dict[str, list[frozenset[str]]] = {}
+        layers = []
+        for name, layer in self.whole.layers.items():
+            backward, kind = computed[name], layer.kind
+            if backward == "weights" and layer.first:
+                backward = "all"  # the input of the first layer has no gradient in any training
+            if backward != "all":
+                kind = f"{kind}, backward {backward}"
+            if parts[name] and len(parts[name]) < len(layer.parameters):
+                kind = f"{kind}, {len(parts[name])} of {len(layer.parameters)} parameters frozen"
+                others = kinds.setdefault(kind, [])
+                if parts[name] not in others:
+                    others.append(parts[name])
+                kind += f" ({others.index(parts[name]) + 1})" * (others.index(parts[name]) > 0)
+            layers.append(dataclasses.replace(layer, kind=kind, backward=backward, frozen=parts[name]))
+        return tuple(layers)
 
     @property
     def layer_flops(self) -> dict[str, int]:
@@ -135,6 +143,18 @@ class PartlyFrozen(_Derived):
         return sum(layer.flops for layer in self.layers.values())
 
 
+def frozen_layers(config: ModelConfig, frozen: Collection[str]) -> frozenset[str]:
+    """Return the names of the layers without a trained parameter.
+
+    frozen: names of the parameters that are not trained.
+    """
+    return frozenset(
+        name
+        for name, layer in config.layers.items()
+        if frozen and all(f"{name}.{one}" in frozen for one in layer.parameters)
+    )
+
+
 def with_frozen(config: ModelConfig, frozen: frozenset[str]) -> ModelConfig:
-    """Return `config` for planning a training in which the layers called `frozen` are not trained."""
+    """Return `config` for planning a training in which the parameters called `frozen` are not trained."""
     return PartlyFrozen(config, frozen) if frozen else config

@@ -241,6 +241,8 @@ class ParameterSplit:
     """Axes on which its gradient is partial."""
     complete: bool = False
     """Whether every rank keeps all of it, whatever shards the layer: a table."""
+    trained: bool = True
+    """Whether it has a gradient."""
 
 
 def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterSplit]:
@@ -253,5 +255,6 @@ def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterS
             axes = {axis: dim % len(shape) for axis, dim in axes.items()}
             sums = tuple(axis for axis in role.sums if axis not in axes)
             key = f"{part.name}.{name}" if name else part.name
-            splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table")
+            trained = key not in layer.frozen
+            splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table", trained=trained)
     return splits

@@ -23,7 +23,7 @@ USED = 0.9
 
 
 Frozen = Callable[[ModelConfig], frozenset[str]]
-"""Function of a configuration that returns the names of the layers that are not trained, such as ``Recipe.frozen``."""
+"""Function of a configuration that returns the names of parameters that are not trained, such as ``Recipe.frozen``."""
 
 
 def profiled_costs(
@@ -41,7 +41,7 @@ def profiled_costs(
     precision: name of the precision; "auto" for what a training on such devices would choose
     compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
     hardware_file, model_file: profiles; None for hardware.json and model.json
-    frozen: function of a configuration that returns the names of the layers that are not trained
+    frozen: function of a configuration that returns the names of the parameters that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
 
     Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
@@ -97,7 +97,7 @@ def estimated_costs(
     precision: name of the precision; "auto" for bf16 if the devices support it
     compiled: whether blocks are compiled; None for true, as in a training on GPUs
     ranks: number of devices; None for all
-    frozen: names of the layers that are not trained
+    frozen: names of the parameters that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
 
     Raises PlannerError for an unknown cluster or precision.

@@ -86,7 +86,7 @@ class TrainingComponents:
 def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: bool) -> Execution:
     """Return the settings of `recipe` that decide how steps of `plan` are executed.
 
-    Raises RecipeError for frozen layers that the model lacks.
+    Raises RecipeError for frozen parameters that the model lacks.
     """
     train = recipe.train
     return Execution(
@@ -120,7 +120,7 @@ def build(
     data: data sets that the training reads, by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
-    layers that do not exist.
+    parameters that do not exist.
     """
     task = task or task_of(recipe, config.num_classes)
     refuse_wrong_task(task)

@@ -86,7 +86,7 @@ def transient_elements(layer: LayerDescription, strategy: Strategy) -> float:
 
 
 def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
-    """Return the share of what a layer keeps for backward that it keeps if its parameters are frozen.
+    """Return the share of what a layer keeps for backward that it keeps with its frozen parameters.
 
     The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
     attention does. With checkpointing, and in models of the user, everything counts.
@@ -95,8 +95,14 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
         return 1.0
     t, rows = strategy.degree("tp"), of_role(layer, "row")
     inside = 1 if strategy.mode == "1d" else t
-    normed = sum(normed_elements(part) for part in of_role(layer, "norm"))
-    needless = normed / inside + sum(map(taken_elements, rows[1:] if layer.attention else rows)) / t
+    needed = {part.name.removesuffix(".lora_A") for part in layer.parts if layer.multiplies_for_weight(part)}
+    normed, keeps = 0, False
+    for part in reversed(layer.parts):  # column layers take what the norm before them gives
+        keeps |= part.role == "column" and part.name in needed
+        if part.role == "norm":
+            normed, keeps = normed + normed_elements(part) * (not keeps), False
+    inner = rows[1:] if layer.attention else rows
+    needless = normed / inside + sum(taken_elements(part) for part in inner if part.name not in needed) / t
     return 1 - needless / sum(kept_elements(layer, strategy, "none"))
 
 

@@ -22,8 +22,8 @@ from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
+from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
 from vitpar.strategy.plan_json import read_plan
-from vitpar.strategy.selectors import layers_of, split_list
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -103,7 +103,7 @@ class Recipe(Section):
             raise RecipeError(f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.lr}: lower it")
         if train.freeze is not None:
             try:
-                split_list(train.freeze)
+                split_entries(train.freeze)
             except StrategyError as error:
                 raise RecipeError(f"train.freeze: {error}") from None
         if train.image_sizes is not None and self.data.crop_padding is not None:
@@ -140,26 +140,26 @@ class Recipe(Section):
         return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
 
     def frozen(self, config: ModelConfig) -> frozenset[str]:
-        """Return the names of the layers that `train.freeze` freezes.
+        """Return the names of the parameters that `train.freeze` freezes.
 
-        Raises RecipeError if the model lacks one, if none is left, or if only some layers of a shared parameter freeze.
+        Raises RecipeError if the model lacks one, if none is left, or if a shared one freezes only in some layers.
         """
         if self.train.freeze is None:
             return frozenset()
         try:
-            layers = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
+            frozen = listed_parameters(self.train.freeze, config)
         except StrategyError as error:
             raise RecipeError(f"train.freeze: {error}") from None
-        if len(layers) == len(config.layer_names):
+        if len(frozen) == len(parameter_names(config)):
             raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
         for owner, names in config.holders.items():
-            sharing = {layer_of(name) for name in names}
-            if sharing & layers and sharing - layers:
+            if (sharing := {*names}) & frozen and sharing - frozen:
+                one, other = min(map(layer_of, sharing & frozen)), min(map(layer_of, sharing - frozen))
                 raise RecipeError(
-                    f"train.freeze '{self.train.freeze}' freezes {min(sharing & layers)} but not "
-                    f"{min(sharing - layers)}, which share {owner}: freeze all layers that share it, or none"
+                    f"train.freeze '{self.train.freeze}' freezes {one} but not {other}, which share {owner}: freeze "
+                    "all layers that share it, or none"
                 )
-        return layers
+        return frozen
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
@@ -177,7 +177,7 @@ class Recipe(Section):
 
         resolve: fills the open degree, if the strategy has one, for the number of ranks.
 
-        Raises StrategyError, and RecipeError for frozen layers that the model lacks.
+        Raises StrategyError, and RecipeError for frozen parameters that the model lacks.
         """
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
@@ -189,7 +189,7 @@ class Recipe(Section):
         return self._choose(self.requested_plans(), config, resolve)
 
     def _choose(self, wanted: Sequence[Plan], config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
-        self.frozen(config)  # refuses layers that the model lacks
+        self.frozen(config)  # refuses parameters that the model lacks
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)

@@ -144,8 +144,9 @@ class TrainSection(Section):
     clip_grad_norm: float = Field(1.0, ge=0)
     """Largest global norm of the gradients; 0 turns clipping off."""
     freeze: str | None = None
-    """Layers that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head, numbers of blocks,
-    names such as stage1, or * for all blocks. `"embed, *"` trains only the head. All are trained if unset."""
+    """Layers and parameters that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head,
+    numbers of blocks, names such as stage1, * for all blocks, or patterns of parameter names such as `*.norm1.*`. `!`
+    before any of them makes an exception: `"embed, *"` trains only the head, `"embed, *, !*.bias"` also all biases."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of a moving average of the parameters, which is what is evaluated and saved as weights; no average if
     unset."""

@@ -54,8 +54,7 @@ def batch(model: ParallelModel) -> tuple[torch.Tensor | None, torch.Tensor]:
 
 
 def test_low_precision_copies_replace_parameters_and_return_float32_gradients() -> None:
-    """Gradients of micro-batches must add up in float32. Parameters without gradient keep None, copies of frozen ones
-    need none."""
+    """Gradients of micro-batches must add up in float32, and parameters without gradient or frozen ones keep None."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     layer[1].bias.requires_grad_(False)
     unused = layer.register_parameter("unused", nn.Parameter(torch.ones(3))) or layer.unused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Derived(ModelConfig):
+class Derived(ModelConfig):
     """Base: all that is not redefined is that of the other model."""
 
     whole: ModelConfig
@@ -71,7 +71,7 @@ class _Derived(ModelConfig):
 
 
 @dataclass(frozen=True)
-class Excerpt(_Derived):
+class Excerpt(Derived):
     """A model of some of another's blocks, in order, with its embed and head: to measure its kinds of layers.
 
     Neighbours need not fit each other, so that only its single layers can run. They share nothing.
@@ -99,7 +99,7 @@ class Excerpt(_Derived):
 
 
 @dataclass(frozen=True)
-class PartlyFrozen(_Derived):
+class PartlyFrozen(Derived):
     """A model with frozen parameters, whose descriptions say what their backward computes: to plan a training.
 
     A kind of layers becomes one kind for each amount of backward and each set of frozen parameters.
@@ -116,8 +116,7 @@ class PartlyFrozen(_Derived):
             for name, layer in self.whole.layers.items()
         }
         computed = backwards(self.whole.layer_names, frozen_layers(self.whole, self.frozen))
-        kinds: dict[str, list[frozenset[str]]] = {}
-        layers = []
+        gradients, named = [], []
         for name, layer in self.whole.layers.items():
             backward, kind = computed[name], layer.kind
             if backward == "weights" and layer.first:
@@ -126,12 +125,12 @@ class PartlyFrozen(_Derived):
                 kind = f"{kind}, backward {backward}"
             if parts[name] and len(parts[name]) < len(layer.parameters):
                 kind = f"{kind}, {len(parts[name])} of {len(layer.parameters)} parameters frozen"
-                others = kinds.setdefault(kind, [])
-                if parts[name] not in others:
-                    others.append(parts[name])
-                kind += f" ({others.index(parts[name]) + 1})" * (others.index(parts[name]) > 0)
-            layers.append(dataclasses.replace(layer, kind=kind, backward=backward, frozen=parts[name]))
-        return tuple(layers)
+            gradients.append(backward)
+            named.append((kind, parts[name]))
+        return tuple(
+            dataclasses.replace(layer, kind=kind, backward=backward, frozen=parts[layer.name])
+            for layer, kind, backward in zip(self.whole.layers.values(), kind_names(named), gradients, strict=True)
+        )
 
     @property
     def layer_flops(self) -> dict[str, int]:
@@ -141,6 +140,19 @@ class PartlyFrozen(_Derived):
     @cached_property
     def flops(self) -> int:
         return sum(layer.flops for layer in self.layers.values())
+
+
+def kind_names(kinds: Iterable[tuple[str, Hashable]]) -> list[str]:
+    """Return a name for each pair of a kind and what its layers differ in: the kind's, and a number behind others."""
+    known: dict[str, list[Hashable]] = {}
+    names = []
+    for kind, variant in kinds:
+        variants = known.setdefault(kind, [])
+        if variant not in variants:
+            variants.append(variant)
+        number = variants.index(variant)
+        names.append(f"{kind} ({number + 1})" if number else kind)
+    return names
 
 
 def frozen_layers(config: ModelConfig, frozen: Collection[str]) -> frozenset[str]:

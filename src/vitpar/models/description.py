@@ -16,6 +16,8 @@ Backward = Literal["all", "weights", "inputs", "nothing"]
 """Gradients that a layer's backward computes: of weights and input, or only of one of them."""
 _BLOCKS = "blocks."
 """Begin of the names of blocks, followed by their numbers from 0."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""Ends of the names of an adapter's linear layers, behind that of the layer that they adapt."""
 MODES = ("1d", "sp", "2d", "2.5d", "3d")
 """Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
 
@@ -93,6 +95,11 @@ class Part:
         """Return the features that a linear layer (takes, gives); None for anything else."""
         weight = self.shapes.get("weight", ())
         return (weight[1], weight[0]) if len(weight) == 2 and self.role != "vocabulary_embedding" else None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it is one of the two linear layers of an adapter (``vitpar.models.lora``)."""
+        return self.name.endswith(ADAPTERS)
 
     @property
     def flops(self) -> int:

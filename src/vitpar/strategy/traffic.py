@@ -151,10 +151,11 @@ def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
     """
     role, side = TABLE[strategy.mode].get(part.role, UNSPLIT), dict(strategy.tensor_shape)["j"]
     # Under 3d one axis sends, and the other one splits what is sent.
-    tokens = images * (1 if role.one_by_one else part.tokens) // (side if strategy.mode == "3d" else 1)
+    splits = strategy.mode == "3d" and not role.whole_output
+    tokens = images * (1 if role.one_by_one else part.tokens) // (side if splits else 1)
     sent = {purpose: Counter[Collective]() for purpose in ("forward", "backward", "for_input", "for_weights")}
     last = None
-    for message in filter(None, (role.before, role.after)):
+    for message in filter(None, (role.before, role.gathered, role.after)):
         for purpose, collectives in sent.items():
             if operation := getattr(message.exchange, purpose):
                 elements, times = _size(part, role, message, purpose, images, tokens)
@@ -169,7 +170,7 @@ def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: 
 
     tokens: those that ranks along the axis of the message compute together.
     """
-    if message.exchange is GATHER_POOLED:
+    if message is role.before and message.exchange is GATHER_POOLED:
         return images * part.width, part.tokens
     if message.exchange is GATHER_IDS:
         return tokens, 1

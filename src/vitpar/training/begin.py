@@ -22,6 +22,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_
+from vitpar.models.lora import adapters_of
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.average import EMA
@@ -62,7 +63,7 @@ class _Opened:
 
 
 def _opened(folder: Path, config: ModelConfig) -> _Opened:
-    """Open the weights in `folder` for a run of the model `config`."""
+    """Open the weights in `folder` for a run of the model `config`, which has no adapters."""
     weights = open_weights(folder)
     opened, pretrained = _Opened(weights.config, weights.read), None
     if type(weights.config) is not type(config):
@@ -92,7 +93,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
     Raises DataError for weights that cannot be read, and RecipeError for those of another model.
     """
     assert recipe.model.weights is not None
-    folder = Path(recipe.model.weights)
+    folder, config = Path(recipe.model.weights), config.unadapted
     weights = _opened(folder, config)
     there, changed = weights.config, bool(weights.changes)
     if type(there) is not type(config):
@@ -144,7 +145,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    start, config = beginning(recipe, model.config, task, data), model.config
+    start, config = beginning(recipe, model.config, task, data), model.config.unadapted
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = _opened(folder, config)
@@ -152,7 +153,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     adapted = {POSITIONS} if resizes else set[str]()
     if start.new_classifier or start.outputs is not None:
         adapted |= {*CLASSIFIERS}
-    adapted |= {*weights.kept}
+    adapted |= {*weights.kept, *adapters_of(model.config)}
     if weights.changes:
         if (folder / INDEX).exists():
             Checkpoint.open_whole(folder)  # verifies the files

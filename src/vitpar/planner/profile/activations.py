@@ -42,11 +42,14 @@ def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> I
     t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
     columns, rows, merges = (of_role(layer, role) for role in ("column", "row", "merge"))
+    # Of an adapter the few features between its two linear layers, before and after the factor.
+    narrow = sum(map(given_elements, of_role(layer, "column_a", "row_a"))) / (t if mode == "sp" else 1)
     yield layer.gives.elements / inside  # the output
     if policy == "full":
         return
     residual = sum(map(given_elements, [*merges, *rows][:-1]))  # between the branches
     if policy == "none":
+        yield 2 * narrow
         normed = sum(map(normed_elements, of_role(layer, "norm")))
         yield (normed + residual) / inside
         # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
@@ -57,6 +60,8 @@ def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> I
             yield normed / t  # normalised inputs, which split norms multiply by their scales
         return
     # selective: results of products, attention and communication
+    yield narrow + sum(map(given_elements, of_role(layer, "column_b"))) / t
+    yield sum(map(given_elements, of_role(layer, "row_b"))) / inside
     shape = layer.attention
     attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
     yield (sum(map(given_elements, columns)) + attended) / t  # queries, keys, values, attention, hidden features

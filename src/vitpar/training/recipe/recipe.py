@@ -20,6 +20,7 @@ from vitpar.intervals import NOTHING
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
+from vitpar.models.lora import LoRA, adapted
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
@@ -37,6 +38,7 @@ from vitpar.training.recipe.sections import (
     CommunicationSection,
     DataSection,
     FaultsSection,
+    LoraSection,
     LRScheduleSection,
     ModelSection,
     OptimizerSection,
@@ -69,6 +71,7 @@ class Recipe(Section):
     stream: StreamSection = StreamSection()
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
+    lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     loss_scale: LossScaleSection = LossScaleSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -101,15 +104,20 @@ class Recipe(Section):
             raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
         if self.lr_schedule.min_lr > self.lr:
             raise RecipeError(f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.lr}: lower it")
-        if train.freeze is not None:
+        for key, listed in (("train.freeze", train.freeze), ("lora.train", self.lora.train)):
             try:
-                split_entries(train.freeze)
+                split_entries(listed or "embed")
             except StrategyError as error:
-                raise RecipeError(f"train.freeze: {error}") from None
+                raise RecipeError(f"{key}: {error}") from None
         if train.image_sizes is not None and self.data.crop_padding is not None:
             raise RecipeError(
                 "train.image_sizes needs crops that are resized, but data.crop_padding takes them as they are: leave "
                 "out one of the two"
+            )
+        if self.lora.rank is not None and train.freeze is not None:
+            raise RecipeError(
+                "train.freeze does nothing with [lora], which freezes all but adapters: list what is trained besides "
+                "them in lora.train"
             )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
@@ -137,29 +145,40 @@ class Recipe(Section):
         known = field_names(family_of(fields["name"]))
         fields = {**{name: value for name, value in usual.items() if name in known}, **fields}
         own = fields.pop("options", {})
-        return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
+        config = model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
+        lora = self.lora
+        return config if lora.rank is None else adapted(config, lora.rank, lora.alpha, lora.targets)
 
     def frozen(self, config: ModelConfig) -> frozenset[str]:
-        """Return the names of the parameters that `train.freeze` freezes.
+        """Return the names of the parameters that are not trained: by `train.freeze`, or of a model with adapters.
 
         Raises RecipeError if the model lacks one, if none is left, or if a shared one freezes only in some layers.
         """
-        if self.train.freeze is None:
+        if isinstance(config, LoRA):
+            setting = f"lora.train '{self.lora.train}'"
+            frozen = frozenset(parameter_names(config.whole)) - self._trained_besides(config.whole)
+        elif self.train.freeze is not None:
+            setting, frozen = f"train.freeze '{self.train.freeze}'", _listed("train.freeze", self.train.freeze, config)
+        else:
             return frozenset()
-        try:
-            frozen = listed_parameters(self.train.freeze, config)
-        except StrategyError as error:
-            raise RecipeError(f"train.freeze: {error}") from None
         if len(frozen) == len(parameter_names(config)):
-            raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
+            raise RecipeError(f"{setting} freezes all layers: leave out one, such as head")
         for owner, names in config.holders.items():
             if (sharing := {*names}) & frozen and sharing - frozen:
                 one, other = min(map(layer_of, sharing & frozen)), min(map(layer_of, sharing - frozen))
                 raise RecipeError(
-                    f"train.freeze '{self.train.freeze}' freezes {one} but not {other}, which share {owner}: freeze "
-                    "all layers that share it, or none"
+                    f"{setting} freezes {one} but not {other}, which share {owner}: freeze all layers that share it, "
+                    "or none"
                 )
         return frozen
+
+    def _trained_besides(self, config: ModelConfig) -> frozenset[str]:
+        """Return the names of the parameters of `config` that are trained besides adapters."""
+        if self.lora.train is not None:
+            return _listed("lora.train", self.lora.train, config) if self.lora.train.strip() else frozenset()
+        of_head = (name for name in parameter_names(config) if layer_of(name) == config.last_layer.name)
+        shared = {name for names in config.holders.values() if len(names) > 1 for name in names}
+        return frozenset(of_head) - shared
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
@@ -302,6 +321,8 @@ class Recipe(Section):
             del values["stream"]
         if not self.track.trackers:
             del values["track"]
+        if self.lora.rank is None:
+            del values["lora"]
         if self.task == TaskSection():
             del values["task"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
@@ -309,6 +330,13 @@ class Recipe(Section):
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]
             }
         return tomli_w.dumps(values)
+
+
+def _listed(key: str, text: str, config: ModelConfig) -> frozenset[str]:
+    try:
+        return listed_parameters(text, config)
+    except StrategyError as error:
+        raise RecipeError(f"{key}: {error}") from None
 
 
 def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:

@@ -1,6 +1,7 @@
 """The sections of a recipe: every setting with its type, range, default and effect.
 
-input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [loss_scale].
+input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [lora], [train],
+[loss_scale].
 running: [checkpoint], [faults], [parallel], [communication], [track].
 """
 
@@ -25,6 +26,7 @@ from vitpar.training.recipe.sections.running import (
 from vitpar.training.recipe.sections.training import (
     AdjustLr,
     Implementation,
+    LoraSection,
     LossScaleSection,
     LRScheduleSection,
     OptimizerSection,
@@ -43,6 +45,7 @@ __all__ = [
     "FaultsSection",
     "Implementation",
     "LRScheduleSection",
+    "LoraSection",
     "LossScaleSection",
     "ModelSection",
     "OptimizerSection",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vitpar.intervals import EPOCH, TEN_STEPS, Interval
-from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
+from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_TARGETS, MAX_WIDTH
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.schedule import ImageSizes, parse_drop_path
@@ -18,6 +18,7 @@ __all__ = [
     "AdjustLr",
     "Implementation",
     "LRScheduleSection",
+    "LoraSection",
     "LossScaleSection",
     "OptimizerSection",
     "TrainSection",
@@ -85,6 +86,23 @@ class OptimizerSection(Section):
     @classmethod
     def _own_defaults(cls, values: Any) -> Any:
         return {**_OWN_DEFAULTS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) of linear layers, which are trained in place of the model's own parameters."""
+
+    rank: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    """Features between the two matrices A and B of an adapter; no adapters if unset."""
+    alpha: float = Field(8.0, gt=0, le=MAX_MEASURE)
+    """Numerator of the factor alpha / rank of an adapter's output, as in peft."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_TARGETS)
+    """Linear layers that get an adapter: patterns of their names, such as `blocks.*.attn.qkv`, or ends of names, such
+    as `qkv`; the linear layers of attention and MLP in all blocks if unset."""
+    train: str | None = None
+    """Parameters that are trained besides the adapters, as a list such as `"head, *.bias"` (as for `train.freeze`); the
+    head, but for what it shares with other layers, if unset. An empty list trains the adapters alone."""
+    weights: str | None = None
+    """Folder of adapters in peft's format that the adapters begin with; random A and zero B if unset."""
 
 
 class LRScheduleSection(Section):

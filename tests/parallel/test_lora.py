@@ -119,6 +119,7 @@ def one_process(config: ModelConfig, lora: dict[str, Any]) -> tuple[dict[str, Te
     made, frozen = with_adapters(config, lora)
     filled, model = LayeredModel(made).double(), LayeredModel(config).double()
     initialise(filled, 0, made)
+    initialise(model, 0, config)  # fills buffers
     model.tie()
     parameters = {name: p.detach().requires_grad_(name not in frozen) for name, p in filled.named_parameters()}
     mine = {name: p for name, p in parameters.items() if p.requires_grad}

@@ -22,7 +22,7 @@ RULES: dict[str, Rules] = {
 """Rules of initial values by ``LoRA.init``."""
 
 
-class Adapted(nn.Linear):
+class AdaptedLinear(nn.Linear):
     """Linear layer with an adapter: mixed into the class of the layer that is adapted.
 
     Tensor parallelism and float8 replace `product`, the layer without its adapter, and not `forward`.
@@ -43,8 +43,8 @@ class Adapted(nn.Linear):
 
 
 @cache
-def _adapted(kind: type[nn.Linear]) -> type[Adapted]:
-    return type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+def _adapted(kind: type[nn.Linear]) -> type[AdaptedLinear]:
+    return type(f"AdaptedLinear{kind.__name__}", (AdaptedLinear, kind), {})
 
 
 def adapt(layer: nn.Module, names: Sequence[str], rank: int, scale: float) -> None:
@@ -67,7 +67,7 @@ def adapt(layer: nn.Module, names: Sequence[str], rank: int, scale: float) -> No
 
 def product_name(module: nn.Module) -> str:
     """Return the name of the method that computes a module without an adapter, which a plan may replace."""
-    return "product" if isinstance(module, Adapted) else "forward"
+    return "product" if isinstance(module, AdaptedLinear) else "forward"
 
 
 def merged_parameter(config: LoRA, name: str, value: Tensor, read: Callable[[str], Tensor]) -> Tensor:

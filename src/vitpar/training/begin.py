@@ -22,12 +22,13 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_
-from vitpar.models.lora import adapters_of
+from vitpar.models.lora import LoRA, adapters_of
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_data_section
+from vitpar.weights.adapters import read_adapters
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
@@ -134,6 +135,23 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
             notes.append(f"images are normalised with {name} {mine}, but with {theirs} for the weights")
     return Beginning(tuple(notes), new, match.outputs)
+
+
+@torch.no_grad()
+def begin_adapters(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
+    """Fill the adapters of `model`, and what was trained with them, from `lora.weights`; return a message. Collective.
+
+    Raises DataError for adapters of another model.
+    """
+    assert recipe.lora.weights is not None and isinstance(model.config, LoRA)
+    made = read_adapters(Path(recipe.lora.weights), model.config)
+    for name, parameter in model.named_parameters():
+        if (owner := model.config.owner(name)) in made:
+            copy_whole_(parameter, made[owner])
+    model.parameters_changed()
+    if ema:
+        ema.restart()
+    return f"adapters are loaded from {recipe.lora.weights}"
 
 
 @torch.no_grad()

@@ -126,8 +126,12 @@ def build(
     refuse_wrong_task(task)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
-    digest = fingerprint(weights) if weights and weights.is_dir() else None
-    refuse_disagreement(recipe, plan, data or {}, {"the content of model.weights": digest})
+    adapters = recipe.lora.weights and Path(recipe.lora.weights)
+    contents = {
+        f"the content of {name}": fingerprint(folder) if folder and folder.is_dir() else None
+        for name, folder in (("model.weights", weights), ("lora.weights", adapters))
+    }
+    refuse_disagreement(recipe, plan, data or {}, contents)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)

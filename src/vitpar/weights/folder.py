@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -176,6 +176,23 @@ def write_weights(
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
+    """Write files to the new `folder` atomically, from a single process, and return them.
+
+    Raises CheckpointError for a folder that is not empty and if writing fails.
+    """
+    refuse_used(folder)
+    try:
+        begin(folder)
+        _write_others(partial(folder), contents)
+        publish(folder)
+    except OSError as error:
+        raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial(folder), ignore_errors=True)
+    return [folder / name for name in contents]
+
+
 def _index(weight_map: Mapping[str, str]) -> str:
     return json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
 
@@ -241,13 +258,17 @@ class Weights:
     """Function from the name of a parameter to its tensor."""
 
 
-def weights_of(checkpoint: Checkpoint, averages: bool | None = None) -> Weights:
-    """Return the parameters of a run's checkpoint, none of which is read yet. averages: as in `export`.
+def weights_of(checkpoint: Checkpoint, averages: bool | None = None, *, merge: bool = True) -> Weights:
+    """Return the parameters of a run's checkpoint, none of which is read yet.
+
+    averages: as in `export`.
+    merge: whether to merge adapters. Else the configuration has them, and they are parameters as any other.
 
     Raises CheckpointError for averages that the checkpoint does not have.
     """
-    prefix = _prefix(checkpoint, averages)
-    open_weights(checkpoint.path)
+    prefix, config = _prefix(checkpoint, averages), open_weights(checkpoint.path, merge=merge).config
+    if not merge:
+        return Weights(checkpoint.path, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
     return _merging(checkpoint.path, _saved_config(checkpoint.path), checkpoint, prefix)
 
 
@@ -270,10 +291,10 @@ def _saved_config(folder: Path) -> ModelConfig:
         raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path, *, merge: bool = True) -> Weights:
     """Open the weights or the checkpoint in `folder` and check config.json against the shapes of the tensors.
 
-    No tensor is read yet.
+    No tensor is read yet. merge: as in `weights_of`.
 
     Raises DataError or CheckpointError if `folder` holds neither, or if it is damaged.
     """
@@ -292,6 +313,7 @@ def open_weights(folder: Path) -> Weights:
         tensors = checkpoint.index.tensors.items()
         shapes = {name.removeprefix(prefix): t.shape for name, t in tensors if name.startswith(prefix)}
         weights = _merging(folder, config, checkpoint, prefix)
+        weights = weights if merge else replace(weights, config=config)
     else:
         shards = Shards.indexed(folder, INDEX)
         shapes, weights = shards.shapes, Weights(folder, config, shards.read)

@@ -10,6 +10,7 @@ from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
+from vitpar.models.lora import adapted
 from vitpar.planner.automatic import search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
@@ -68,6 +69,19 @@ def test_more_frozen_layers_cost_less(config: ModelConfig, mesh: str) -> None:
     assert needs == sorted(needs, reverse=True) and needs[-1] < 0.7 * needs[0]
 
 
+def test_adapters_cost_little_memory_and_no_products_for_frozen_weights() -> None:
+    frozen = listed_parameters("embed, *, !*.lora_?.*", ADAPTED)
+    (memory,) = priced("dp1", "embed, *, !*.lora_?.*", ADAPTED).memory
+    trained = sum(math.prod(ADAPTED.shape(name)) for name in ADAPTED.adapters) + CONFIG.layers["head"].numel
+    assert memory.optimizer == 8 * trained and memory.gradients <= 4 * trained * (1 + 1e-9)
+    block = with_frozen(ADAPTED, frozen).layers["blocks.1"]
+    base = CONFIG.layers["blocks.1"]
+    assert block.attention is not None
+    narrow = sum(part.flops for part in block.parts if part.adapts)
+    assert narrow == 2 * 65 * 8 * sum(sum(part.product) for part in base.parts if part.product)
+    assert block.flops == 2 * sum(part.flops for part in base.parts) + 3 * (narrow + block.attention.flops)
+
+
 def test_flops_of_a_step_count_the_backward_that_runs() -> None:
     """A frozen block computes two of three products, and one below the lowest trained layer only its forward."""
     block = CONFIG.layers["blocks.0"]
@@ -82,18 +96,28 @@ def test_flops_of_a_step_count_the_backward_that_runs() -> None:
     assert partly.layer_flops == CONFIG.layer_flops  # stages stay as they are
 
 
-@pytest.mark.parametrize("freeze", ["embed, *", "embed, 0-2", "2-3", "embed, *, !*.bias"])
-def test_activations_are_close_to_those_of_a_step(freeze: str, alone: None) -> None:
+ADAPTED = adapted(CONFIG, 8, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "freeze"),
+    [
+        *((CONFIG, freeze) for freeze in ("embed, *", "embed, 0-2", "2-3", "embed, *, !*.bias")),
+        (ADAPTED, "embed, *, !*.lora_?.*"),
+        (adapted(CONFIG, 48, 8.0, ("qkv",)), "embed, *, !*.lora_?.*"),
+    ],
+)
+def test_activations_are_close_to_those_of_a_step(config: ModelConfig, freeze: str, alone: None) -> None:
     """Counted between forward and backward of a real model: what autograd keeps for trained and frozen blocks."""
-    frozen = listed_parameters(freeze, CONFIG)
-    model = parallelize(CONFIG, validate(parse("dp1"), CONFIG, BATCH), Execution(BATCH, frozen=frozen), "cpu")
+    frozen = listed_parameters(freeze, config)
+    model = parallelize(config, validate(parse("dp1"), config, BATCH), Execution(BATCH, frozen=frozen), "cpu")
     (stage,) = model.stages.values()
     images = torch.randn(BATCH, 3, 64, 64)
     with LiveBytes() as live:
         loss = model.loss(stage(images), torch.zeros(BATCH, dtype=torch.int64))
         kept, most = live.now, live.most
     del loss
-    memory = priced("dp1", freeze).memory[0]
+    memory = priced("dp1", freeze, config).memory[0]
     predicted = memory.activations + memory.workspace
     assert kept <= 1.15 * predicted, (kept, predicted)
     assert 0.6 * most <= predicted <= 1.6 * most, (most, predicted)

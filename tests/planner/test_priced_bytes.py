@@ -13,6 +13,7 @@ from helpers.text_models import TokenLoss, bert, t5
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import zero_sides
+from vitpar.models.lora import adapted
 from vitpar.models.loss import CrossEntropy
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
@@ -182,9 +183,20 @@ def test_priced_bytes_of_frozen_layers_match_the_bytes_sent(
     check_bytes(CONFIG, mesh, parse(mesh).strategy, 1, ranks, frozen)
 
 
+ADAPTERS = "embed, *, !*.lora_?.*"
+"""What is frozen of a model with adapters by default: all but these and the head."""
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_priced_bytes_of_adapters_match_the_bytes_sent(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Only adapters and the head are reduced; inside layers their few features are sent besides the others."""
+    check_bytes(adapted(CONFIG, 6, 8.0), mesh, parse(mesh).strategy, 2, ranks, ADAPTERS)
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "frozen"),
     [
+        (adapted(SWIN, 2, 8.0, ("qkv", "fc2")), "pp1: stage1=tp4+2d, *=tp4+sp", ADAPTERS),
         (CONFIG, "pp1: embed=dp4, 0=tp4, 1=fsdp4, *=tp2xfsdp2", MIDDLE),
         (SWIN, "pp1: stage1=fsdp4, *=tp2xfsdp2", "embed, 0-1"),
         (SWIN, "pp1: stage1=tp4+2d, *=tp4+sp", "embed, 0, 3"),

@@ -28,7 +28,8 @@ RANK, ALPHA = 3, 5.0
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 4, "num_classes": 5}
 VIT = model_config("vit_custom", **SIZES, init="perturbed")
 GATED = model_config("vit_custom", **SIZES, activation="swiglu", layer_scale=0.1, init="perturbed")
-HEAD = ("head.fc.weight", "head.fc.bias")
+FC = ("head.fc.weight", "head.fc.bias")
+HEAD = (*FC, "head.norm.weight", "head.norm.bias")
 
 
 def with_adapters(config: ModelConfig, **options: Any) -> tuple[LoRA, dict[str, Tensor]]:
@@ -205,7 +206,8 @@ def test_peft_gives_the_same_logits(format_name: Format, tmp_path: Path) -> None
     theirs.save_pretrained(tmp_path / "saved")
     read = read_adapters(tmp_path / "saved", made)
     few, first = with_adapters(VIT, targets=("qkv", "fc1"))
-    assert read.keys() == {*few.adapters, *HEAD}
+    first |= {name: p for name, p in base.named_parameters() if name in HEAD}
+    assert read.keys() == {*few.adapters, *FC}
     with torch.no_grad():
         expected = theirs(images)
         torch.testing.assert_close(filled(few, {**first, **read})(images), expected, atol=1e-5, rtol=1e-5)

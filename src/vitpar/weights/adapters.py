@@ -104,7 +104,7 @@ def _places(config: ModelConfig, format_name: Format | None, *, of_files: bool =
         return {name: _Place(name, torch.arange(shape[0])) for name, shape in shapes.items()}
     places, made = {}, FAMILIES[config.FAMILY](config, format_name)
     kind = str(made.config.get("model_type")) if format_name == "transformers" and not of_files else ""
-    for theirs, tensor in {**made.tensors, **made.classifier}.items():
+    for theirs, tensor in made.tensors.items():
         if len(tensor.names) != 1 or (shape := shapes.get(tensor.names[0])) is None:
             continue
         numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)

@@ -184,7 +184,7 @@ def test_priced_bytes_of_frozen_layers_match_the_bytes_sent(
 
 
 ADAPTERS = "embed, *, !*.lora_?.*"
-"""What is frozen of a model with adapters by default: all but these and the head."""
+"""Frozen parameters of a model with adapters by default: all but these and the head."""
 
 
 @pytest.mark.parametrize("mesh", MESHES)

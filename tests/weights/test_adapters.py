@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from helpers.modern_vits import modern_config
 from helpers.oracles import timm, transformers
-from helpers.text_models import bert
+from helpers.text_models import bert, t5
 from helpers.written_weights import weights_of
 from vitpar import model_config
 from vitpar.errors import DataError
@@ -67,7 +68,10 @@ def in_files(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("config", "format_name"),
-    [(VIT, None), (VIT, "timm"), (VIT, "transformers"), (GATED, "timm"), (bert(), "transformers")],
+    [
+        *((VIT, None), (VIT, "timm"), (VIT, "transformers"), (GATED, "timm"), (bert(), "transformers")),
+        *((modern_config("dinov3"), "timm"), (modern_config("siglip2"), "timm"), (t5(), "transformers")),
+    ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_adapters_by_names_of_a_library_change_its_weights_as_ours(

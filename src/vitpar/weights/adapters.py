@@ -57,7 +57,7 @@ of model. It renames tensors when it loads them; peft names adapters after modul
 
 
 class _Settings(BaseModel):
-    """What matters of an adapter_config.json."""
+    """Settings in an adapter_config.json that decide what an adapter computes."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 

@@ -88,6 +88,10 @@ class LoRA(Derived):
     def perturbed(self) -> Self:
         return dataclasses.replace(self, whole=self.whole.perturbed, init="perturbed")
 
+    def resized(self, image_size: int) -> Self | None:
+        whole = self.whole.resized(image_size)
+        return None if whole is None else dataclasses.replace(self, whole=whole)
+
     @property
     def large(self) -> bool:
         return self.whole.large

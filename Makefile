@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	sed -e 's/^torch==.*/torch==$(TORCH)/'$(if $(filter $(TESTED),$(TORCH)),, -e '/^triton==/d') constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) -e '.[dev]'
-	$(INSTALL) --no-deps timm torchvision
+	$(INSTALL) --no-deps timm torchvision peft accelerate
 	@$(BIN)/python -c 'import torchvision' 2> /dev/null || \
 		echo "note: torchvision does not fit this build of torch, so \`import timm\` fails here (tests do without): install both from one index"
 	@touch $(READY)

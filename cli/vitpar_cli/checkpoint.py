@@ -236,6 +236,10 @@ def export_command(
     plain: Annotated[
         bool, typer.Option("--no-averages", help="Export the parameters instead of their running averages.")
     ] = False,
+    adapters: Annotated[
+        bool,
+        typer.Option("--adapters", help="Export the low-rank adapters (LoRA) alone, as files of peft for the library."),
+    ] = False,
 ) -> None:
     """Write the parameters of a checkpoint for vitpar, timm or transformers as safetensors, or the model as ONNX.
 
@@ -253,6 +257,9 @@ def export_command(
     from vitpar.weights.folder import export, open_weights, weights_of
 
     _refuse_missing(path)
+    if adapters:
+        _export_adapters(path, out, format, averages=False if plain else None, shard_size=shard_size)
+        return
     checkpoint = None if (path / WEIGHTS_INDEX).is_file() else _opened(path)
     if checkpoint is None and format is ExportFormat.vitpar:
         raise CheckpointError(f"'{path}' holds weights of vitpar already: name a library with --format")
@@ -279,6 +286,38 @@ def export_command(
     typer.echo(f"{what} written to {out}: {count(len(files), 'file')}")
     for note in notes:
         say(f"  {note}", indent=4)
+
+
+def _export_adapters(
+    path: Path, out: Path, format: ExportFormat, *, averages: bool | None, shard_size: str | None
+) -> None:
+    """Write the adapters of a checkpoint as files of peft."""
+    from vitpar.errors import CheckpointError
+    from vitpar.models.lora import LoRA
+    from vitpar.strategy.freezing import parameter_names
+    from vitpar.training.recipe import read_recipe
+    from vitpar.weights.adapters import adapter_files
+    from vitpar.weights.exporting import Format
+    from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
+    from vitpar.weights.folder import RECIPE, weights_of, write_files
+
+    if format is ExportFormat.onnx or shard_size is not None:
+        given = "--format onnx" if format is ExportFormat.onnx else "--shard-size"
+        raise CheckpointError(f"{given} has no effect with --adapters: leave it out")
+    if (path / WEIGHTS_INDEX).is_file():
+        raise CheckpointError(f"'{path}' holds weights, into which adapters are merged: name the run or a checkpoint")
+    checkpoint = _opened(path)
+    weights = weights_of(checkpoint, averages, merge=False)
+    if not isinstance(config := weights.config, LoRA):
+        raise CheckpointError(f"'{path}' has no adapters: only runs with [lora] have them")
+    frozen = read_recipe(checkpoint.path / RECIPE).frozen(config)
+    trained = {*parameter_names(config.whole)} - frozen
+    library: Format | None = None
+    if format is not ExportFormat.vitpar:
+        library = "timm" if format is ExportFormat.timm else "transformers"
+    files = write_files(out, adapter_files(config, weights.read, trained, library))
+    names = count(len(config.modules), "linear layer")
+    typer.echo(f"adapters of {names} at step {checkpoint.facts.step:,} written to {out}: {count(len(files), 'file')}")
 
 
 @app.command("import")
@@ -314,6 +353,10 @@ def import_command(
             show_default="found by itself",
         ),
     ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option("--adapters", metavar="DIR", help="Merge the low-rank adapters (LoRA) that peft saved there."),
+    ] = None,
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
 ) -> None:
@@ -345,6 +388,7 @@ def import_command(
             image_size=image_size,
             trust=trust,
             prefix=prefix,
+            adapters=adapters,
             shard_bytes=int(parse_size(shard_size, "--shard-size")),
             progress=moved,
         )

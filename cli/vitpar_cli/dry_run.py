@@ -55,7 +55,8 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         typer.echo(json.dumps(record))
         return
     typer.echo(recipe.to_toml())
-    summary = summarize(config, plan, train.batch_size, state_bytes(recipe, config), frozen_bytes(recipe, config))
+    state = state_bytes(recipe, config)
+    summary = summarize(config, plan, train.batch_size, state, recipe.frozen(config), frozen_bytes(recipe))
     show(config, plan, train.precision, summary, state_words(recipe))
     # Last, to be seen without scrolling.
     typer.echo("")

@@ -130,8 +130,8 @@ def plan(
     from vitpar_cli.plan_view import show, show_modules
     from vitpar_cli.search_view import show_prediction
 
-    frozen = frozen_bytes(merged, config)
-    summary = summarize(config, made, merged.train.batch_size, state_bytes(merged, config), frozen)
+    state, frozen = state_bytes(merged, config), merged.frozen(config)
+    summary = summarize(config, made, merged.train.batch_size, state, frozen, frozen_bytes(merged))
     prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions)
     if out is not None:
         write_plan(out, made)

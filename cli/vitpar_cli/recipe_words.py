@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vitpar.models.lora import LoRA
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
 from vitpar.training.events import RunHeader
@@ -20,6 +21,11 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     yield "lr", lr_words(recipe, header.train_samples)
     if recipe.train.freeze is not None:
         yield "frozen", recipe.train.freeze
+    if isinstance(header.config, LoRA):
+        lora = recipe.lora
+        layers = count(len(header.config.modules), "linear layer")
+        trained = "the head" if lora.train is None else lora.train.strip() or "nothing else"
+        yield "adapters", f"rank {lora.rank}, alpha {lora.alpha:g} on {layers}; with them trains {trained}"
     if header.task.INPUT == "images":
         yield "augment", augment_words(recipe)
     if recipe.train.image_sizes is not None:

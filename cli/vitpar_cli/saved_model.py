@@ -18,7 +18,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import RecipeRequest
-from vitpar.training.recipe.sections import CommunicationSection, ParallelSection
+from vitpar.training.recipe.sections import CommunicationSection, LoraSection, ParallelSection
 from vitpar.training.saving.resume import weights_folder
 from vitpar_cli.hub import local_weights
 from vitpar_cli.world import run_in_world
@@ -182,6 +182,7 @@ def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: s
     update = {
         "parallel": ParallelSection(mesh=mesh),
         "communication": CommunicationSection(),
+        "lora": LoraSection(),  # adapters are merged
         "train": recipe.train.model_copy(update=ours),
     }
     return SavedModel(folder, config, recipe.model_copy(update=update))

@@ -22,6 +22,7 @@ from vitpar.kernels.adamw import CHUNK, adamw_
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local
+from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim import one_pass
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
@@ -191,7 +192,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"kernel {gradients} {averages}", partial(kernel, gradients, copies, factor, averages, at)
     yield "torch", torchs
     yield "fp32", partial(steps, "fp32", 1.0)
-    yield "bf16", partial(steps, "bf16", 1.0, frozenset({"embed"}))
+    yield "bf16", partial(steps, "bf16", 1.0, listed_parameters("embed, *.norm1.*", CONFIG))
     yield "fp16", partial(steps, "fp16", 0.0)
     yield "fp16 clipped", partial(steps, "fp16", 1.0)
 

@@ -1,4 +1,4 @@
-"""Frozen layers: gradients, updates and state under plans equal one process with torch.optim; frozen ones stay."""
+"""Frozen parameters: gradients, updates and state under plans equal one process with torch.optim; they stay."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.strategy import Plan
-from vitpar.strategy.selectors import layers_of
+from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 from vitpar.training.recipe.sections import OptimizerSection
@@ -34,6 +34,7 @@ VIT = model_config(
 SWIN = model_config("swin_custom", **{**TINY, "drop_path": 0.0}, init="perturbed")
 
 PROBE, LOWER, MIDDLE, HEAD, EMBED = "embed, *", "embed, 0-1", "1-2", "2-3, head", "embed"
+BITFIT, NORMS = "embed, *, !*.bias", "embed, 0, blocks.*, head, !blocks.[23].norm?.*"
 CASES: tuple[tuple[ModelConfig, str, str, dict[str, Any]], ...] = (
     (VIT, "dp2", PROBE, {}),
     (VIT, "dp2+zero1", LOWER, {}),
@@ -54,10 +55,18 @@ CASES: tuple[tuple[ModelConfig, str, str, dict[str, Any]], ...] = (
     (VIT, "pp2", "embed, 0", {"schedule": "zbvzerobubble", "virtual_stages": 2, "microbatches": 4}),
     (VIT, "pp2xfsdp2", PROBE, {"schedule": "dualpipev", "virtual_stages": 2, "microbatches": 4}),
     (VIT, "pp2: embed=fsdp2, 0-1=tp2, 2=dp2+zero1, *=fsdp2", LOWER, {}),
+    (VIT, "dp2", BITFIT, {}),
+    (VIT, "tp2xfsdp2", BITFIT, {"microbatches": 2}),
+    (VIT, "tp4+sp", NORMS, {}),
+    (VIT, "tp4+2d", BITFIT, {}),
+    (VIT, "tp2xdp2+zero1", "*.weight", {}),
+    (VIT, "pp2xdp2", NORMS, {"schedule": "interleavedzerobubble", "virtual_stages": 2, "microbatches": 4}),
+    (VIT, "pp2xfsdp2", BITFIT, {"schedule": "zbvzerobubble", "virtual_stages": 2, "microbatches": 4}),
+    (SWIN, "tp2+sp", "embed, *, !*.relative_position_bias_table, !*.bias", {}),
     (SWIN, "tp2+sp", "embed, stage1", {}),
     (SWIN, "pp2: stage1=dp2, stage2=tp2, *=fsdp2", "embed, stage1, stage2", {}),
 )
-"""Model, strategy, frozen layers, and settings of the plan."""
+"""Model, strategy, what is frozen, and settings of the plan."""
 
 
 def ids(value: object) -> str:
@@ -65,11 +74,11 @@ def ids(value: object) -> str:
 
 
 def frozen_of(config: ModelConfig, freeze: str) -> frozenset[str]:
-    return layers_of(freeze, config.layer_names, config.groups, config.name)
+    return listed_parameters(freeze, config)
 
 
 def is_frozen(name: str, frozen: frozenset[str]) -> bool:
-    return any(name.startswith(f"{layer}.") for layer in frozen)
+    return name in frozen
 
 
 def batches(config: ModelConfig) -> list[tuple[Tensor, Tensor]]:

@@ -54,8 +54,9 @@ def batch(model: ParallelModel) -> tuple[torch.Tensor | None, torch.Tensor]:
 
 
 def test_low_precision_copies_replace_parameters_and_return_float32_gradients() -> None:
-    """Gradients of micro-batches must add up in float32, and parameters without gradient keep None."""
+    """Gradients of micro-batches must add up in float32, and parameters without gradient or frozen ones keep None."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    layer[1].bias.requires_grad_(False)
     unused = layer.register_parameter("unused", nn.Parameter(torch.ones(3))) or layer.unused
     parameters = dict(layer.named_parameters())
     x = torch.randn(5, 4).bfloat16()
@@ -63,12 +64,16 @@ def test_low_precision_copies_replace_parameters_and_return_float32_gradients() 
         for _ in range(2):  # micro-batches
             y = layer(x)
             y.sum().backward()
+        assert layer[1].weight.requires_grad and not layer[1].bias.requires_grad
     assert y.dtype is torch.bfloat16 and dict(layer.named_parameters()) == parameters
     narrow = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()
     narrow.load_state_dict({name: p.bfloat16() for name, p in parameters.items() if name != "unused"})
     narrow(x).sum().backward()
     for name, parameter in narrow.named_parameters():
         found = parameters[name].grad
+        if name == "1.bias":
+            assert found is None
+            continue
         assert found is not None and found.dtype is torch.float32
         assert torch.equal(found, 2 * parameter.grad.float()), "float32 sums of the micro-batches' gradients"
     assert unused.grad is None

@@ -1,5 +1,6 @@
 """Prices, bounds and searches for trainings with frozen layers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
+from vitpar.models.lora import adapted
 from vitpar.planner.automatic import search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
@@ -19,18 +21,18 @@ from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import Plan
-from vitpar.strategy.selectors import layers_of
+from vitpar.strategy.freezing import listed_parameters
 
 BATCH = 16
 CONFIG = model_config(
     "vit_custom", patch_size=8, image_size=64, embed_dim=192, depth=6, num_heads=4, num_classes=10, channels=3
 )
 SWIN = model_config("swin_nano_patch2_window4_32", num_classes=10)
-FREEZES = ("embed, *", "embed, 0-2", "2-3", "head", "embed, 0, 5")
+FREEZES = ("embed, *", "embed, 0-2", "2-3", "head", "embed, 0, 5", "embed, *, !*.bias")
 
 
 def costs_of(config: ModelConfig, freeze: str | None, ranks: int = 4, precision: str = "fp32") -> LayerCosts:
-    frozen = layers_of(freeze, config.layer_names, config.groups, config.name) if freeze else frozenset()
+    frozen = listed_parameters(freeze, config) if freeze else frozenset()
     return estimated_costs(config, "8xH100", precision, ranks=ranks, frozen=frozen)
 
 
@@ -40,9 +42,9 @@ def priced(mesh: str, freeze: str | None, config: ModelConfig = CONFIG, **fields
 
 
 def elements(config: ModelConfig, freeze: str) -> tuple[int, int]:
-    """Return the parameter elements of (all layers, trained layers)."""
-    frozen = layers_of(freeze, config.layer_names, config.groups, config.name)
-    return config.parameters, sum(layer.numel for name, layer in config.layers.items() if name not in frozen)
+    """Return the elements of (all parameters, trained ones)."""
+    frozen = listed_parameters(freeze, config)
+    return config.parameters, config.parameters - sum(math.prod(config.shape(name)) for name in frozen)
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
@@ -67,32 +69,55 @@ def test_more_frozen_layers_cost_less(config: ModelConfig, mesh: str) -> None:
     assert needs == sorted(needs, reverse=True) and needs[-1] < 0.7 * needs[0]
 
 
+def test_adapters_cost_little_memory_and_no_products_for_frozen_weights() -> None:
+    frozen = listed_parameters("embed, *, !*.lora_?.*", ADAPTED)
+    (memory,) = priced("dp1", "embed, *, !*.lora_?.*", ADAPTED).memory
+    trained = sum(math.prod(ADAPTED.shape(name)) for name in ADAPTED.adapters) + CONFIG.layers["head"].numel
+    assert memory.optimizer == 8 * trained and memory.gradients <= 4 * trained * (1 + 1e-9)
+    block = with_frozen(ADAPTED, frozen).layers["blocks.1"]
+    base = CONFIG.layers["blocks.1"]
+    assert block.attention is not None
+    narrow = sum(part.flops for part in block.parts if part.adapts)
+    assert narrow == 2 * 65 * 8 * sum(sum(part.product) for part in base.parts if part.product)
+    assert block.flops == 2 * sum(part.flops for part in base.parts) + 3 * (narrow + block.attention.flops)
+
+
 def test_flops_of_a_step_count_the_backward_that_runs() -> None:
     """A frozen block computes two of three products, and one below the lowest trained layer only its forward."""
     block = CONFIG.layers["blocks.0"]
     products = sum(part.flops for part in block.parts)
     assert block.attention is not None
-    lower = with_frozen(CONFIG, frozenset(["embed", "blocks.0"])).layers["blocks.0"]
-    middle = with_frozen(CONFIG, frozenset(["blocks.1"])).layers["blocks.1"]
+    lower = with_frozen(CONFIG, listed_parameters("embed, 0", CONFIG)).layers["blocks.0"]
+    middle = with_frozen(CONFIG, listed_parameters("1", CONFIG)).layers["blocks.1"]
     assert lower.flops == products + block.attention.flops
     assert middle.flops == 2 * products + 3 * block.attention.flops
-    partly = with_frozen(CONFIG, frozenset(["blocks.1"]))
+    partly = with_frozen(CONFIG, listed_parameters("1", CONFIG))
     assert CONFIG.flops - partly.flops == products
     assert partly.layer_flops == CONFIG.layer_flops  # stages stay as they are
 
 
-@pytest.mark.parametrize("freeze", ["embed, *", "embed, 0-2", "2-3"])
-def test_activations_are_close_to_those_of_a_step(freeze: str, alone: None) -> None:
+ADAPTED = adapted(CONFIG, 8, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "freeze"),
+    [
+        *((CONFIG, freeze) for freeze in ("embed, *", "embed, 0-2", "2-3", "embed, *, !*.bias")),
+        (ADAPTED, "embed, *, !*.lora_?.*"),
+        (adapted(CONFIG, 48, 8.0, ("qkv",)), "embed, *, !*.lora_?.*"),
+    ],
+)
+def test_activations_are_close_to_those_of_a_step(config: ModelConfig, freeze: str, alone: None) -> None:
     """Counted between forward and backward of a real model: what autograd keeps for trained and frozen blocks."""
-    frozen = layers_of(freeze, CONFIG.layer_names, CONFIG.groups, CONFIG.name)
-    model = parallelize(CONFIG, validate(parse("dp1"), CONFIG, BATCH), Execution(BATCH, frozen=frozen), "cpu")
+    frozen = listed_parameters(freeze, config)
+    model = parallelize(config, validate(parse("dp1"), config, BATCH), Execution(BATCH, frozen=frozen), "cpu")
     (stage,) = model.stages.values()
     images = torch.randn(BATCH, 3, 64, 64)
     with LiveBytes() as live:
         loss = model.loss(stage(images), torch.zeros(BATCH, dtype=torch.int64))
         kept, most = live.now, live.most
     del loss
-    memory = priced("dp1", freeze).memory[0]
+    memory = priced("dp1", freeze, config).memory[0]
     predicted = memory.activations + memory.workspace
     assert kept <= 1.15 * predicted, (kept, predicted)
     assert 0.6 * most <= predicted <= 1.6 * most, (most, predicted)

@@ -13,6 +13,7 @@ from helpers.text_models import TokenLoss, bert, t5
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import zero_sides
+from vitpar.models.lora import adapted
 from vitpar.models.loss import CrossEntropy
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.layer import LayerCosts
@@ -23,6 +24,7 @@ from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.strategy import Strategy
+from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim.norms import global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
@@ -169,30 +171,39 @@ def test_priced_bytes_of_a_split_vocabulary_match_the_bytes_sent(
     check_bytes(WORDS[model], mesh, parse(mesh).strategy, 2, ranks)
 
 
-PROBE, MIDDLE = frozenset(["embed", "blocks.0", "blocks.1", "blocks.2"]), frozenset(["embed", "blocks.0", "blocks.2"])
+PROBE, MIDDLE, BITFIT = "embed, *", "embed, 0, 2", "embed, *, !*.bias"
 
 
-@pytest.mark.parametrize(
-    "frozen", [pytest.param(PROBE, marks=slow, id="all but head"), pytest.param(MIDDLE, id="embed, 0, 2")]
-)
+@pytest.mark.parametrize("frozen", [pytest.param(PROBE, marks=slow, id="all but head"), MIDDLE, BITFIT])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_priced_bytes_of_frozen_layers_match_the_bytes_sent(
-    mesh: str, frozen: frozenset[str], ranks: Callable[[int], RankPool]
+    mesh: str, frozen: str, ranks: Callable[[int], RankPool]
 ) -> None:
     """Frozen layers reduce nothing, and nothing is sent for a backward below the lowest trained layer."""
     check_bytes(CONFIG, mesh, parse(mesh).strategy, 1, ranks, frozen)
 
 
+ADAPTERS = "embed, *, !*.lora_?.*"
+"""Frozen parameters of a model with adapters by default: all but these and the head."""
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_priced_bytes_of_adapters_match_the_bytes_sent(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Only adapters and the head are reduced; inside layers their few features are sent besides the others."""
+    check_bytes(adapted(CONFIG, 6, 8.0), mesh, parse(mesh).strategy, 2, ranks, ADAPTERS)
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "frozen"),
     [
+        (adapted(SWIN, 2, 8.0, ("qkv", "fc2")), "pp1: stage1=tp4+2d, *=tp4+sp", ADAPTERS),
         (CONFIG, "pp1: embed=dp4, 0=tp4, 1=fsdp4, *=tp2xfsdp2", MIDDLE),
-        (SWIN, "pp1: stage1=fsdp4, *=tp2xfsdp2", frozenset(["embed", "blocks.0", "blocks.1"])),
-        (SWIN, "pp1: stage1=tp4+2d, *=tp4+sp", frozenset(["embed", "blocks.0", "blocks.3"])),
+        (SWIN, "pp1: stage1=fsdp4, *=tp2xfsdp2", "embed, 0-1"),
+        (SWIN, "pp1: stage1=tp4+2d, *=tp4+sp", "embed, 0, 3"),
     ],
 )
 def test_priced_bytes_of_frozen_layers_in_layerwise_plans_match_the_bytes_sent(
-    config: ModelConfig, mesh: str, frozen: frozenset[str], ranks: Callable[[int], RankPool]
+    config: ModelConfig, mesh: str, frozen: str, ranks: Callable[[int], RankPool]
 ) -> None:
     """Gradients of activations are only redistributed above the lowest trained layer."""
     head = validate(parse(mesh), config, BATCH).strategies(config.layer_names)["head"]
@@ -205,8 +216,9 @@ def check_bytes(
     of_head: Strategy,
     microbatches: int,
     ranks: Callable[[int], RankPool],
-    frozen: frozenset[str] = frozenset(),
+    freeze: str = "",
 ) -> None:
+    frozen = listed_parameters(freeze, config) if freeze else frozenset()
     (found, *_) = ranks(4).run(sent, mesh, microbatches, config, frozen)
     head = 4 * torch.float32.itemsize * layer_elements(config.layers["head"], of_head).local_numel
     for operation in ("all_gather", "reduce_scatter", "all_reduce"):

@@ -15,6 +15,7 @@ from helpers.text_models import TokenLoss, bert, t5
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import given_sides, zero_sides
+from vitpar.models.lora import adapted
 from vitpar.models.loss import CrossEntropy
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
@@ -81,6 +82,12 @@ HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"dis
 )
 def test_collectives_of_a_block_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     assert_sent(mesh, "blocks.1", CONFIG, ranks)
+
+
+@pytest.mark.parametrize("mesh", ["tp4+sp", "tp4+2d", "tp8+3d", "tp4+ckpt", "tp4+sp+ckpt.selective", "tp8+3d+ckpt"])
+def test_collectives_of_a_block_with_adapters_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Those of some of its linear layers, of both roles."""
+    assert_sent(mesh, "blocks.1", adapted(CONFIG, 5, 8.0, ("qkv", "proj", "fc2")), ranks)
 
 
 @pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])

@@ -8,7 +8,7 @@ TARGETS = {
         "streams": "Stream Http",
         "sources": "TFRecord Parquet Zip List Cifar ImageNet",
         "checkpoints": "Checkpoint",
-        "weights": "Weights Pickle",
+        "weights": "Weights Pickle Adapters",
         "recipes": "Recipe",
         "plans": "Strategy Plan Words",
         "profiles": "Profile",

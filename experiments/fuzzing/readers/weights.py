@@ -14,6 +14,9 @@ from fuzzing.case import Case, Files, Target, read_folder
 from fuzzing.edits import join_zip, split_zip
 from fuzzing.hostile import WHOLE_PICKLES
 from helpers.foreign_weights import TIMM_CONFIG, as_transformers, timm_state, transformers_config
+from vitpar.models import model_config
+from vitpar.models.lora import adapted
+from vitpar.weights.adapters import SETTINGS, adapter_files, read_adapters
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 from vitpar.weights.sources import open_source
@@ -87,3 +90,27 @@ class Pickle(Target):
         source = open_source(place if case.seed == 1 else place / "weights.pt")
         for tensor in source.shapes:
             source.read(tensor)
+
+
+class Adapters(Target):
+    """Files of peft by vitpar's and timm's names, read into a model with adapters."""
+
+    def make(self, home: Path) -> None:
+        base = model_config("vit_custom", image_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=2, num_classes=3)
+        self.config = adapted(base, 2, 4.0)
+        shapes = {f"{layer.name}.{n}": s for layer in self.config.layers.values() for n, s in layer.parameters.items()}
+        tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+        self.seeds = []
+        for library in (None, "timm"):
+            files = adapter_files(self.config, tensors.__getitem__, ("head.fc.weight", "head.fc.bias"), library)
+            self.seeds.append({n: c.encode() if isinstance(c, str) else c for n, c in files.items()})
+        said = json.loads(self.seeds[0][SETTINGS])
+        changed = [{"r": 10**9}, {"r": 0}, {"lora_alpha": 1e308}, {"rank_pattern": {"x" * 10**6: 1}}, {"peft_type": 3}]
+        texts = [json.dumps(said | one).encode() for one in changed]
+        texts += [said_twice.encode() for said_twice in ("[" * 100_000, '{"r": NaN, "peft_type": "LORA"}')]
+        self.triggers = [self.case(0, {SETTINGS: text}) for text in texts]
+
+    def read(self, case: Case, place: Path) -> None:
+        for name, tensor in read_adapters(place, self.config).items():
+            if tuple(tensor.shape) != self.config.shape(name):
+                raise oracle.Wrong(f"{name} is read with shape {list(tensor.shape)}")

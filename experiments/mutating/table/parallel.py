@@ -87,11 +87,11 @@ MUTATIONS = (
         caught_by="vitpar check --mesh tp4+2d",
     ),
     Mutation(
-        name="frozen-layer-trained",
-        breaks="Layers of train.freeze are trained.",
+        name="frozen-parameter-trained",
+        breaks="Parameters of train.freeze are trained.",
         file="src/vitpar/parallel/parallelize.py",
-        old="        layer.requires_grad_(False)\n",
-        new="",
+        old="            parameter.requires_grad_(False)\n",
+        new="            pass\n",
         caught_by="vitpar check --mesh dp2 --set train.freeze=embed",
     ),
     Mutation(

@@ -122,8 +122,14 @@ def block_products(model: ParallelModel) -> list[tuple[ProductShape, bool]]:
     for part in config.layers[block].parts:
         if part.product is not None:
             taken, given = part.product
-            split = (taken // tensor, given) if part.role == "row" else (taken, given // tensor)
-            float8 = model.precision.float8 and multiplies_in_float8(taken, given, model.execution.fp8_min_features)
+            split = (taken // tensor, given) if part.role in ("row", "row_a") else (taken, given // tensor)
+            if part.role in ("column_a", "row_b"):
+                split = taken, given
+            float8 = (
+                model.precision.float8
+                and not part.adapts
+                and multiplies_in_float8(taken, given, model.execution.fp8_min_features)
+            )
             shapes.append(((images * part.tokens, *split), float8))
     return shapes
 

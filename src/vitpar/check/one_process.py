@@ -22,7 +22,6 @@ from vitpar.check.samples import Drawn, Pixels, Samples
 from vitpar.check.updates import Updates
 from vitpar.data import Mixed
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import layer_of
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.float8 import FAST, compute_in_float8
@@ -98,7 +97,7 @@ class OneProcess:
         for p in every.values():
             p.copy_(self._noisy(p, self._noise))
         frozen = recipe.frozen(config)
-        self._parameters = {name: p for name, p in every.items() if layer_of(name) not in frozen}
+        self._parameters = {name: p for name, p in every.items() if name not in frozen}
         self._has_frozen = bool(frozen)
 
     def _layered(self, config: ModelConfig) -> LayeredModel:

@@ -15,7 +15,6 @@ from vitpar.check.samples import Drawn, Pixels, Samples, draw_samples
 from vitpar.data import Batch
 from vitpar.launch.world_group import all_reduce_, broadcast_json
 from vitpar.models.config import ModelConfig, field_names
-from vitpar.models.description import layer_of
 from vitpar.models.families import family_of
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
@@ -173,7 +172,7 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     """Run all steps under the plan, and return this rank's results."""
     model, trace = trained.model, Trace()
     every = dict(model.named_parameters())
-    frozen = {name: p for name, p in every.items() if layer_of(name) in model.execution.frozen}
+    frozen = {name: p for name, p in every.items() if name in model.execution.frozen}
     parameters = {name: p for name, p in every.items() if name not in frozen}
     begin, before = _copies(parameters), _copies(frozen)
     model.loss_scale = scale
@@ -293,7 +292,7 @@ def _compared(
     """
     with torch.device("meta"):
         every = LayeredModel(model.config).named_parameters()
-        shapes = {name: p.shape for name, p in every if layer_of(name) not in model.execution.frozen}
+        shapes = {name: p.shape for name, p in every if name not in model.execution.frozen}
     numbers = broadcast_json([trace.numbers for trace in reference])
     least = max(LEAST[precision][0], IMAGES)
     yield from compare_numbers(mine.numbers, numbers[0], numbers[1:], least=least, tolerance=tolerance)

@@ -23,16 +23,18 @@ def trains_compiled() -> bool:
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Return whether `linear` has a bias and multiplies as torch does: complete weights, not in float8.
+    """Return whether `linear` has a bias and multiplies as torch does: complete weights, not in float8, no adapter.
 
     Tensor parallelism and float8 give a module a forward of its own.
     """
-    return linear.bias is not None and "forward" not in linear.__dict__
+    return linear.bias is not None and "forward" not in linear.__dict__ and not hasattr(linear, "lora_A")
 
 
 def is_whole(linear: nn.Linear) -> bool:
-    """Return whether `linear` has a bias and complete weights, so that `multiply` computes it."""
-    return linear.bias is not None and ("forward" not in linear.__dict__ or "multiply" in linear.__dict__)
+    """Return whether `linear` has a bias, complete weights and no adapter, so that `multiply` computes it."""
+    return is_plain(linear) or (
+        linear.bias is not None and "multiply" in linear.__dict__ and not hasattr(linear, "lora_A")
+    )
 
 
 def multiply(linear: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:

@@ -188,6 +188,11 @@ class ModelConfig:
         return None
 
     @property
+    def unadapted(self) -> ModelConfig:
+        """Return the model without adapters: this one, or that which adapters were added to."""
+        return self
+
+    @property
     def stochastic(self) -> bool:
         """Return whether training draws random numbers inside the model."""
         return False

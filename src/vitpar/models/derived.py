@@ -1,10 +1,10 @@
-"""Configurations that are made of another one: some of its blocks, or the same model with frozen layers."""
+"""Configurations that are made of another one: some of its blocks, or the same model with frozen parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Derived(ModelConfig):
+class Derived(ModelConfig):
     """Base: all that is not redefined is that of the other model."""
 
     whole: ModelConfig
@@ -71,7 +71,7 @@ class _Derived(ModelConfig):
 
 
 @dataclass(frozen=True)
-class Excerpt(_Derived):
+class Excerpt(Derived):
     """A model of some of another's blocks, in order, with its embed and head: to measure its kinds of layers.
 
     Neighbours need not fit each other, so that only its single layers can run. They share nothing.
@@ -99,30 +99,37 @@ class Excerpt(_Derived):
 
 
 @dataclass(frozen=True)
-class PartlyFrozen(_Derived):
-    """A model with frozen layers, whose descriptions say what their backward computes: to plan a training.
+class PartlyFrozen(Derived):
+    """A model with frozen parameters, whose descriptions say what their backward computes: to plan a training.
 
-    A kind of layers becomes one kind for each amount of backward.
+    A kind of layers becomes one kind for each amount of backward and each set of frozen parameters.
     """
 
     FAMILY: ClassVar[str] = "partly frozen"
 
     frozen: frozenset[str]
-    """Names of the layers that are not trained."""
+    """Names of the parameters that are not trained."""
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        computed = backwards(self.whole.layer_names, self.frozen)
-        # The input of the first layer has no gradient in any training.
-        usual = {
-            name
-            for name, gradients in computed.items()
-            if gradients == "all" or (self.whole.layers[name].first and gradients == "weights")
-        }
-        return tuple(
-            layer
-            if name in usual
-            else dataclasses.replace(layer, kind=f"{layer.kind}, backward {computed[name]}", backward=computed[name])
+        parts = {
+            name: frozenset(one for one in layer.parameters if f"{name}.{one}" in self.frozen)
             for name, layer in self.whole.layers.items()
+        }
+        computed = backwards(self.whole.layer_names, frozen_layers(self.whole, self.frozen))
+        gradients, named = [], []
+        for name, layer in self.whole.layers.items():
+            backward, kind = computed[name], layer.kind
+            if backward == "weights" and layer.first:
+                backward = "all"  # the input of the first layer has no gradient in any training
+            if backward != "all":
+                kind = f"{kind}, backward {backward}"
+            if parts[name] and len(parts[name]) < len(layer.parameters):
+                kind = f"{kind}, {len(parts[name])} of {len(layer.parameters)} parameters frozen"
+            gradients.append(backward)
+            named.append((kind, parts[name]))
+        return tuple(
+            dataclasses.replace(layer, kind=kind, backward=backward, frozen=parts[layer.name])
+            for layer, kind, backward in zip(self.whole.layers.values(), kind_names(named), gradients, strict=True)
         )
 
     @property
@@ -135,6 +142,31 @@ class PartlyFrozen(_Derived):
         return sum(layer.flops for layer in self.layers.values())
 
 
+def kind_names(kinds: Iterable[tuple[str, Hashable]]) -> list[str]:
+    """Return a name for each pair of a kind and what its layers differ in: the kind's, and a number behind others."""
+    known: dict[str, list[Hashable]] = {}
+    names = []
+    for kind, variant in kinds:
+        variants = known.setdefault(kind, [])
+        if variant not in variants:
+            variants.append(variant)
+        number = variants.index(variant)
+        names.append(f"{kind} ({number + 1})" if number else kind)
+    return names
+
+
+def frozen_layers(config: ModelConfig, frozen: Collection[str]) -> frozenset[str]:
+    """Return the names of the layers without a trained parameter.
+
+    frozen: names of the parameters that are not trained.
+    """
+    return frozenset(
+        name
+        for name, layer in config.layers.items()
+        if frozen and all(f"{name}.{one}" in frozen for one in layer.parameters)
+    )
+
+
 def with_frozen(config: ModelConfig, frozen: frozenset[str]) -> ModelConfig:
-    """Return `config` for planning a training in which the layers called `frozen` are not trained."""
+    """Return `config` for planning a training in which the parameters called `frozen` are not trained."""
     return PartlyFrozen(config, frozen) if frozen else config

@@ -16,6 +16,8 @@ Backward = Literal["all", "weights", "inputs", "nothing"]
 """Gradients that a layer's backward computes: of weights and input, or only of one of them."""
 _BLOCKS = "blocks."
 """Begin of the names of blocks, followed by their numbers from 0."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""Ends of the names of an adapter's linear layers, behind that of the layer that they adapt."""
 MODES = ("1d", "sp", "2d", "2.5d", "3d")
 """Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
 
@@ -93,6 +95,11 @@ class Part:
         """Return the features that a linear layer (takes, gives); None for anything else."""
         weight = self.shapes.get("weight", ())
         return (weight[1], weight[0]) if len(weight) == 2 and self.role != "vocabulary_embedding" else None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it is one of the two linear layers of an adapter (``vitpar.models.lora``)."""
+        return self.name.endswith(ADAPTERS)
 
     @property
     def flops(self) -> int:
@@ -181,6 +188,8 @@ class LayerDescription:
     """Tensor-parallel modes that compute the layer correctly."""
     backward: Backward = "all"
     """Gradients that backward computes in a training with frozen layers. The first layer's input never has one."""
+    frozen: frozenset[str] = frozenset()
+    """Names in the layer of the parameters that are not trained, where a training has such."""
     last: bool = False
     """Whether the loss takes what the layer gives."""
 
@@ -219,18 +228,31 @@ class LayerDescription:
         """Return the number of parameter elements."""
         return sum(map(math.prod, self.parameters.values()))
 
+    def trains(self, part: Part) -> bool:
+        """Return whether a part has parameters, any of which is trained."""
+        return any(name not in self.frozen for name in part.parameters)
+
+    def multiplies_for_weight(self, part: Part) -> bool:
+        """Return whether backward has a product for the gradient of a linear layer's weight."""
+        return part.product is not None and f"{part.name}.weight" not in self.frozen
+
+    @property
+    def weight_flops(self) -> int:
+        """Return the floating-point operations of backward for gradients of weights, for one sample."""
+        return sum(part.flops for part in self.parts if self.multiplies_for_weight(part))
+
     @property
     def flops(self) -> int:
         """Return the floating-point operations of one sample's training step.
 
         That is three times those of the matrix products in forward: backward has one product for the gradient of the
-        input and one for that of the weight.
+        input and one for that of the weight, if it is trained.
         """
         attention = self.attention.flops if self.attention else 0
         products = sum(part.flops for part in self.parts)
         if self.backward == "nothing":
             return products + attention + self.other_flops
-        return (2 if self.backward == "inputs" else 3) * products + 3 * (attention + self.other_flops)
+        return 2 * products + self.weight_flops + 3 * (attention + self.other_flops)
 
 
 def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backward]:

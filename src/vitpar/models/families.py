@@ -10,6 +10,7 @@ from typing import Any
 from vitpar.errors import ModelError
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.lora import LoRA
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.swin.config import SwinConfig
 from vitpar.models.t5.config import T5Config
@@ -24,6 +25,8 @@ SHIPPED = tuple(name for family in FAMILIES.values() for name in family.publishe
 """Names that stand for a published model."""
 _FAMILY = "family"
 """Key of the family in JSON; ViT's leave it out."""
+_ADAPTERS = "lora"
+"""Key of the adapters in JSON."""
 
 
 def model_config(name: str, **options: Any) -> ModelConfig:
@@ -68,7 +71,10 @@ def family_of(name: str) -> type[ModelConfig]:
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `config`, and its family unless it is ViT."""
+    """Return the fields of `config`, its family unless it is ViT, and its adapters if it has any."""
+    if isinstance(config, LoRA):
+        adapters = {"rank": config.rank, "alpha": config.alpha, "modules": list(config.modules)}
+        return {**config_to_json(config.whole), _ADAPTERS: adapters}
     fields: dict[str, Any] = asdict(config)  # type: ignore[call-overload]
     return fields if config.FAMILY == ViTConfig.FAMILY else {_FAMILY: config.FAMILY, **fields}
 
@@ -81,6 +87,8 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
     from pydantic import TypeAdapter, ValidationError
 
     fields = dict(said)
+    if (adapters := fields.pop(_ADAPTERS, None)) is not None:
+        return _with_adapters(config_from_json(fields), adapters)
     name = fields.pop(_FAMILY, ViTConfig.FAMILY)
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
@@ -104,3 +112,14 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
             raise ModelError(str(first["ctx"]["error"])) from None
         place = ".".join(map(str, first["loc"]))
         raise ModelError(f"{place}{': ' * bool(place)}{shown(first['msg'])}") from None
+
+
+def _with_adapters(config: ModelConfig, said: object) -> LoRA:
+    """Return `config` with the adapters that `config_to_json` wrote. Raises ModelError for anything else."""
+    kinds: dict[str, type | tuple[type, ...]] = {"rank": int, "alpha": (int, float), "modules": list}
+    if not isinstance(said, dict) or said.keys() != kinds.keys():
+        raise ModelError(f"{_ADAPTERS} of {config.name} must have {', '.join(kinds)}: do not use it")
+    wrong = [name for name, kind in kinds.items() if not isinstance(said[name], kind) or isinstance(said[name], bool)]
+    if wrong or not all(isinstance(name, str) for name in said["modules"]):
+        raise ModelError(f"{_ADAPTERS} of {config.name} has {(wrong or ['modules'])[0]} of another type: do not use it")
+    return LoRA(config, tuple(said["modules"]), said["rank"], float(said["alpha"]))

@@ -40,6 +40,11 @@ def lecun_normal(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
     return normal(std)(v.mul_(math.erf(2 / math.sqrt(2))), shape, c)
 
 
+def fan_in_uniform(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
+    """``nn.Linear.reset_parameters`` for a weight."""
+    return v.div_(math.sqrt(shape[1]))
+
+
 def xavier_uniform(parts: int = 1) -> Rule:
     """Return Xavier's uniform rule for `parts` matrices stacked in one parameter (queries, keys and values)."""
     return lambda v, shape, c: v.mul_(math.sqrt(6 / (shape[0] // parts + shape[1])))

@@ -61,6 +61,10 @@ ROLES = {
     "output": "linear layer to logits of every token, which every rank computes for all samples",
     "vocabulary_embedding": "embedding of token ids, of which every rank has the rows of a part of the ids",
     "vocabulary_output": "last linear layer to logits of every token, of which every rank has a part of the ids",
+    "column_a": "first linear layer of an adapter of a column layer, to a few features",
+    "column_b": "second linear layer of an adapter of a column layer",
+    "row_a": "first linear layer of an adapter of a row layer, to a few features",
+    "row_b": "second linear layer of an adapter of a row layer",
     "table": "small parameter [heads, …] that every rank keeps complete, and of which it uses the rows of its heads",
     "other": "anything else, which only 1d and +sp support",
 }
@@ -140,6 +144,10 @@ class TensorRole:
     """Collectives before the product, or of a norm."""
     after: Message | None = None
     """Collectives after the product."""
+    gathered: Message | None = None
+    """Collectives between the product and `after`."""
+    whole_output: bool = False
+    """Whether the features of the output are not split, although those of tokens are."""
     one_by_one: bool = False
     """Whether tokens are computed one after another."""
 
@@ -151,6 +159,22 @@ def _linear_2d(axis: str, sums: tuple[str, ...] = (), *, pooled: bool = False) -
 
 def _norm(axis: str, sums: tuple[str, ...] = ()) -> TensorRole:
     return TensorRole("SplitNorm", {axis: 0}, {axis: 0}, sums, Message(STATISTICS, axis))
+
+
+def _adapters_3d(of: str, batch: str, features: str) -> dict[str, TensorRole]:
+    """Return the rows of the adapters of a linear layer, whose input has these axes. of: the role of the layer."""
+    # Partial products of few features are gathered over the batch and scattered along the other axis, as the layer's
+    # output is. B then has complete features of the samples that the layer gives.
+    first = TensorRole(
+        "RowLinear",
+        {features: 1},
+        sums=(batch,),
+        after=Message(SCATTER, features),
+        gathered=Message(GATHER_POOLED, batch),
+        whole_output=True,
+    )
+    second = TensorRole("ColumnLinear", {batch: 0}, sums=(features,), before=Message(COPY, batch))
+    return {f"{of}_a": first, f"{of}_b": second}
 
 
 def _of_features(axis: str, sums: tuple[str, ...] = ()) -> dict[str, TensorRole]:
@@ -168,9 +192,15 @@ def _of_features(axis: str, sums: tuple[str, ...] = ()) -> dict[str, TensorRole]
 
 _FIRST, _PARTIAL = TensorRole("Shard", {"j": 0}, {"j": 0}), TensorRole(sums=("j",))
 _OF_WHOLE = TensorRole("RowLinear", {"j": 1}, before=Message(SLICE, "j"), after=Message(SUM, "j"))
+_COLUMN, _ROW = (
+    TensorRole("ColumnLinear", {"j": 0}, {"j": 0}, before=Message(COPY, "j")),
+    TensorRole("RowLinear", {"j": 1}, after=Message(SUM, "j")),
+)
 _2D = {
     "column": _linear_2d("j"),
     "row": _linear_2d("j"),
+    **dict.fromkeys(("column_a", "row_a"), _ROW),
+    **dict.fromkeys(("column_b", "row_b"), _COLUMN),
     "heads": _PARTIAL,
     "per_head": _FIRST,
     "inner_norm": _norm("j"),
@@ -178,8 +208,10 @@ _2D = {
 }
 TABLE: dict[str, dict[str, TensorRole]] = {
     "1d": {
-        "column": TensorRole("ColumnLinear", {"j": 0}, {"j": 0}, before=Message(COPY, "j")),
-        "row": TensorRole("RowLinear", {"j": 1}, after=Message(SUM, "j")),
+        "column": _COLUMN,
+        "row": _ROW,
+        "column_b": _COLUMN,
+        "row_a": _ROW,
         "heads": _PARTIAL,
         "per_head": _FIRST,
         "inner_norm": _norm("j"),
@@ -191,9 +223,13 @@ TABLE: dict[str, dict[str, TensorRole]] = {
     "sp": {
         "column": TensorRole("ColumnLinear", {"j": 0}, {"j": 0}, before=Message(GATHER_BATCH, "j")),
         "row": TensorRole("RowLinear", {"j": 1}, sums=("j",), after=Message(SCATTER, "j")),
+        "column_b": TensorRole("ColumnLinear", {"j": 0}, before=Message(GATHER_BATCH, "j")),
+        "row_a": TensorRole("RowLinear", {"j": 1}, after=Message(SCATTER, "j")),
         "per_head": _FIRST,
         "inner_norm": _norm("j"),
-        **dict.fromkeys(("heads", "norm", "scale", "token", "embedding", "merge", "other"), _PARTIAL),
+        **dict.fromkeys(
+            ("heads", "norm", "scale", "token", "embedding", "merge", "column_a", "row_b", "other"), _PARTIAL
+        ),
         "pooled": TensorRole("GatherPooled", before=Message(GATHER_POOLED, "j")),
         "gathered": TensorRole("GatherPooled", before=Message(GATHER_TOKENS, "j")),
         "classifier": _OF_WHOLE,
@@ -211,6 +247,8 @@ TABLE: dict[str, dict[str, TensorRole]] = {
         "row": TensorRole(
             "Linear3D", {"j": 1, "k": 0}, {"k": 0}, ("j",), Message(GATHER_BATCH, "k"), Message(SCATTER, "j")
         ),
+        **_adapters_3d("column", "j", "k"),
+        **_adapters_3d("row", "k", "j"),
         "heads": TensorRole(sums=("j", "k")),
         "per_head": TensorRole("Shard", {"j": 0}, {"j": 0}, ("k",)),
         "inner_norm": _norm("j", ("k",)),
@@ -241,6 +279,8 @@ class ParameterSplit:
     """Axes on which its gradient is partial."""
     complete: bool = False
     """Whether every rank keeps all of it, whatever shards the layer: a table."""
+    trained: bool = True
+    """Whether it has a gradient."""
 
 
 def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterSplit]:
@@ -253,5 +293,6 @@ def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterS
             axes = {axis: dim % len(shape) for axis, dim in axes.items()}
             sums = tuple(axis for axis in role.sums if axis not in axes)
             key = f"{part.name}.{name}" if name else part.name
-            splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table")
+            trained = key not in layer.frozen
+            splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table", trained=trained)
     return splits

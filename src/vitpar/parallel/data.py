@@ -160,7 +160,7 @@ def gradient_sums(
 ) -> list[GradientSum]:
     """Return the gradient sums of layers that ``fully_shard`` does not wrap, given in order with their meshes.
 
-    Gradients are summed over replicas, partial ones over these and the tensor-parallel axis at once. Frozen layers have
+    Gradients are summed over replicas, partial ones over these and the tensor-parallel axis at once. Frozen ones have
     none.
 
     partial: parameters of these layers whose gradients are partial over the axis j.

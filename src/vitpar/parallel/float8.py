@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import ADAPTERS
 from vitpar.models.layers import Layer
+from vitpar.models.lora_layers import product_name
 from vitpar.sharded import to_local
 from vitpar.strategy.execution import FastAccum, multiplies_in_float8
 
@@ -130,7 +132,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fast = Fast()) -> None:
-    """Let the linear layers of `block` that are large enough multiply in float8.
+    """Let the linear layers of `block` that are large enough multiply in float8, adapters excepted.
 
     block_name: name of the block, for messages.
     min_features: as in ``vitpar.strategy.execution.multiplies_in_float8``.
@@ -139,7 +141,7 @@ def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fa
     cannot multiply the local part of a weight.
     """
     for name, module in block.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or name.endswith(ADAPTERS):
             continue
         gives, takes = module.weight.shape  # of the complete weight, so that a layer computes alike under every plan
         if not multiplies_in_float8(takes, gives, min_features):
@@ -151,14 +153,18 @@ def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fa
                 f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
         module.float8 = fast  # type: ignore[assignment]
-        if "forward" not in vars(module):  # a split module has its own forward, which reads `float8`
+        if (method := product_name(module)) not in vars(
+            module
+        ):  # a split module has its own forward, which reads `float8`
             module.multiply = partial(linear, fast=fast)  # type: ignore[assignment]
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            setattr(module, method, MethodType(_forward, module))
 
 
 def refuse_small(config: ModelConfig, min_features: int) -> None:
     """Raise RecipeError if no linear layer of the blocks of `config` is large enough to multiply in float8."""
-    products = [part.product for layer in config.block_kinds for part in layer.parts if part.product]
+    products = [
+        part.product for layer in config.block_kinds for part in layer.parts if part.product and not part.adapts
+    ]
     if not any(multiplies_in_float8(*sizes, min_features) for sizes in products):
         raise RecipeError(
             f"train.precision is fp8, but no linear layer in the blocks of {config.name} reaches "

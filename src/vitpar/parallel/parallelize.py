@@ -3,7 +3,7 @@
 Each layer is wrapped by its own strategy, in this order:
 
 1. Build on meta, only the layers of this rank's stages. Parameter names are those of the complete model.
-2. Tensor parallelism: split what the layer class declares. Parameters of frozen layers get no gradients from here on.
+2. Tensor parallelism: split what the layer class declares. Frozen parameters get no gradients from here on.
 3. fp8: let the large linear layers of blocks multiply in float8. Needs the final, local weight sizes.
 4. Compile the forward of each block, with everything that replaces a forward inside.
 5. Activation checkpointing around the compiled forward.
@@ -137,9 +137,10 @@ def _compute(
     here: rules for this layer's parameters.
     """
     partial_gradients = [] if axes is None else apply_tensor_parallel(layer, strategy, axes)
-    if not here.trained:
-        layer.requires_grad_(False)
-        partial_gradients = []
+    for parameter_name, parameter in layer.named_parameters():
+        if f"{name}.{parameter_name}" in execution.frozen:
+            parameter.requires_grad_(False)
+    partial_gradients = [gradient for gradient in partial_gradients if gradient.parameter.requires_grad]
     if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
             compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])

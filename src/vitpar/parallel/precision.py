@@ -119,7 +119,11 @@ class _Copies(torch.autograd.Function):
         ctx.kept = None if keep_gradients else tensors[0].dtype
         missing = [tensor for tensor, copy in zip(tensors, made, strict=True) if copy is None]
         converted = iter(_converted(missing, dtype) if missing else ())
-        return tuple(next(converted) if copy is None else copy.detach() for copy in made)
+        copies = tuple(next(converted) if copy is None else copy.detach() for copy in made)
+        # Otherwise backward would compute gradients of the copies of frozen parameters, too.
+        frozen = (copy for copy, needed in zip(copies, ctx.needs_input_grad[3:], strict=True) if not needed)
+        ctx.mark_non_differentiable(*frozen)
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

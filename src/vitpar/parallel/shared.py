@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import layer_of
 from vitpar.models.layers import Layer
 from vitpar.parallel.mesh import stages_mesh
 from vitpar.sharded import to_local
@@ -53,7 +52,7 @@ class SharedSums:
 
     parameters: this rank's, by name.
     meshes: return value of `sharing_meshes`.
-    frozen: names of the layers that are not trained: all layers of a shared parameter, or none.
+    frozen: names of the parameters that are not trained: a shared one in all of its layers, or in none.
     dtype: that of parameters.
     """
 
@@ -67,7 +66,7 @@ class SharedSums:
         device: torch.device,
     ) -> None:
         frozen = set(frozen)
-        trained = {owner: names for owner, names in config.holders.items() if layer_of(owner) not in frozen}
+        trained = {owner: names for owner, names in config.holders.items() if owner not in frozen}
         here = {owner: [parameters[name] for name in names if name in parameters] for owner, names in trained.items()}
         self._device = device
         self._shared = [(here[owner], meshes[owner]) for owner in here if owner in meshes and here[owner]]

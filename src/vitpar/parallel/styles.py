@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from vitpar.errors import StrategyError
 from vitpar.models.description import LayerDescription, Part
+from vitpar.models.lora_layers import product_name
 from vitpar.models.role_names import role_of
 from vitpar.models.roles import AXES, COPY, SUM, TABLE, UNSPLIT, TensorRole, chunk_range
 from vitpar.models.text_layers import embedded
@@ -88,6 +89,8 @@ def _linear(module: SplitModule, x: Tensor) -> Tensor:
         if before is not None:
             x = scatter_to_tp_region(x, -1, _group(module, before.axis))
         y = float8_linear(x, weight, None, in_float8) if in_float8 else F.linear(x, weight)
+    if module.tensor_role.gathered is not None:
+        y = gather_from_tp_region(y, 0, _group(module, module.tensor_role.gathered.axis))
     if after is not None:
         into = reduce_from_tp_region if after.exchange is SUM else reduce_scatter_to_tp_region
         y = into(y, _group(module, after.axis))
@@ -176,7 +179,7 @@ class TensorStyle(ParallelStyle):
                 module.first_id = chunk_range(rows, device_mesh.size(), device_mesh.get_local_rank()).start  # type: ignore[assignment]
             # A bound method, not functools.partial: layers would hold different partial objects, and the compiler
             # would make a graph for each.
-            module.forward = MethodType(forward, module)
+            setattr(module, product_name(module), MethodType(forward, module))
         return module
 
 

@@ -59,7 +59,7 @@ def search(
     roles: roles that plans may use
     without: flags and schedules to exclude, such as "ckpt" or "gpipe"
     optimizer: name of the optimizer, which determines the state per parameter
-    freeze: layers that are not trained, as in the recipe's train.freeze
+    freeze: layers and parameters that are not trained, as in the recipe's train.freeze
     seconds: time limit of the search after the first plan is found
 
     Returns the plans, best first, with an upper bound on the speed of any plan. Raises PlannerError for unreadable

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
+from vitpar.models.derived import with_frozen
 from vitpar.models.description import LayerDescription, layer_of
 from vitpar.models.roles import AXES, parameter_splits
-from vitpar.planner.cost.elements import layer_parameters
+from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import (
     BatchArithmetic,
@@ -152,20 +153,26 @@ class PlanSummary:
 
 
 def summarize(
-    config: ModelConfig, plan: Plan, batch_size: int, bytes_per_parameter: float, frozen: Mapping[str, int] = {}
+    config: ModelConfig,
+    plan: Plan,
+    batch_size: int,
+    bytes_per_parameter: float,
+    frozen: Collection[str] = (),
+    bytes_per_frozen: float = 0,
 ) -> PlanSummary:
     """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
 
-    bytes_per_parameter: bytes of state per parameter element of a rank, as `state_bytes` of
+    bytes_per_parameter: bytes of state per trained parameter element of a rank, as `state_bytes` of
     ``vitpar.training.optim.state_memory`` counts them
-    frozen: the same of layers that are not trained, by name, as `frozen_bytes` counts them
+    frozen: names of the parameters that are not trained
+    bytes_per_frozen: bytes per element of these, as `frozen_bytes` counts them
     """
     batch = batch_arithmetic(plan, batch_size)
     return PlanSummary(
         parameters=config.parameters,
         batch=batch,
         idle_share=idle_share(plan, batch.microbatches),
-        pipeline=_pipeline(config, plan, {**dict.fromkeys(config.layer_names, bytes_per_parameter), **frozen}),
+        pipeline=_pipeline(with_frozen(config, frozenset(frozen)), plan, (bytes_per_parameter, bytes_per_frozen)),
         pipeline_axis=AxisSummary("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
         travel=tuple(layout[0].share for layout in travel_layouts(config, plan)),
         strategies=_strategies(config, plan),
@@ -174,13 +181,17 @@ def summarize(
     )
 
 
-def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, float]) -> tuple[PipelineRank, ...]:
+def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> tuple[PipelineRank, ...]:
     """Return the share of the model at each place of the pp axis.
 
-    size: bytes of state per parameter element, by layer.
+    sizes: bytes of state per element of parameters that are trained and frozen.
     """
     parts, flops = stage_layers(config, plan), config.layer_flops
-    held, strategies = layer_parameters(config, plan), plan.strategies(config.layer_names)
+    strategies = plan.strategies(config.layer_names)
+    elements = {name: layer_elements(config.layers[name], strategies[name]) for name in config.layer_names}
+    held = {name: one.local_numel for name, one in elements.items()}
+    trained = {name: one.trained_local + one.trained_tables for name, one in elements.items()}
+    size = {name: trained[name] * sizes[0] + (held[name] - trained[name]) * sizes[1] for name in held}
     pipeline_ranks = []
     for pp in range(plan.pipeline_degree):
         stages = stages_of_rank(pp, plan)
@@ -193,8 +204,8 @@ def _pipeline(config: ModelConfig, plan: Plan, size: Mapping[str, float]) -> tup
                 layers=tuple(parts[stage] for stage in stages),
                 flops_share=sum(flops[name] for name in names) / sum(flops.values()),
                 parameters=parameters,
-                state_bytes=round(sum(held[name] * size[name] for name in names)),
-                host_bytes=round(sum(held[name] * size[name] for name in names if strategies[name].offload)),
+                state_bytes=round(sum(size[name] for name in names)),
+                host_bytes=round(sum(size[name] for name in names if strategies[name].offload)),
             )
         )
     return tuple(pipeline_ranks)

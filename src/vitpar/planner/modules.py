@@ -69,7 +69,7 @@ def _summary(part: Part, mode: str) -> ModuleSummary:
         weight=_placement(role.weight, mode) if {"weight", ""} & part.shapes.keys() else "",
         bias=_placement(role.bias, mode) if "bias" in part.shapes else "",
         before=_exchange(role.before, mode),
-        after=_exchange(role.after, mode),
+        after=", then ".join(filter(None, (_exchange(role.gathered, mode), _exchange(role.after, mode)))),
     )
 
 

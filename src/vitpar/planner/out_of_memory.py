@@ -74,7 +74,7 @@ def estimate_memory(
 
     plan: validated plan
     num_moments: copies of the parameters that the optimizer and the running average keep
-    frozen: names of the layers that are not trained
+    frozen: names of the parameters that are not trained
     teacher: teacher of the model; None for none
 
     Raises PlannerError if the plan cannot be priced.

@@ -37,7 +37,7 @@ def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | Non
 
 
 Frozen = Callable[[ModelConfig], frozenset[str]]
-"""Function of a configuration that returns the names of the layers that are not trained, such as ``Recipe.frozen``."""
+"""Function of a configuration that returns the names of parameters that are not trained, such as ``Recipe.frozen``."""
 
 
 def profiled_costs(
@@ -56,7 +56,7 @@ def profiled_costs(
     precision: name of the precision; "auto" for what a training on such devices would choose
     compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
     hardware_file, model_file: profiles; None for hardware.json and model.json
-    frozen: function of a configuration that returns the names of the layers that are not trained
+    frozen: function of a configuration that returns the names of the parameters that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
     teacher: function of a configuration that returns its teacher, or None
 
@@ -114,7 +114,7 @@ def estimated_costs(
     precision: name of the precision; "auto" for bf16 if the devices support it
     compiled: whether blocks are compiled; None for true, as in a training on GPUs
     ranks: number of devices; None for all
-    frozen: names of the layers that are not trained
+    frozen: names of the parameters that are not trained
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
     teacher: teacher of the model; None for none
 

@@ -15,7 +15,8 @@ Under pp, ``fully_shard`` reduces after all micro-batches instead of at the last
 so for all other gradients too. `Communication` can change fsdp and i: gathering for each use under pp, reducing at
 every micro-batch.
 
-Frozen layers reduce nothing. Below the lowest trained layer there is no backward, so that nothing is gathered for it.
+Frozen parameters have no gradients, so that nothing of them is reduced. Below the lowest trained layer there is no
+backward, so that nothing is gathered for it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Execution:
     """Share of a compiled block's activations that the compiler may keep for backward, 0 to 1; None for all."""
     communication: Communication = field(default_factory=Communication)
     frozen: frozenset[str] = frozenset()
-    """Names of the layers that are not trained."""
+    """Names of the parameters that are not trained."""
     fp8_min_features: int = FP8_MIN_FEATURES
     """Smallest linear layers that multiply in float8 in precision fp8, as `multiplies_in_float8` measures them."""
     fp8_fast_accum: FastAccum = "forward"

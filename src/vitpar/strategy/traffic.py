@@ -51,14 +51,15 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     forward, backward = Counter[Collective](), Counter[Collective]()
     if side == 1:
         return forward, backward
-    last = None
+    last, first = None, _first_trained(layer)
     for number, part in enumerate(layer.parts):
         sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
-        forward, backward = forward + sent.forward, backward + sent.backward
-        if layer.backward != "inputs":
+        forward += sent.forward
+        if number >= first:
+            backward += sent.backward
+        if layer.multiplies_for_weight(part) or (part.product is None and layer.trains(part)):
             backward += sent.for_weights
-        # The lowest trained layer begins with a norm, whose input needs no gradient.
-        if layer.backward != "weights" or number > 0 or part.role != "norm":
+        if number > first:
             backward += sent.for_input
         last = (
             sent.last
@@ -75,6 +76,15 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
     # results of communication and repeats none.
     again = forward - Counter([last] if last else []) if strategy.checkpoint == "full" else Counter[Collective]()
     return forward + loss, backward + again
+
+
+def _first_trained(layer: LayerDescription) -> int:
+    """Return the index of the part of a layer that ends backward, since its input needs no gradient; -1 for none.
+
+    In the lowest trained layer that is the first one with a trained parameter.
+    """
+    trained = (number for number, part in enumerate(layer.parts) if layer.trains(part))
+    return next(trained, -1) if layer.backward == "weights" else -1
 
 
 def _loss_traffic(layer: LayerDescription, strategy: Strategy, images: int) -> Traffic:
@@ -107,11 +117,11 @@ def traffic_beside_products(layer: LayerDescription, strategy: Strategy, rows: i
     side = dict(strategy.tensor_shape)["j"]
     if side == 1 or layer.backward in ("nothing", "inputs"):
         return []
-    # layer.flops are those of three passes, one of them forward.
-    passes, besides = 1.0 if strategy.checkpoint == "full" else 2 / 3, []
+    # layer.flops are those of three passes, one of them forward, if all is trained.
+    passes, besides, first = 1.0 if strategy.checkpoint == "full" else 2 / 3, [], _first_trained(layer)
     for number, part in enumerate(layer.parts):
         sent = _part_traffic(part, strategy, rows // strategy.data_parallel)
-        if sent.beside and (number > 0 or layer.backward == "all"):
+        if sent.beside and number > first and layer.multiplies_for_weight(part):
             share = part.flops / (passes * layer.flops)
             besides += [Beside(*item, share) for item in (sent.for_input + sent.for_weights).items()]
     return besides
@@ -141,10 +151,11 @@ def _part_traffic(part: Part, strategy: Strategy, images: int) -> _PartTraffic:
     """
     role, side = TABLE[strategy.mode].get(part.role, UNSPLIT), dict(strategy.tensor_shape)["j"]
     # Under 3d one axis sends, and the other one splits what is sent.
-    tokens = images * (1 if role.one_by_one else part.tokens) // (side if strategy.mode == "3d" else 1)
+    splits = strategy.mode == "3d" and not role.whole_output
+    tokens = images * (1 if role.one_by_one else part.tokens) // (side if splits else 1)
     sent = {purpose: Counter[Collective]() for purpose in ("forward", "backward", "for_input", "for_weights")}
     last = None
-    for message in filter(None, (role.before, role.after)):
+    for message in filter(None, (role.before, role.gathered, role.after)):
         for purpose, collectives in sent.items():
             if operation := getattr(message.exchange, purpose):
                 elements, times = _size(part, role, message, purpose, images, tokens)
@@ -159,7 +170,7 @@ def _size(part: Part, role: TensorRole, message: Message, purpose: str, images: 
 
     tokens: those that ranks along the axis of the message compute together.
     """
-    if message.exchange is GATHER_POOLED:
+    if message is role.before and message.exchange is GATHER_POOLED:
         return images * part.width, part.tokens
     if message.exchange is GATHER_IDS:
         return tokens, 1

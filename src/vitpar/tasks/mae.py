@@ -124,6 +124,7 @@ def _mae(config: ModelConfig) -> MAEConfig:
     """Return the configuration of the model, which is of the task's family."""
     from vitpar.models.mae.config import MAEConfig
 
+    config = config.unadapted
     assert isinstance(config, MAEConfig), "the task has been checked to fit the model"
     return config
 

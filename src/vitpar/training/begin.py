@@ -22,12 +22,14 @@ from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_
+from vitpar.models.lora import LoRA, adapters_of
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_section
 from vitpar.training.recipe.sections import DataSection
+from vitpar.weights.adapters import read_adapters
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
@@ -63,7 +65,7 @@ class _Opened:
 
 
 def _opened(folder: Path, config: ModelConfig) -> _Opened:
-    """Open the weights in `folder` for a run of the model `config`."""
+    """Open the weights in `folder` for a run of the model `config`, which has no adapters."""
     weights = open_weights(folder)
     opened, pretrained = _Opened(weights.config, weights.read), None
     if type(weights.config) is not type(config):
@@ -93,7 +95,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
     Raises DataError for weights that cannot be read, and RecipeError for those of another model.
     """
     assert recipe.model.weights is not None
-    folder = Path(recipe.model.weights)
+    folder, config = Path(recipe.model.weights), config.unadapted
     weights = _opened(folder, config)
     there, changed = weights.config, bool(weights.changes)
     if type(there) is not type(config):
@@ -137,6 +139,23 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
 
 
 @torch.no_grad()
+def begin_adapters(model: ParallelModel, recipe: Recipe, ema: EMA | None = None) -> str:
+    """Fill the adapters of `model`, and what was trained with them, from `lora.weights`; return a message. Collective.
+
+    Raises DataError for adapters of another model.
+    """
+    assert recipe.lora.weights is not None and isinstance(model.config, LoRA)
+    made = read_adapters(Path(recipe.lora.weights), model.config)
+    for name, parameter in model.named_parameters():
+        if (owner := model.config.owner(name)) in made:
+            copy_whole_(parameter, made[owner])
+    model.parameters_changed()
+    if ema:
+        ema.restart()
+    return f"adapters are loaded from {recipe.lora.weights}"
+
+
+@torch.no_grad()
 def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, ema: EMA | None = None) -> str:
     """Fill `model` and its averages from the recipe's weights, and return a message for the user. Collective.
 
@@ -145,7 +164,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    start, config = beginning(recipe, model.config, task, data), model.config
+    start, config = beginning(recipe, model.config, task, data), model.config.unadapted
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
     weights = _opened(folder, config)
@@ -153,7 +172,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     adapted = {POSITIONS} if resizes else set[str]()
     if start.new_classifier or start.outputs is not None:
         adapted |= {*CLASSIFIERS}
-    adapted |= {*weights.kept}
+    adapted |= {*weights.kept, *adapters_of(model.config)}
     if weights.changes:
         if (folder / INDEX).exists():
             Checkpoint.open_whole(folder)  # verifies the files

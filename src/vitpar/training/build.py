@@ -100,7 +100,7 @@ class TrainingComponents:
 def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: bool) -> Execution:
     """Return the settings of `recipe` that decide how steps of `plan` are executed.
 
-    Raises RecipeError for frozen layers that the model lacks.
+    Raises RecipeError for frozen parameters that the model lacks.
     """
     train = recipe.train
     return Execution(
@@ -134,14 +134,18 @@ def build(
     data: data sets that the training reads, by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
-    layers that do not exist.
+    parameters that do not exist.
     """
     task = task or task_of(recipe, config.num_classes)
     refuse_wrong_task(task)
     # The weights of a resumed run may be gone: its parameters are in the checkpoint.
     weights = recipe.model.weights and Path(recipe.model.weights)
-    digest = fingerprint(weights) if weights and weights.is_dir() else None
-    contents = {"the content of model.weights": digest, "the content of distill.teacher": teacher_fingerprint(recipe)}
+    adapters = recipe.lora.weights and Path(recipe.lora.weights)
+    contents = {
+        f"the content of {name}": fingerprint(folder) if folder and folder.is_dir() else None
+        for name, folder in (("model.weights", weights), ("lora.weights", adapters))
+    }
+    contents["the content of distill.teacher"] = teacher_fingerprint(recipe)
     refuse_disagreement(recipe, plan, data or {}, contents)
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks

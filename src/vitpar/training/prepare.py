@@ -152,6 +152,12 @@ def prepare(
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
+    if recipe.lora.weights is not None and source.begins:
+        from vitpar.models.lora import LoRA
+        from vitpar.weights.adapters import read_adapters
+
+        assert isinstance(config, LoRA), "lora.weights needs lora.rank"
+        read_adapters(Path(recipe.lora.weights), config)
     if checkpoint := _newest(source):  # files may be damaged: the run verifies them, and may choose an older one
         allowed_changes(checkpoint, recipe, task, train_set, allow_change)
     resuming = run_dir is not None and source.source is not None and same_run(run_dir, source.source)

@@ -18,6 +18,7 @@ from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
+from vitpar.strategy.freezing import parameter_names
 from vitpar.strategy.stages import takes_all_of
 from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import Task, task_of
@@ -176,7 +177,7 @@ class Teacher:
         self._task, self.folder = task, setup.folder
         # On the device: indexing by a list would wait for a copy in every step.
         self._order = None if setup.outputs is None else torch.tensor(setup.outputs, device=device)
-        alone = replace(execution, frozen=frozenset(setup.config.layer_names), communication=Communication())
+        alone = replace(execution, frozen=frozenset(parameter_names(setup.config)), communication=Communication())
         self.model = parallelize_checked(setup.config, setup.plan, alone, device)
         load_weights(self.model, setup.folder)
         self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), device=device)

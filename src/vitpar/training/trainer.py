@@ -17,7 +17,7 @@ from vitpar.launch.stop_request import STOPPING, StopRequest
 from vitpar.launch.world_group import broadcast_json
 from vitpar.tasks.image_data import ImageSet
 from vitpar.text import count
-from vitpar.training.begin import begin
+from vitpar.training.begin import begin, begin_adapters
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
@@ -175,8 +175,11 @@ class Trainer:
         self.attention = trained.choose_attention(checkpoint.facts.attention if checkpoint else None)
         if checkpoint:
             self._resume(checkpoint)
-        elif self.recipe.model.weights is not None:
-            self.reporter.info(begin(self.model, self.recipe, self.task, self.train_set, self.ema))
+        else:
+            if self.recipe.model.weights is not None:
+                self.reporter.info(begin(self.model, self.recipe, self.task, self.train_set, self.ema))
+            if self.recipe.lora.weights is not None:
+                self.reporter.info(begin_adapters(self.model, self.recipe, self.ema))
         return self.input.cache(self.train_set, self.val_set)
 
     def _resume(self, checkpoint: Checkpoint) -> None:

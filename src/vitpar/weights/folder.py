@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,6 +43,8 @@ from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import copy_whole_
+from vitpar.models.lora import LoRA, adapters_of
+from vitpar.models.lora_layers import merged_parameter
 from vitpar.parallel import ParallelModel
 from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
 
@@ -67,6 +69,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: Sequence[str] | None = None) -> None:
     """Write the unsharded parameters of `model` to `folder`, replacing it. Collective over all ranks.
 
+    Adapters are merged into the parameters that they adapt.
+
     recipe: recipe of the run, as TOML.
     class_names: names of the classes; None for none.
     """
@@ -86,12 +90,15 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: S
         value = _whole(parameter, model.device)
         if leader:
             whole[parameter_name] = value.detach().cpu().contiguous()
+    adapters = {key: whole.pop(key) for key in adapters_of(model.config) & whole.keys()}
+    if leader and isinstance(model.config, LoRA):
+        whole = {key: merged_parameter(model.config, key, value, adapters.__getitem__) for key, value in whole.items()}
     if leader:
         _save(whole, half / name)
     files = all_gather_json(dict.fromkeys(whole, name))
     if dist.get_rank() == 0:
         weight_map = {key: file for part in files for key, file in part.items()}
-        texts = {CONFIG: json.dumps(config_to_json(model.config), indent=1), RECIPE: recipe}
+        texts = {CONFIG: json.dumps(config_to_json(model.config.unadapted), indent=1), RECIPE: recipe}
         names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
         _write_others(half, {INDEX: _index(weight_map), **texts, **names})
     barrier()
@@ -169,6 +176,23 @@ def write_weights(
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
+    """Write files to the new `folder` atomically, from a single process, and return them.
+
+    Raises CheckpointError for a folder that is not empty and if writing fails.
+    """
+    refuse_used(folder)
+    try:
+        begin(folder)
+        _write_others(partial(folder), contents)
+        publish(folder)
+    except OSError as error:
+        raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial(folder), ignore_errors=True)
+    return [folder / name for name in contents]
+
+
 def _index(weight_map: Mapping[str, str]) -> str:
     return json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
 
@@ -195,22 +219,24 @@ def export(
     writing fails.
     """
     tensors, prefix = checkpoint.index.tensors, _prefix(checkpoint, averages)
-    names = [name for name in tensors if name.startswith(prefix)]
+    weights = weights_of(checkpoint, averages)
+    left_out = adapters_of(_saved_config(checkpoint.path))
     sizes = {
-        name.removeprefix(prefix): torch.Size(tensors[name].shape).numel()
-        * getattr(torch, tensors[name].dtype).itemsize
-        for name in names
+        name.removeprefix(prefix): torch.Size(tensor.shape).numel() * getattr(torch, tensor.dtype).itemsize
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and name.removeprefix(prefix) not in left_out
     }
     try:
         names = [CLASSES] if (checkpoint.path / CLASSES).exists() else []
-        texts = {name: read_text(checkpoint.path / name, MAX_JSON_BYTES) for name in (CONFIG, *names)}
+        texts = {name: read_text(checkpoint.path / name, MAX_JSON_BYTES) for name in names}
+        texts[CONFIG] = json.dumps(config_to_json(weights.config), indent=1)
         texts[RECIPE] = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
     return write_weights(
         folder,
         sizes,
-        lambda name: read_whole(checkpoint, f"{prefix}{name}"),
+        weights.read,
         others=texts,
         shard_bytes=shard_bytes,
         progress=progress,
@@ -219,7 +245,7 @@ def export(
 
 @dataclass(frozen=True)
 class Weights:
-    """Unsharded parameters of saved weights or of a checkpoint.
+    """Unsharded parameters of saved weights or of a checkpoint, with adapters merged into what they adapt.
 
     Of a checkpoint with running averages, these are the averages.
     """
@@ -232,20 +258,43 @@ class Weights:
     """Function from the name of a parameter to its tensor."""
 
 
-def weights_of(checkpoint: Checkpoint, averages: bool | None = None) -> Weights:
-    """Return the parameters of a run's checkpoint, none of which is read yet. averages: as in `export`.
+def weights_of(checkpoint: Checkpoint, averages: bool | None = None, *, merge: bool = True) -> Weights:
+    """Return the parameters of a run's checkpoint, none of which is read yet.
+
+    averages: as in `export`.
+    merge: whether to merge adapters. Else the configuration has them, and they are parameters as any other.
 
     Raises CheckpointError for averages that the checkpoint does not have.
     """
-    prefix = _prefix(checkpoint, averages)
-    config = open_weights(checkpoint.path).config
-    return Weights(checkpoint.path, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
+    prefix, config = _prefix(checkpoint, averages), open_weights(checkpoint.path, merge=merge).config
+    if not merge:
+        return Weights(checkpoint.path, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
+    return _merging(checkpoint.path, _saved_config(checkpoint.path), checkpoint, prefix)
 
 
-def open_weights(folder: Path) -> Weights:
+def _merging(folder: Path, config: ModelConfig, checkpoint: Checkpoint, prefix: str) -> Weights:
+    """Return the parameters of a checkpoint of the model `config`."""
+
+    def read(name: str) -> Tensor:
+        return read_whole(checkpoint, f"{prefix}{name}")
+
+    if not isinstance(config, LoRA):
+        return Weights(folder, config, read)
+    return Weights(folder, config.whole, lambda name: merged_parameter(config, name, read(name), read))
+
+
+def _saved_config(folder: Path) -> ModelConfig:
+    """Return the configuration in `folder`, whose adapters are those of a checkpoint. Raises DataError."""
+    try:
+        return config_from_json(read_object(folder / CONFIG))
+    except ModelError as error:
+        raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
+
+
+def open_weights(folder: Path, *, merge: bool = True) -> Weights:
     """Open the weights or the checkpoint in `folder` and check config.json against the shapes of the tensors.
 
-    No tensor is read yet.
+    No tensor is read yet. merge: as in `weights_of`.
 
     Raises DataError or CheckpointError if `folder` holds neither, or if it is damaged.
     """
@@ -255,10 +304,7 @@ def open_weights(folder: Path) -> Weights:
                 f"'{folder}' holds no weights ({name} is missing): use a folder such as runs/…/weights or "
                 "runs/…/checkpoints/step_450"
             )
-    try:
-        config = config_from_json(read_object(folder / CONFIG))
-    except ModelError as error:
-        raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
+    config = _saved_config(folder)
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open(folder)
         prefix = _best(checkpoint)
@@ -266,7 +312,8 @@ def open_weights(folder: Path) -> Weights:
             raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
         tensors = checkpoint.index.tensors.items()
         shapes = {name.removeprefix(prefix): t.shape for name, t in tensors if name.startswith(prefix)}
-        weights = Weights(folder, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
+        weights = _merging(folder, config, checkpoint, prefix)
+        weights = weights if merge else replace(weights, config=config)
     else:
         shards = Shards.indexed(folder, INDEX)
         shapes, weights = shards.shapes, Weights(folder, config, shards.read)
@@ -338,6 +385,12 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open_whole(folder)
         prefix = _best(checkpoint)
+        if isinstance(saved := _saved_config(folder), LoRA):
+            weights = _merging(folder, saved, checkpoint, prefix)
+            for name, parameter in wanted.items():
+                copy_whole_(parameter, weights.read(model.config.owner(name)))
+            model.parameters_changed()
+            return
         owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
         named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
         load_tensors(folder, named, checkpoint.index, owners)

@@ -20,6 +20,7 @@ from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.families import config_to_json, family_of, model_config
 from vitpar.models.initial import initial_value
+from vitpar.weights.adapters import merging
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
 from vitpar.weights.foreign import recognised
 from vitpar.weights.hints import IMAGENET, hints
@@ -60,6 +61,7 @@ def import_weights(
     image_size: int | None = None,
     trust: bool = False,
     prefix: str | None = None,
+    adapters: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ImportedWeights:
@@ -71,6 +73,7 @@ def import_weights(
     image_size: height and width of images in pixels, to which positions are interpolated; None keeps it.
     trust: whether to read a file that could run code.
     prefix: beginning of the names of the model's tensors; None to find it.
+    adapters: folder of low-rank adapters in peft's format, which are merged; None for none.
     shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
     progress: callback (tensors done, tensors in total).
 
@@ -78,6 +81,8 @@ def import_weights(
     """
     refuse_used(folder)
     source = unwrapped(open_source(path, trust), prefix)
+    if adapters is not None:
+        source = merging(source, adapters)
     (family, renamed), hinted = (
         recognised(path, source.shapes, classifies=_classifies(classes, model)),
         hints(source.configs),

@@ -27,7 +27,6 @@ from helpers.sharded_parameters import (
     ranks_of,
     whole,
 )
-from vitpar.models.description import layer_of
 from vitpar.models.layers import LayeredModel
 from vitpar.sharded import local
 from vitpar.training.optim.norms import WholeNorms
@@ -199,12 +198,12 @@ def test_zero_norm_disables_the_trust_ratio(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor"])
 def test_estimate_counts_the_numbers_of_the_state(name: str) -> None:
     """Adafactor keeps a number for each row and column, also of positions and patches, and one for each of a vector."""
-    frozen = {"train.freeze": "embed, 0"} if name == "adafactor" else {}
+    frozen = {"train.freeze": "embed, 0, *.fc1.weight"} if name == "adafactor" else {}
     recipe = read_recipe(None, {"data.path": "x", "train.steps": 1, "optimizer.name": name, **NANO, **frozen})
     config = recipe.config(10)
     parameters = dict(LayeredModel(config).named_parameters())
     for one, p in parameters.items():
-        p.requires_grad_(layer_of(one) not in recipe.frozen(config))
+        p.requires_grad_(one not in recipe.frozen(config))
     optimizer = ShardedOptimizer(parameters.items(), recipe.optimizer)
     optimizer.allocate()
     kept = sum(value.numel() for key, value in optimizer.state().items() if not key.startswith("step."))

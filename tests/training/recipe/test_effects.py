@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from vitpar.errors import RecipeError
+from vitpar.models.description import layer_of
 from vitpar.strategy.support import COMMUNICATION
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.effects import COMMANDS, EFFECTS
@@ -58,18 +59,32 @@ def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "recipe.toml") == recipe
 
 
-def test_freeze_names_layers_of_the_model() -> None:
+def test_freeze_names_layers_and_parameters_of_the_model() -> None:
     def frozen(text: str) -> frozenset[str]:
         recipe = read_recipe(None, {**BASE, "model.name": "vit_nano_patch4_32"}, [f"train.freeze={text}"])
         return recipe.frozen(recipe.config(10))
 
-    assert frozen("embed, 0-1") == {"embed", "blocks.0", "blocks.1"}
-    assert frozen('"embed"') == {"embed"} and frozen("3") == {"blocks.3"}  # TOML reads a number
+    assert {layer_of(name) for name in frozen("embed, 0-1")} == {"embed", "blocks.0", "blocks.1"}
+    assert frozen('"embed"') == frozen("embed") and frozen("3") == frozen("blocks.3.*")  # TOML reads a number
+    assert frozen("blocks.0.norm1.*, !*.bias") == {"blocks.0.norm1.weight"}
+    kept = frozen("*, !1-7, !*.bias")
+    assert {layer_of(name) for name in kept} == {"blocks.0"} and not any(name.endswith(".bias") for name in kept)
     plain = read_recipe(None, BASE)
     assert plain.frozen(plain.config(10)) == frozenset()
     for text, message in (
         ("0-9", "train.freeze: '0-9' names block 9, but vit_nano_patch4_32 has 8 blocks, 0 to 7: change it"),
         ("embed, *, head", "train.freeze 'embed, *, head' freezes all layers: leave out one, such as head"),
+        (
+            "*.norm7.*",
+            "train.freeze: '*.norm7.*' matches no parameter of vit_nano_patch4_32: use a pattern such as "
+            "*.bias or blocks.0.*",
+        ),
+        (
+            "0, !1.*",
+            "train.freeze: '1.*' matches no parameter of vit_nano_patch4_32: use a pattern such as *.bias or "
+            "blocks.0.*",
+        ),
+        ("!*.bias", "train.freeze: '!*.bias' excepts nothing that the list names: leave it out"),
     ):
         with pytest.raises(RecipeError) as refused:
             frozen(text)

@@ -1,4 +1,4 @@
-"""Runs with frozen layers: their checkpoints are complete, move between plans, and can be unfrozen."""
+"""Runs with frozen parameters or adapters: checkpoints are complete, move between plans, and can be unfrozen."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,14 @@ import torch
 
 from helpers.ranks import RankPool
 from helpers.trained import STEPS, assembled, recipe_of, rows, train, trainer_of
+from vitpar import model_config
+from vitpar.checkpoint import Checkpoint
 from vitpar.errors import CheckpointError
+from vitpar.models.lora import LoRA
 from vitpar.runs.folder import RunRecord
 from vitpar.training.recipe import Recipe
-from vitpar.weights.folder import open_weights
+from vitpar.weights.adapters import adapter_files
+from vitpar.weights.folder import open_weights, weights_of, write_files
 
 FREEZE = {"train.freeze": "embed, 0-1", "optimizer.lr": 1e-3}
 FROZEN = ("embed.", "blocks.0.", "blocks.1.")
@@ -75,3 +79,62 @@ def test_unfreezing_on_resume_must_be_allowed(data: Path, tmp_path: Path, ranks:
     counts = {name.split(".", 2)[2]: int(end[name]) for name in end if name.startswith("optimizer.step.")}
     assert counts["blocks.0.norm1.weight"] == STEPS and counts["head.fc.weight"] == 2 * STEPS
     assert "embed.pos_embed" not in counts
+
+
+ADAPTERS = {"lora.rank": 3, "lora.alpha": 6.0, "lora.train": "head, *.norm1.*", "optimizer.lr": 1e-2}
+
+
+def test_run_with_adapters_moves_to_another_plan_and_ends_in_merged_weights(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """Final weights, and those read from a checkpoint, are W + alpha / rank · B A of the averages."""
+    first, second = (recipe_of(data, mesh, **ADAPTERS) for mesh in ("pp2xtp2", "fsdp3"))
+    ranks(4).run(train, first, tmp_path / "through")
+    ranks(4).run(stopped, first, tmp_path / "moved")
+    (refusal, *_) = ranks(2).run(
+        resumed, recipe_of(data, "dp2", **{**ADAPTERS, "lora.rank": 4}), tmp_path / "moved", ()
+    )
+    assert "lora.rank was 3 and is 4" in refusal
+    ranks(3).run(train, second, tmp_path / "moved", resume=tmp_path / "moved")
+    for one, other in zip(rows(tmp_path / "through"), rows(tmp_path / "moved"), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    begin, end = (assembled(tmp_path / "moved" / "checkpoints" / f"step_{step}") for step in (STEPS, 2 * STEPS))
+    states = {name.split(".", 2)[2] for name in end if name.startswith("optimizer.")}
+    trained = {n for n in (n.removeprefix("model.") for n in end if n.startswith("model.")) if ".lora_" in n}
+    assert len(trained) == 2 * 4 * 4
+    trained |= {"head.fc.weight", "head.fc.bias", "head.norm.weight", "head.norm.bias"}
+    assert states == trained | {f"blocks.{block}.norm1.{end}" for block in range(4) for end in ("weight", "bias")}
+    assert all(
+        torch.equal(begin[f"model.{n}"], end[f"model.{n}"]) for n in ("embed.pos_embed", "blocks.0.attn.qkv.bias")
+    )
+    adapters = {name for name in end if name.startswith("ema.") and ".lora_" in name}
+    for folder in (tmp_path / "moved" / "weights", tmp_path / "moved" / "checkpoints" / f"step_{2 * STEPS}"):
+        weights = open_weights(folder)
+        assert weights.config == model_config(
+            "vit_custom",
+            **{"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 4, "init": "moco"},
+            num_classes=weights.config.num_classes,
+        )
+        for name, averaged in ((n.removeprefix("ema."), t) for n, t in end.items() if n.startswith("ema.")):
+            if f"ema.{name}" in adapters:
+                continue
+            expected, module = averaged, name.removesuffix(".weight")
+            if f"ema.{module}.lora_A.weight" in adapters:
+                expected = averaged + 2 * end[f"ema.{module}.lora_B.weight"] @ end[f"ema.{module}.lora_A.weight"]
+                assert not torch.equal(expected, averaged)
+            torch.testing.assert_close(weights.read(name), expected, msg=name)
+    checkpoint = Checkpoint.open(tmp_path / "moved" / "checkpoints" / f"step_{2 * STEPS}")
+    alone = weights_of(checkpoint, merge=False)
+    assert isinstance(alone.config, LoRA)
+    others = {name for name in trained if ".lora_" not in name}
+    write_files(tmp_path / "adapters", adapter_files(alone.config, alone.read, others, "timm"))
+    begins = recipe_of(data, "dp2", **{**ADAPTERS, "lora.alpha": 3.0, "lora.weights": str(tmp_path / "adapters")})
+    for found in ranks(2).run(begun, begins, tmp_path / "begun"):
+        for name in trained:
+            expected = end[f"ema.{name}"] * (2 if name.endswith("lora_B.weight") else 1)  # the factor is half as large
+            torch.testing.assert_close(torch.from_numpy(found[name]), expected, msg=name)
+
+
+def begun(device: torch.device, recipe: Recipe, run_dir: Path) -> dict[str, object]:
+    """Return the parameters that a run begins with; runs on every rank."""
+    return {name: p.detach().numpy() for name, p in trainer_of(recipe, run_dir).model.named_parameters()}

@@ -31,6 +31,12 @@ class LayerElements:
     """Elements of tables, which every rank keeps complete: counted in both numbers, but never gathered or cast."""
     sums: Mapping[str, int]
     """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
+    trained_local: int
+    """Elements that the rank stores and trains, without tables."""
+    trained_compute: int
+    """Elements that the rank computes with and trains, without tables."""
+    trained_tables: int
+    """Elements of tables that are trained."""
 
 
 def layer_parameters(config: ModelConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
@@ -55,18 +61,25 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
     for axis in sharding_axes(strategy):
         shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
     local_numel, compute_numel, tables, sums = 0, 0, 0, Counter[str]()
+    trained_local, trained_compute, trained_tables = 0, 0, 0
     for split in parameter_splits(layer, strategy.mode).values():
         shape = list(split.shape)
         for axis, dim in split.axes.items():
             if axis in sizes:
                 shape[dim] = len(chunk_range(shape[dim], sizes[axis], at[axis]))
-        compute_numel += math.prod(shape)
+        whole = math.prod(shape)
+        compute_numel += whole
         if split.complete:
-            tables += math.prod(shape)
+            tables += whole
         else:
             shape[0] = len(chunk_range(shape[0], shards, shard))
         local_numel += math.prod(shape)
+        if not split.trained:
+            continue
+        trained_local += math.prod(shape) * (not split.complete)
+        trained_compute += whole * (not split.complete)
+        trained_tables += whole * split.complete
         for axis in split.sums:
             if axis in sizes:
                 sums[axis] += math.prod(shape)
-    return LayerElements(local_numel, compute_numel, tables, dict(sums))
+    return LayerElements(local_numel, compute_numel, tables, dict(sums), trained_local, trained_compute, trained_tables)

@@ -22,7 +22,7 @@ from vitpar.strategy.traffic import Traffic, layer_traffic, traffic_beside_produ
 class LayerCosts:
     """Cached costs of a model's layers on one machine, from its hardware profile and its model profile.
 
-    frozen: names of the layers that are not trained. `config` then describes what their backward computes.
+    frozen: names of the parameters that are not trained. `config` then describes what their backward computes.
     teacher: teacher of a distillation; None without one.
 
     Its methods raise PlannerError if the profiles lack a measurement that a strategy needs.
@@ -59,7 +59,7 @@ class LayerCosts:
     @property
     def passes_gradients(self) -> bool:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""
-        return self.config.first_layer.name not in self.frozen
+        return self.config.first_layer.backward != "nothing"
 
     def profiled(self, kind: LayerKind) -> LayerKind:
         """Return the kind in profiles of a kind of layers, which may be frozen."""
@@ -164,7 +164,7 @@ class LayerCosts:
         if layer.backward == "nothing":
             # All is transient, but the workspace of backward does not exist.
             saved, workspace = 0.0, passing_elements(layer, position.strategy) * here * self.precision.compute.itemsize
-        elif layer.backward == "inputs":
+        elif layer.frozen:
             saved *= frozen_share(layer, position.strategy)
         return Work(
             forward=profile.forward.seconds(here),
@@ -190,7 +190,13 @@ class LayerCosts:
         seconds = profile.backward.seconds(here)
         # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
         weights = (1 - plain.input_share) * plain.backward.seconds(here)
-        return (max(0.0, seconds - weights), 0.0) if computed == "inputs" else (seconds, weights)
+        if computed == "inputs":
+            return max(0.0, seconds - weights), 0.0
+        # The profile is of a layer that trains all. Products for gradients of weights take their time by their FLOPs.
+        layer = self.config.kinds[kind]
+        every = sum(part.flops for part in layer.parts)
+        needless = weights * (1 - layer.weight_flops / every) if layer.frozen and every else 0.0
+        return max(0.0, seconds - needless), weights - needless
 
     def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
         """Return a cache key for the elements on the fullest rank; the order of the axes does not change them."""
@@ -207,36 +213,38 @@ class LayerCosts:
         """Compute what `weights` caches."""
         elements, groups, precision = self._sizes(kind, position.strategy), position.groups, self.precision
         wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
-        trained = position.executions[kind].trained
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
         gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
         # Gradients of tables are summed over the world, which `sharing_seconds` prices.
         compute_numel, local_numel = elements.compute_numel - elements.tables, elements.local_numel - elements.tables
+        trained_compute, trained_local = elements.trained_compute, elements.trained_local
         if wrapped or precision.compute != precision.parameters:
             gathered = compute_numel * precision.compute.itemsize
         if wrapped:
             local = self._weight_profiles[self.profiled(kind), position.tensor]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
-            unreduced = compute_numel * precision.reduce.itemsize
+            unreduced = trained_compute * precision.reduce.itemsize
             if shards:
                 # FSDP2 pads each shard to the size of the first, so the collectives carry more than that.
-                padded = local_numel * groups.shard.ranks
+                padded, given = local_numel * groups.shard.ranks, trained_local * groups.shard.ranks
                 # Shards are cast to the compute dtype before the all-gather, gradients are reduced in their own dtype.
-                asked, given = padded * precision.compute.itemsize, padded * precision.reduce.itemsize
+                asked, given = padded * precision.compute.itemsize, given * precision.reduce.itemsize
                 gather += self.links.seconds("all_gather", groups.shard, asked)
                 gathering = self.links.scratch("all_gather", groups.shard, asked)
-                reduce += self.links.seconds("reduce_scatter", groups.shard, given)
-                reducing = self.links.scratch("reduce_scatter", groups.shard, given)
-            reduce += local.reduce * share
+                if given:
+                    reduce += self.links.seconds("reduce_scatter", groups.shard, given)
+                    reducing = self.links.scratch("reduce_scatter", groups.shard, given)
+            reduce += local.reduce * trained_compute / local.elements
             if offloaded:
                 # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
                 gather += self._moved(local_numel * precision.parameters.itemsize)
-                reduce += self._moved(local_numel * precision.reduce.itemsize)
+                if trained_local:
+                    reduce += self._moved(trained_local * precision.reduce.itemsize)
         # Layers without fully_shard sum partial gradients together with those of replicas.
         joint = 0 if wrapped else elements.sums.get("j", 0)
-        apart = (local_numel - joint) * copies
+        apart = (trained_local - joint) * copies
         # Copies are summed after the reduce-scatter, so the all-reduce carries one shard.
         copies_across = False
         for numel, group in ((apart, groups.replicate), (joint, groups.partial)):
@@ -247,12 +255,12 @@ class LayerCosts:
                 # One collective follows the other: their buffers do not add up.
                 reducing = max(reducing, self.links.scratch("all_reduce", group, size))
         reduce += summed
-        if not trained:
-            unreduced = reduce = summed = reducing = 0.0
+        trained = trained_local + elements.trained_tables
         return LayerParameters(
             elements=elements.local_numel,
-            trained=trained,
+            trained_elements=trained,
             local_bytes=elements.local_numel * precision.parameters.itemsize,
+            gradient_bytes=trained * precision.parameters.itemsize,
             compute_numel=elements.compute_numel,
             gathered=gathered,
             unreduced_grad_bytes=unreduced,
@@ -264,8 +272,8 @@ class LayerCosts:
             offloaded=offloaded,
             gathering=gathering,
             reducing=reducing,
-            message=(apart + joint) * precision.parameters.itemsize * (trained and not wrapped),
-            sums=elements.sums if trained and wrapped else {},
+            message=(apart + joint) * precision.parameters.itemsize * (not wrapped),
+            sums=elements.sums if wrapped else {},
         )
 
     def _moved(self, size: float) -> float:

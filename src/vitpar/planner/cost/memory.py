@@ -187,17 +187,17 @@ class _Walk:
                 self._moment(left, layer.weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
-            if not weights.trained:
+            if not weights.trained_elements:
                 continue
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
                 # FSDP2 copies unreduced gradients into the input of the reduce-scatter: both are alive.
                 self._moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
                 # Offloaded gradients leave the device as soon as they are reduced.
-                self._hold(here, 0.0 if layer.weights.offloaded else weights.local_bytes)
+                self._hold(here, 0.0 if layer.weights.offloaded else weights.gradient_bytes)
             elif not layer.execution.wrapped:
                 # `GradientSum` copies gradients into one message.
                 self._moment(left, weights.reducing * last, gradients=fresh + weights.message * last)
-                self._hold(here, weights.local_bytes)
+                self._hold(here, weights.gradient_bytes)
             else:
                 # Gradients that wait for a later reduction keep their unreduced size.
                 self._hold(here, weights.unreduced_grad_bytes)
@@ -205,7 +205,7 @@ class _Walk:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.execution.wrapped and layer.execution.reduced == "end of step":
                     self._moment(workspace=layer.weights.reducing, gradients=layer.weights.unreduced_grad_bytes)
-                    self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.local_bytes)
+                    self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.gradient_bytes)
         if last:
             self._keep(number, 0.0)
 

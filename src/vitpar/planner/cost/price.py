@@ -340,7 +340,7 @@ def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     config, itemsize = costs.config, costs.precision.parameters.itemsize
     if not config.holders:
         return 0.0
-    owners = [o for o in config.holders if config.layers[layer_of(o)].backward in ("all", "weights")]
+    owners = [owner for owner in config.holders if owner not in costs.frozen]
     places, strategies = sharing_places(config, plan), plan.strategies(config.layer_names)
     per_node = costs.hardware.ranks_per_node
     tables = sum(math.prod(config.shape(owner)) for owner in owners if owner in config.tables) * itemsize

@@ -43,10 +43,12 @@ class LayerParameters:
 
     elements: int
     """Elements that the rank stores."""
-    trained: bool
-    """Whether they have gradients and optimizer state."""
+    trained_elements: int
+    """Elements of these that have gradients and optimizer state."""
     local_bytes: float
     """Bytes of the parameters that the rank stores."""
+    gradient_bytes: float
+    """Bytes of reduced gradients."""
     compute_numel: int
     """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
     gathered: float
@@ -73,16 +75,6 @@ class LayerParameters:
     """Bytes of gradients that `GradientSum` sums; 0 under ``fully_shard``."""
     sums: Mapping[str, int]
     """Elements of partial gradients to be summed after the last backward over a tensor axis, by axis name."""
-
-    @property
-    def trained_elements(self) -> int:
-        """Return the elements that the optimizer updates."""
-        return self.elements * self.trained
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Return the bytes of reduced gradients."""
-        return self.local_bytes * self.trained
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,14 @@ def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> I
     t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     inside = 1 if mode == "1d" else t  # parts that activations outside the products are split into
     columns, rows, merges = (of_role(layer, role) for role in ("column", "row", "merge"))
+    # Of an adapter the few features between its two linear layers, before and after the factor.
+    narrow = sum(map(given_elements, of_role(layer, "column_a", "row_a"))) / (t if mode == "sp" else 1)
     yield layer.gives.elements / inside  # the output
     if policy == "full":
         return
     residual = sum(map(given_elements, [*merges, *rows][:-1]))  # between the branches
     if policy == "none":
+        yield 2 * narrow
         normed = sum(map(normed_elements, of_role(layer, "norm")))
         yield (normed + residual) / inside
         # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
@@ -57,6 +60,8 @@ def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> I
             yield normed / t  # normalised inputs, which split norms multiply by their scales
         return
     # selective: results of products, attention and communication
+    yield narrow + sum(map(given_elements, of_role(layer, "column_b"))) / t
+    yield sum(map(given_elements, of_role(layer, "row_b"))) / inside
     shape = layer.attention
     attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
     yield (sum(map(given_elements, columns)) + attended) / t  # queries, keys, values, attention, hidden features
@@ -86,7 +91,7 @@ def transient_elements(layer: LayerDescription, strategy: Strategy) -> float:
 
 
 def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
-    """Return the share of what a layer keeps for backward that it keeps if its parameters are frozen.
+    """Return the share of what a layer keeps for backward that it keeps with its frozen parameters.
 
     The inputs of its products are only needed for the gradients of weights, unless something else keeps them too, as
     attention does. With checkpointing, and in models of the user, everything counts.
@@ -95,8 +100,14 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
         return 1.0
     t, rows = strategy.degree("tp"), of_role(layer, "row")
     inside = 1 if strategy.mode == "1d" else t
-    normed = sum(normed_elements(part) for part in of_role(layer, "norm"))
-    needless = normed / inside + sum(map(taken_elements, rows[1:] if layer.attention else rows)) / t
+    needed = {part.name.removesuffix(".lora_A") for part in layer.parts if layer.multiplies_for_weight(part)}
+    normed, keeps = 0, False
+    for part in reversed(layer.parts):  # column layers take what the norm before them gives
+        keeps |= part.role == "column" and part.name in needed
+        if part.role == "norm":
+            normed, keeps = normed + normed_elements(part) * (not keeps), False
+    inner = rows[1:] if layer.attention else rows
+    needless = normed / inside + sum(taken_elements(part) for part in inner if part.name not in needed) / t
     return 1 - needless / sum(kept_elements(layer, strategy, "none"))
 
 

@@ -43,6 +43,9 @@ def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
         rows, merges = of_role(layer, "row"), of_role(layer, "merge")
         forward = sum(4 * given_elements(part) / parts + 2 * taken_elements(part) / t for part in rows)
         forward += sum(3 * taken_elements(part) / parts for part in merges)
+        # The output of an adapter is added to that of its layer.
+        forward += sum(3 * given_elements(part) / t for part in of_role(layer, "column_b"))
+        forward += sum(3 * given_elements(part) / parts for part in of_role(layer, "row_b"))
         if layer.attention and layer.attention.windows > 1:
             forward += 4 * layer.gives.elements / parts  # tokens are moved into windows and back
     return forward, 2 * forward
@@ -68,7 +71,7 @@ def vitpar_elements(
         part.name
         for part in layer.parts
         if part.product and t == 1 and not multiplies_in_float8(*part.product, fp8_min_features)
-    }
+    } - {part.name.rpartition(".")[0] for part in layer.parts if part.adapts}
     extra = config.extra_passes(plain, t == 1)
     if extra is None:
         return forward, backward

@@ -193,6 +193,8 @@ def estimate_model(
             kernels, float8 = hardware.kernels, rates.get(FLOAT8)
             plain = _counts(layer, strategy, "none", smallest, kernels.attention_tile)
             launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
+            # An adapter has two products, a factor and a sum.
+            launches += 2 * sum(part.adapts for part in layer.parts)
             operations = launches / (2 if compiled and block else 1)
             if compiled and vitpar_blocks:
                 touched = vitpar_elements(config, layer, strategy, smallest)
@@ -356,10 +358,12 @@ def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: flo
         if part.product is None:
             continue
         taken, given = taken_elements(part), given_elements(part)
-        float8 = multiplies_in_float8(*part.product, fp8_min_features)
+        float8 = multiplies_in_float8(*part.product, fp8_min_features) and not part.adapts
         match part.role:
             case "column":
                 yield _Product(part.flops / t, taken / inner, given / outer, float8)
+            case "column_b" | "row_a":
+                yield _Product(part.flops / t, taken / t, given / t, float8)
             case "row":
                 yield _Product(part.flops / t, taken / outer, given / inner, float8)
             case "output":

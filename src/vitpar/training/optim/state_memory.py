@@ -20,9 +20,9 @@ def state_bytes(recipe: Recipe, config: ModelConfig) -> float:
     return (2 + moments(recipe, config)) * _stored(recipe).itemsize
 
 
-def frozen_bytes(recipe: Recipe, config: ModelConfig) -> dict[str, int]:
-    """Return the bytes kept for each element of the parameters of frozen layers, by the layer's name."""
-    return dict.fromkeys(recipe.frozen(config), _stored(recipe).itemsize)
+def frozen_bytes(recipe: Recipe) -> int:
+    """Return the bytes kept for each element of a rank's frozen parameters."""
+    return _stored(recipe).itemsize
 
 
 def moments(recipe: Recipe, config: ModelConfig) -> float:
@@ -58,7 +58,9 @@ def _factored(recipe: Recipe, config: ModelConfig) -> float:
     """Return the numbers that Adafactor keeps per trained element."""
     frozen, kept, elements = recipe.frozen(config), 0, 0
     for name, layer in config.layers.items():
-        for shape in layer.parameters.values() if name not in frozen else ():
+        for one, shape in layer.parameters.items():
+            if f"{name}.{one}" in frozen:
+                continue
             size = math.prod(shape)
             kept += size if len(shape) < 2 else size // shape[-1] + size // shape[-2]
             elements += size

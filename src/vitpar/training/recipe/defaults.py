@@ -245,7 +245,7 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
         settings |= SMALL
     if recipe.stream:
         settings = {key: value for key, value in settings.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
-    fields = {f"model.{name}" for name in field_names(type(config))}
+    fields = {f"model.{name}" for name in field_names(type(config.unadapted))}
     settings = {key: value for key, value in settings.items() if not key.startswith("model.") or key in fields}
     if recipe.task.name == MAE:
         return _of_mae(recipe, row, samples)

@@ -96,6 +96,11 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "strategy",
     ),
     Effect(
+        _keys(lora="alpha targets train weights"),
+        lambda recipe: recipe.lora.rank is not None,
+        "{key} is {value!r}, which does nothing without lora.rank: set both or neither",
+    ),
+    Effect(
         ("train.reduce_dtype",),
         # Automatic precision may become bf16. If it becomes fp32, the setting is checked again.
         lambda recipe: recipe.train.precision in ("auto", *REDUCE_DTYPES),
@@ -199,14 +204,20 @@ def refuse_without_effect(recipe: Recipe) -> None:
     refuse_idle(EFFECTS, recipe, given, RecipeError)
 
 
+_LORA = "rank alpha targets train"
 _PLANNED = _keys(
-    model="…", distill="…", optimizer="name momentum", train="batch_size precision fp8_min_features ema_decay freeze"
+    model="…",
+    lora=_LORA,
+    distill="…",
+    optimizer="name momentum",
+    train="batch_size precision fp8_min_features ema_decay freeze",
 )
 _LENGTH = _keys(train="epochs steps", data="path", stream="…")
 _PRECISION = "precision fp8_min_features fp8_fast_accum"
 _BENCHED = _keys(
     task="…",
     model="…",
+    lora=_LORA,
     parallel="…",
     communication="…",
     loss_scale="…",
@@ -224,11 +235,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "a search": _PLANNED + _LENGTH + _keys(train="compile"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
-    "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),
+    "a profile": _keys(model="…", lora=_LORA, train=f"{_PRECISION} compile attention"),
     "an import": _keys(model="…"),
     "a check": _keys(
         task="…",
         model="…",
+        lora=_LORA,
         parallel="…",
         communication="…",
         distill="…",

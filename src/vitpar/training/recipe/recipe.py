@@ -20,10 +20,11 @@ from vitpar.intervals import NOTHING
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
+from vitpar.models.lora import LoRA, adapted
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
+from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
 from vitpar.strategy.plan_json import read_plan
-from vitpar.strategy.selectors import layers_of, split_list
 from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
@@ -38,6 +39,7 @@ from vitpar.training.recipe.sections import (
     DataSection,
     DistillSection,
     FaultsSection,
+    LoraSection,
     LRScheduleSection,
     ModelSection,
     OptimizerSection,
@@ -70,6 +72,7 @@ class Recipe(Section):
     stream: StreamSection = StreamSection()
     optimizer: OptimizerSection = OptimizerSection()
     lr_schedule: LRScheduleSection = LRScheduleSection()
+    lora: LoraSection = LoraSection()
     train: TrainSection = TrainSection()
     distill: DistillSection = DistillSection()
     loss_scale: LossScaleSection = LossScaleSection()
@@ -103,11 +106,11 @@ class Recipe(Section):
             raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
         if self.lr_schedule.min_lr > self.lr:
             raise RecipeError(f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.lr}: lower it")
-        if train.freeze is not None:
+        for key, listed in (("train.freeze", train.freeze), ("lora.train", self.lora.train)):
             try:
-                split_list(train.freeze)
+                split_entries(listed or "embed")
             except StrategyError as error:
-                raise RecipeError(f"train.freeze: {error}") from None
+                raise RecipeError(f"{key}: {error}") from None
         if train.image_sizes is not None and self.distill.teacher is not None:
             raise RecipeError(
                 f"train.image_sizes is '{shown(train.image_sizes)}', but a teacher takes images of one size: leave out "
@@ -117,6 +120,11 @@ class Recipe(Section):
             raise RecipeError(
                 "train.image_sizes needs crops that are resized, but data.crop_padding takes them as they are: leave "
                 "out one of the two"
+            )
+        if self.lora.rank is not None and train.freeze is not None:
+            raise RecipeError(
+                "train.freeze does nothing with [lora], which freezes all but adapters: list what is trained besides "
+                "them in lora.train"
             )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
@@ -144,29 +152,40 @@ class Recipe(Section):
         known = field_names(family_of(fields["name"]))
         fields = {**{name: value for name, value in usual.items() if name in known}, **fields}
         own = fields.pop("options", {})
-        return model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
+        config = model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
+        lora = self.lora
+        return config if lora.rank is None else adapted(config, lora.rank, lora.alpha, lora.targets)
 
     def frozen(self, config: ModelConfig) -> frozenset[str]:
-        """Return the names of the layers that `train.freeze` freezes.
+        """Return the names of the parameters that are not trained: by `train.freeze`, or of a model with adapters.
 
-        Raises RecipeError if the model lacks one, if none is left, or if only some layers of a shared parameter freeze.
+        Raises RecipeError if the model lacks one, if none is left, or if a shared one freezes only in some layers.
         """
-        if self.train.freeze is None:
+        if isinstance(config, LoRA):
+            setting = f"lora.train '{self.lora.train}'"
+            frozen = frozenset(parameter_names(config.whole)) - self._trained_besides(config.whole)
+        elif self.train.freeze is not None:
+            setting, frozen = f"train.freeze '{self.train.freeze}'", _listed("train.freeze", self.train.freeze, config)
+        else:
             return frozenset()
-        try:
-            layers = layers_of(self.train.freeze, config.layer_names, config.groups, config.name)
-        except StrategyError as error:
-            raise RecipeError(f"train.freeze: {error}") from None
-        if len(layers) == len(config.layer_names):
-            raise RecipeError(f"train.freeze '{self.train.freeze}' freezes all layers: leave out one, such as head")
+        if len(frozen) == len(parameter_names(config)):
+            raise RecipeError(f"{setting} freezes all layers: leave out one, such as head")
         for owner, names in config.holders.items():
-            sharing = {layer_of(name) for name in names}
-            if sharing & layers and sharing - layers:
+            if (sharing := {*names}) & frozen and sharing - frozen:
+                one, other = min(map(layer_of, sharing & frozen)), min(map(layer_of, sharing - frozen))
                 raise RecipeError(
-                    f"train.freeze '{self.train.freeze}' freezes {min(sharing & layers)} but not "
-                    f"{min(sharing - layers)}, which share {owner}: freeze all layers that share it, or none"
+                    f"{setting} freezes {one} but not {other}, which share {owner}: freeze all layers that share it, "
+                    "or none"
                 )
-        return layers
+        return frozen
+
+    def _trained_besides(self, config: ModelConfig) -> frozenset[str]:
+        """Return the names of the parameters of `config` that are trained besides adapters."""
+        if self.lora.train is not None:
+            return _listed("lora.train", self.lora.train, config) if self.lora.train.strip() else frozenset()
+        of_head = (name for name in parameter_names(config) if layer_of(name) == config.last_layer.name)
+        shared = {name for names in config.holders.values() if len(names) > 1 for name in names}
+        return frozenset(of_head) - shared
 
     def with_precision(self, name: str) -> Self:
         """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
@@ -184,7 +203,7 @@ class Recipe(Section):
 
         resolve: fills the open degree, if the strategy has one, for the number of ranks.
 
-        Raises StrategyError, and RecipeError for frozen layers that the model lacks.
+        Raises StrategyError, and RecipeError for frozen parameters that the model lacks.
         """
         return self._choose(self.requested_plans()[:1], config, resolve).plan
 
@@ -196,7 +215,7 @@ class Recipe(Section):
         return self._choose(self.requested_plans(), config, resolve)
 
     def _choose(self, wanted: Sequence[Plan], config: ModelConfig, resolve: Callable[[Plan], Plan]) -> Chosen:
-        self.frozen(config)  # refuses layers that the model lacks
+        self.frozen(config)  # refuses parameters that the model lacks
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
@@ -311,6 +330,8 @@ class Recipe(Section):
             del values["track"]
         if self.distill.teacher is None:
             del values["distill"]
+        if self.lora.rank is None:
+            del values["lora"]
         if self.task == TaskSection():
             del values["task"]
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
@@ -318,6 +339,13 @@ class Recipe(Section):
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]
             }
         return tomli_w.dumps(values)
+
+
+def _listed(key: str, text: str, config: ModelConfig) -> frozenset[str]:
+    try:
+        return listed_parameters(text, config)
+    except StrategyError as error:
+        raise RecipeError(f"{key}: {error}") from None
 
 
 def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:

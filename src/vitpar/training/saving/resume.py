@@ -249,7 +249,7 @@ def teacher_fingerprint(recipe: Recipe) -> str | None:
 def _is_shape(key: str) -> bool:
     """Return whether a setting determines the parameters and their shapes. A change of it makes resuming impossible."""
     no_shapes = ("model.dropout", "model.drop_path", "model.init", "model.name", "model.norm_eps", "model.weights")
-    return key.startswith("model.") and key not in no_shapes
+    return key in ("lora.rank", "lora.targets") or (key.startswith("model.") and key not in no_shapes)
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:

@@ -89,7 +89,7 @@ class TrainingState:
             self._optimizer.allocate()
         wanted = self.tensors()
         owners = self.owners(wanted)
-        if "train.freeze" in changed:  # parameters that were frozen have no state there
+        if {"train.freeze", "lora.train"} & {*changed}:  # parameters that were frozen have no state there
             self._optimizer.forget(lambda name: owners.get(f"{MOMENTS}{name}", f"{MOMENTS}{name}") not in there)
             wanted = self.tensors()
         other = any(key.startswith("optimizer.") for key in changed)

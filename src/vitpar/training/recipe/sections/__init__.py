@@ -1,6 +1,6 @@
 """The sections of a recipe: every setting with its type, range, default and effect.
 
-input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [train], [distill],
+input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_schedule], [lora], [train], [distill],
 [loss_scale].
 running: [checkpoint], [faults], [parallel], [communication], [track].
 """
@@ -27,6 +27,7 @@ from vitpar.training.recipe.sections.training import (
     AdjustLr,
     DistillSection,
     Implementation,
+    LoraSection,
     LossScaleSection,
     LRScheduleSection,
     OptimizerSection,
@@ -46,6 +47,7 @@ __all__ = [
     "FaultsSection",
     "Implementation",
     "LRScheduleSection",
+    "LoraSection",
     "LossScaleSection",
     "ModelSection",
     "OptimizerSection",

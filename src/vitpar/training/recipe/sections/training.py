@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vitpar.intervals import EPOCH, TEN_STEPS, Interval
-from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT
+from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_TARGETS, MAX_WIDTH
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.schedule import ImageSizes, parse_drop_path
@@ -19,6 +19,7 @@ __all__ = [
     "DistillSection",
     "Implementation",
     "LRScheduleSection",
+    "LoraSection",
     "LossScaleSection",
     "OptimizerSection",
     "TrainSection",
@@ -88,6 +89,23 @@ class OptimizerSection(Section):
         return {**_OWN_DEFAULTS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
 
 
+class LoraSection(Section):
+    """Low-rank adapters (LoRA) of linear layers, which are trained in place of the model's own parameters."""
+
+    rank: int | None = Field(None, ge=1, le=MAX_WIDTH)
+    """Features between the two matrices A and B of an adapter; no adapters if unset."""
+    alpha: float = Field(8.0, gt=0, le=MAX_MEASURE)
+    """Numerator of the factor alpha / rank of an adapter's output, as in peft."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_TARGETS)
+    """Linear layers that get an adapter: patterns of their names, such as `blocks.*.attn.qkv`, or ends of names, such
+    as `qkv`; the linear layers of attention and MLP in all blocks if unset."""
+    train: str | None = None
+    """Parameters that are trained besides the adapters, as a list such as `"head, *.bias"` (as for `train.freeze`); the
+    head, but for what it shares with other layers, if unset. An empty list trains the adapters alone."""
+    weights: str | None = None
+    """Folder of adapters in peft's format that the adapters begin with; random A and zero B if unset."""
+
+
 class LRScheduleSection(Section):
     """Learning rate over steps: a linear warm-up, then a shape down to `min_lr`."""
 
@@ -145,8 +163,9 @@ class TrainSection(Section):
     clip_grad_norm: float = Field(1.0, ge=0)
     """Largest global norm of the gradients; 0 turns clipping off."""
     freeze: str | None = None
-    """Layers that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head, numbers of blocks,
-    names such as stage1, or * for all blocks. `"embed, *"` trains only the head. All are trained if unset."""
+    """Layers and parameters that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head,
+    numbers of blocks, names such as stage1, * for all blocks, or patterns of parameter names such as `*.norm1.*`. `!`
+    before any of them makes an exception: `"embed, *"` trains only the head, `"embed, *, !*.bias"` also all biases."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of a moving average of the parameters, which is what is evaluated and saved as weights; no average if
     unset."""

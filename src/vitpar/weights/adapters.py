@@ -1,0 +1,331 @@
+"""Low-rank adapters as files of peft, `adapter_config.json` and `adapter_model.safetensors`, by any library's names.
+
+peft names an adapter after the linear layer in the adapted model. Where vitpar stores several layers of another library
+as one, such as queries, keys and values, A is the same for all of them and each has its rows of B.
+
+Files are not trusted: no code is run, and names, types and shapes are compared before a tensor is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.torch import save
+from torch import Tensor
+
+from vitpar.errors import DataError
+from vitpar.limits import MAX_MEASURE, MAX_WIDTH
+from vitpar.models.config import ModelConfig
+from vitpar.models.lora import A, B, LoRA
+from vitpar.records import first_wrong
+from vitpar.text import count, shown
+from vitpar.weights.exporting import FAMILIES, Format
+from vitpar.weights.shards import Shards, listed, read_object
+from vitpar.weights.sources import ForeignWeights
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of peft's files."""
+_PREFIX = "base_model.model."
+"""Begin of the names of tensors in peft's file."""
+
+
+_ATTENTION = (
+    *((rf"attention\.attention\.{word}\b", f"attention.{word[0]}_proj") for word in ("query", "key", "value")),
+    (r"attention\.output\.dense", "attention.o_proj"),
+)
+_MLP = (
+    (r"encoder\.layer\.", "layers."),
+    (r"intermediate\.dense", "mlp.fc1"),
+    (r"(?<=\d)\.output\.dense", ".mlp.fc2"),
+)
+_MODULES = {
+    **dict.fromkeys(("vit", "deit"), (*_ATTENTION, *_MLP)),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), _ATTENTION),
+    "dinov3_vit": ((r"^layer\.", "model.layer."),),
+    "siglip_vision_model": ((r"^vision_model\.", ""),),
+}
+"""Patterns of names in transformers' files, and their replacements in the names of modules of transformers 5, by type
+of model. It renames tensors when it loads them; peft names adapters after modules."""
+
+
+class _Settings(BaseModel):
+    """Settings in an adapter_config.json that decide what an adapter computes."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    peft_type: str
+    r: int = Field(ge=1, le=MAX_WIDTH)
+    lora_alpha: int | float = Field(gt=0, le=MAX_MEASURE)
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    lora_bias: bool = False
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's output."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of another library's parameter in vitpar's model."""
+
+    name: str
+    """Name of vitpar's parameter."""
+    rows: Tensor
+    """Rows of it, int64, in the order of the other library."""
+
+
+def _places(config: ModelConfig, format_name: Format | None, *, of_files: bool = False) -> dict[str, _Place]:
+    """Return the places of another library's vectors and matrices by their names; None stands for vitpar's own names.
+
+    Parameters that are not made of rows of one of vitpar's are left out.
+
+    of_files: whether names are those of transformers' files, and of its modules before version 5.
+    """
+    shapes = {
+        f"{layer.name}.{name}": shape
+        for layer in config.layers.values()
+        for name, shape in layer.parameters.items()
+        if len(shape) in (1, 2)
+    }
+    if format_name is None:
+        return {name: _Place(name, torch.arange(shape[0])) for name, shape in shapes.items()}
+    places, made = {}, FAMILIES[config.FAMILY](config, format_name)
+    kind = str(made.config.get("model_type")) if format_name == "transformers" and not of_files else ""
+    for theirs, tensor in made.tensors.items():
+        if len(tensor.names) != 1 or (shape := shapes.get(tensor.names[0])) is None:
+            continue
+        numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+        try:
+            placed = tensor.make(numbers)
+        except (ValueError, RuntimeError):  # not for matrices, such as the kernel of a convolution
+            continue
+        first = placed.flatten(1)[:, 0] if placed.dim() > 1 else placed
+        rows = (first / math.prod(shape[1:])).long()
+        if placed.shape[1:] == numbers.shape[1:] and torch.equal(placed, numbers[rows]):
+            for pattern, name in _MODULES.get(kind, ()):
+                theirs = re.sub(pattern, name, theirs)
+            places[theirs] = _Place(tensor.names[0], rows)
+    return places
+
+
+def adapter_files(
+    config: LoRA, read: Callable[[str], Tensor], trained: Collection[str], format_name: Format | None = None
+) -> dict[str, bytes | str]:
+    """Return the contents of peft's files, by name.
+
+    read: returns an unsharded parameter of the model with adapters.
+    trained: names of the parameters besides adapters that were trained. They become ``modules_to_save``.
+    format_name: library whose names are used; None for vitpar's.
+
+    Raises DataError for a library that has no such model, and for parameters that peft cannot save.
+    """
+    if format_name is not None and config.FAMILY not in FAMILIES:
+        raise DataError(f"{config.name} is a model of your own, which {format_name} does not have: use --format vitpar")
+    places, tensors, targets, done = _places(config.whole, format_name), dict[str, Tensor](), list[str](), set[str]()
+    for theirs, place in places.items():
+        module, name = place.name.removesuffix(".weight"), theirs.removesuffix(".weight")
+        if module in config.modules and module != place.name:
+            tensors[f"{_PREFIX}{name}{A}.weight"] = read(f"{module}{A}.weight").clone()
+            tensors[f"{_PREFIX}{name}{B}.weight"] = read(f"{module}{B}.weight")[place.rows].contiguous()
+            targets.append(name)
+            done.add(module)
+    saved = {theirs.rpartition(".")[0] for theirs, place in places.items() if place.name in trained}
+    for theirs, place in places.items():
+        if theirs.rpartition(".")[0] in saved:
+            if place.name not in trained:
+                raise DataError(
+                    f"{place.name} was frozen, but others of its module were trained: peft saves complete modules, so "
+                    "export the merged weights instead"
+                )
+            tensors[f"{_PREFIX}{theirs}"] = read(place.name)[place.rows].contiguous()
+            done.add(place.name)
+    if missing := sorted(({*config.modules} | {*trained}) - done):
+        raise DataError(
+            f"{format_name or 'vitpar'}'s model has no modules for {listed(missing)}: use another --format, or export "
+            "the merged weights"
+        )
+    settings = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+        "modules_to_save": sorted(saved) or None,
+    }
+    return {
+        SETTINGS: json.dumps(settings, indent=1),
+        TENSORS: save({name: tensor.float() for name, tensor in tensors.items()}, metadata={"format": "pt"}),
+    }
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Files of peft."""
+
+    folder: Path
+    """Their folder."""
+    settings: _Settings
+    """Content of adapter_config.json."""
+    shards: Shards
+    """Tensors."""
+    adapters: tuple[str, ...]
+    """Names of the adapted linear layers."""
+    others: tuple[str, ...]
+    """Names of complete parameters."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor by its name without peft's prefix, float32. Raises DataError."""
+        tensor = self.shards.read(f"{_PREFIX}{name}").float()
+        if not tensor.isfinite().all():
+            raise DataError(f"{shown(name)} in '{self.folder}' has non-finite numbers: do not use it")
+        return tensor
+
+    def pair(self, name: str, takes: int, gives: int) -> tuple[Tensor, Tensor]:
+        """Return A and B of a linear layer. Raises DataError for other shapes."""
+        for end, shape in ((A, (self.settings.r, takes)), (B, (gives, self.settings.r))):
+            if self.shards.shapes[f"{_PREFIX}{name}{end}.weight"] != shape:
+                found = list(self.shards.shapes[f"{_PREFIX}{name}{end}.weight"])
+                raise DataError(
+                    f"{shown(name)}{end} in '{self.folder}' has shape {found}, but the model needs {list(shape)}: use "
+                    "adapters of the same model"
+                )
+        return self.tensor(f"{name}{A}.weight"), self.tensor(f"{name}{B}.weight")
+
+
+def _opened(folder: Path) -> _Opened:
+    """Open the files of peft in `folder`. Raises DataError for anything but plain LoRA."""
+    try:
+        settings = _Settings.model_validate(read_object(folder / SETTINGS))
+    except ValidationError as error:
+        raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_wrong(error)}") from None
+    unusual = {
+        f"peft_type {shown(settings.peft_type)}": settings.peft_type != "LORA",
+        "use_dora": settings.use_dora,
+        "fan_in_fan_out": settings.fan_in_fan_out,
+        "lora_bias": settings.lora_bias,
+        "rank_pattern": bool(settings.rank_pattern),
+        "alpha_pattern": bool(settings.alpha_pattern),
+    }
+    if what := next((name for name, there in unusual.items() if there), None):
+        raise DataError(f"'{folder / SETTINGS}' has {what}, which vitpar does not support: merge it with peft")
+    shards = Shards(folder, [TENSORS])
+    if other := next((name for name in shards.shapes if not name.startswith(_PREFIX)), None):
+        raise DataError(f"{shown(other)} in '{folder / TENSORS}' does not begin with {_PREFIX}: use a file of peft")
+    names = [name.removeprefix(_PREFIX) for name in shards.shapes]
+    adapters = dict.fromkeys(name.removesuffix(f"{A}.weight") for name in names if name.endswith(f"{A}.weight"))
+    pairs = {f"{name}{end}.weight" for name in adapters for end in (A, B)}
+    if not adapters or (lacking := sorted(pairs - {*names})):
+        what = f"lacks {listed(lacking)}" if adapters else "has no adapters of linear layers"
+        raise DataError(f"'{folder / TENSORS}' {what}: use a file of peft")
+    return _Opened(folder, settings, shards, tuple(adapters), tuple(name for name in names if name not in pairs))
+
+
+def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
+    """Return parameters of a model with adapters from files of peft by vitpar's names, unsharded, in float32.
+
+    The files may use the names of vitpar, timm or transformers. Adapters that they lack are not returned.
+
+    Raises DataError for files of another model, rank or kind, and for adapters of separate queries, keys and values
+    with different A.
+    """
+    opened = _opened(folder)
+    if opened.settings.r != config.rank:
+        raise DataError(f"the adapters in '{folder}' have rank {opened.settings.r}: set lora.rank to it")
+    places = _fitting(opened, config.whole)
+    factor = opened.settings.scale / config.scale
+    made: dict[str, Tensor] = {}
+    for name in opened.adapters:
+        place = places[f"{name}.weight"]
+        module = place.name.removesuffix(".weight")
+        if module not in config.modules:
+            raise DataError(f"'{folder}' adapts {shown(name)}, which is {module} here: add it to lora.targets")
+        gives, takes = config.whole.shape(place.name)
+        a, b = opened.pair(name, takes, len(place.rows))
+        if (before := made.setdefault(f"{module}{A}.weight", a)) is not a and not torch.equal(before, a):
+            raise DataError(
+                f"the adapters in '{folder}' have different A for parts of {module}, which is one linear layer here: "
+                "merge them with `vitpar checkpoint import --adapters`"
+            )
+        made.setdefault(f"{module}{B}.weight", torch.zeros(gives, config.rank))[place.rows] = b * factor
+    for name in opened.others:
+        place = places[name]
+        shape = config.whole.shape(place.name)
+        if opened.shards.shapes[f"{_PREFIX}{name}"] != (len(place.rows), *shape[1:]):
+            found = list(opened.shards.shapes[f"{_PREFIX}{name}"])
+            raise DataError(
+                f"{shown(name)} in '{folder}' has shape {found} but the model has {list(shape)}: use adapters of the "
+                "same model and classes"
+            )
+        made.setdefault(place.name, torch.full(shape, torch.nan))[place.rows] = opened.tensor(name)
+    if partial := next((name for name, tensor in made.items() if tensor.isnan().any()), None):
+        raise DataError(f"'{folder}' has only a part of {partial}, which is one parameter here: leave it out")
+    return made
+
+
+def _fitting(opened: _Opened, config: ModelConfig) -> dict[str, _Place]:
+    """Return the places of the library whose names the files use. Raises DataError if there is none."""
+    wanted = {*(f"{name}.weight" for name in opened.adapters), *opened.others}
+    missing: list[str] = []
+    formats: tuple[tuple[Format | None, bool], ...] = (
+        (None, False),
+        *((("timm", False), ("transformers", False), ("transformers", True)) if config.FAMILY in FAMILIES else ()),
+    )
+    for format_name, of_files in formats:
+        try:
+            places = _places(config, format_name, of_files=of_files)
+        except DataError:  # the library has no such model
+            continue
+        if not (lacking := sorted(wanted - places.keys())):
+            return places
+        missing = lacking if not missing or len(lacking) < len(missing) else missing
+    raise DataError(
+        f"'{opened.folder}' has tensors for {listed(missing)}, which {config.name} lacks by the names of vitpar, timm "
+        "and transformers: use adapters of the same model"
+    )
+
+
+def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
+    """Return weights of another library with adapters of the same library's names merged into them.
+
+    Raises DataError for adapters of other weights.
+    """
+    opened = _opened(folder)
+    weights = {f"{name}.weight": name for name in opened.adapters}
+    if missing := sorted(({*weights} | {*opened.others}) - source.shapes.keys()):
+        raise DataError(
+            f"'{folder}' has tensors for {listed(missing)}, which '{source.place}' lacks: use the weights that the "
+            "adapters were trained with"
+        )
+
+    def read(name: str) -> Tensor:
+        if name in opened.others:
+            return opened.tensor(name)
+        weight = source.read(name)
+        if name not in weights:
+            return weight
+        if weight.dim() != 2:
+            raise DataError(f"{shown(name)} in '{source.place}' is no matrix: use adapters of the same model")
+        gives, takes = weight.shape
+        a, b = opened.pair(weights[name], takes, gives)
+        return torch.addmm(weight.float(), b, a, alpha=opened.settings.scale)
+
+    shapes = {**source.shapes, **{name: opened.shards.shapes[f"{_PREFIX}{name}"] for name in opened.others}}
+    note = f"{count(len(weights), 'adapter')} of '{folder}' are merged"
+    return replace(source, shapes=shapes, read=read, notes=(*source.notes, note))

@@ -1,0 +1,257 @@
+"""`TrainTransform` of many images of one size at once, on the device that holds them.
+
+The host draws all random choices (`batch_draws`) and sends them in one copy. The device then computes the same pixels,
+bit by bit, as the transform of single images, without waiting for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.randomness import SCRAMBLE, STEP
+from vitpar.data.transforms.batch_draws import draw_batch
+from vitpar.data.transforms.device_operations import CHANGES, affine, arguments
+from vitpar.data.transforms.names import Interpolation
+from vitpar.data.transforms.sample import noise_levels
+from vitpar.data.transforms.settings import TrainSettings
+from vitpar.errors import RecipeError
+from vitpar.text import either
+
+KERNELS = ("bicubic", "bilinear")
+"""Kernels that resize random crops on the device."""
+_SUPPORTS = {"bicubic": 2.0, "bilinear": 1.0}
+_WORD = 8  # bytes of a number
+
+Work = list[tuple[str, tuple[NDArray[Any], ...]]]
+"""Names of `DeviceTransform`'s methods or of changes, in order, with their arrays."""
+
+
+def refuse_kernel(settings: TrainSettings) -> None:
+    """Raise RecipeError if crops are resized by a kernel that only the host has."""
+    if settings.padding is None and settings.interpolation not in KERNELS:
+        raise RecipeError(
+            f"data.interpolation is '{settings.interpolation}', which data.cache 'device' does not support: use "
+            f"{either(KERNELS)}, data.crop_padding, or data.cache 'memory'"
+        )
+
+
+class DrawnBatch:
+    """What to do with the images of a batch, as one array to send.
+
+    transform: does it.
+    work: what to do.
+    """
+
+    def __init__(self, transform: DeviceTransform, work: Work) -> None:
+        self._transform, self._layout = transform, list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]()
+        parts = list[NDArray[np.uint8]]()
+        for name, arrays in work:
+            tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+            self._layout.append((name, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]))
+            for tensor in tensors:
+                raw = tensor.view(-1).view(torch.uint8).numpy()
+                parts.append(np.pad(raw, (0, -len(raw) % _WORD)))
+        self.packed = torch.from_numpy(np.concatenate(parts))
+        """All arrays, uint8."""
+
+    def images(self, stored: Tensor, sent: Tensor) -> Tensor:
+        """Return the augmented images, uint8 [n, 3, size, size].
+
+        stored: uint8 [images, 3, height, width].
+        sent: `packed` on their device.
+        """
+        images, begin = stored, 0
+        for name, layout in self._layout:
+            arrays = []
+            for dtype, shape in layout:
+                length = math.prod(shape) * dtype.itemsize
+                arrays.append(sent[begin : begin + length].view(dtype).view(shape))
+                begin += -(-length // _WORD) * _WORD
+            images = self._transform.run(name, images, arrays)
+        return images
+
+
+class DeviceTransform:
+    """Transform of batches of images of one size.
+
+    settings: as for `TrainTransform`.
+    height, width: of the stored images.
+
+    Raises RecipeError for a kernel that only the host has.
+    """
+
+    def __init__(self, settings: TrainSettings, height: int, width: int) -> None:
+        refuse_kernel(settings)
+        self._settings, self._shape = settings, (height, width)
+        self._methods: dict[str, Callable[..., Tensor]] = {
+            "padded crop": self._padded_crop,
+            "resized crop": self._resized_crop,
+            "erase": self._erase,
+        }
+
+    def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
+        """Return what to do for a batch. Any thread may draw.
+
+        samples: numbers of the stored images, int64 [n].
+        keys: random keys, int64 [n].
+        """
+        s = self._settings
+        choices = draw_batch(s, keys, *self._shape)
+        flips = choices.flips.astype(np.int64)
+        work: Work = [("padded crop", (samples, choices.top, choices.left, flips))]
+        if s.padding is None:
+            sizes = choices.height, choices.width
+            work = [("resized crop", (samples, choices.top, choices.left, *sizes, flips))]
+        for step in choices.steps:
+            groups: dict[str, list[tuple[NDArray[np.int64], NDArray[Any]]]] = {}
+            for name, (rows, values) in step.items():
+                change, rows_of = arguments(name, values, s.size)
+                groups.setdefault(change, []).append((rows, rows_of))
+            for change, parts in groups.items():
+                rows, values = (np.concatenate(one) for one in zip(*parts, strict=True))
+                work.append((change, (rows, values)))
+        erased = choices.erased
+        if len(erased.rows):
+            numbers = -(-3 * int((erased.height * erased.width).max()) // _WORD)
+            work.append(("erase", (*vars(erased).values(), np.arange(numbers))))
+        return DrawnBatch(self, work)
+
+    def run(self, name: str, images: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+        """Return the images after one part of the work."""
+        if name in self._methods:
+            return self._methods[name](images, *arrays)
+        rows, values = arrays
+        chosen = images.index_select(0, rows)
+        changed = affine(chosen, values, self._settings.fill) if name == "affine" else CHANGES[name](chosen, values)
+        return images.index_copy_(0, rows, changed)
+
+    def _padded_crop(self, stored: Tensor, samples: Tensor, top: Tensor, left: Tensor, flips: Tensor) -> Tensor:
+        place = torch.arange(self._settings.size, device=stored.device)
+        rows = top[:, None] + place
+        columns = left[:, None] + torch.where(flips[:, None] > 0, self._settings.size - 1 - place, place)
+        return _pixels(stored, samples, rows, columns)
+
+    def _resized_crop(
+        self,
+        stored: Tensor,
+        samples: Tensor,
+        top: Tensor,
+        left: Tensor,
+        height: Tensor,
+        width: Tensor,
+        flips: Tensor,
+    ) -> Tensor:
+        size, kernel = self._settings.size, self._settings.interpolation
+        rows, columns = (
+            first[:, None] + torch.arange(side, device=stored.device)
+            for first, side in zip((top, left), self._shape, strict=True)
+        )
+        tall, wide = self._shape
+        across = _weights(wide, size, kernel, stored.device)
+        down = _weights(tall, size, kernel, stored.device)
+        pixels = _pixels(stored, samples, rows, columns).to(across.dtype)
+        # Pillow and torch resample rows first, and round in between.
+        weights = across.index_select(0, width - 1 + wide * flips)
+        pixels = _rounded(torch.bmm(pixels.view(len(pixels), 3 * tall, wide), weights.transpose(1, 2)))
+        pixels = pixels.view(-1, 3, tall, size)
+        weights = down.index_select(0, height - 1)
+        return _rounded(torch.matmul(weights[:, None], pixels)).to(torch.uint8)
+
+    def _erase(
+        self,
+        images: Tensor,
+        rows: Tensor,
+        top: Tensor,
+        left: Tensor,
+        height: Tensor,
+        width: Tensor,
+        seeds: Tensor,
+        numbers: Tensor,
+    ) -> Tensor:
+        """Replace boxes by noise, whose bytes are those of `Draws.bytes`."""
+        words = seeds[:, None] + numbers * STEP
+        for shift, factor in SCRAMBLE:
+            words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # the sign is not to be shifted in
+            words = words * factor
+        quantiles = words.view(torch.uint8)
+        place = torch.arange(self._settings.size, device=images.device)
+        y, x = (place - first[:, None] for first in (top, left))
+        inside = ((y >= 0) & (y < height[:, None]))[:, :, None] & ((x >= 0) & (x < width[:, None]))[:, None, :]
+        channel = torch.arange(3, device=images.device)[:, None, None]
+        tall, wide = height[:, None, None, None], width[:, None, None, None]
+        number = channel * tall * wide + y[:, None, :, None] * wide + x[:, None, None, :]
+        number = number.clamp_(0, quantiles.shape[1] - 1)
+        drawn = quantiles.gather(1, number.flatten(1)).view(number.shape).long()
+        noise = _noise(self._settings.mean, self._settings.std, images.device).take(drawn + 256 * channel)
+        chosen = torch.where(inside[:, None], noise, images.index_select(0, rows))
+        return images.index_copy_(0, rows, chosen)
+
+
+def _pixels(stored: Tensor, samples: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return pixels of stored images, uint8 [n, 3, rows, columns], black outside of them.
+
+    rows, columns: numbers of rows and columns of each image, int64 [n, …].
+    """
+    _, channels, height, width = stored.shape
+    planes = samples[:, None] * channels + torch.arange(channels, device=stored.device)
+    lines = planes[:, :, None] * height + rows.clamp(0, height - 1)[:, None]
+    places = lines[..., None] * width + columns.clamp(0, width - 1)[:, None, None]
+    inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None]
+    return stored.view(-1).take(places).mul_(inside)
+
+
+def _rounded(pixels: Tensor) -> Tensor:
+    return pixels.add_(0.5).floor_().clamp_(0, 255)
+
+
+@cache
+def _noise(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.from_numpy(noise_levels(mean, std)).to(device)
+
+
+@cache
+def _weights(side: int, size: int, kernel: Interpolation, device: torch.device) -> Tensor:
+    """Return the weights that resize 1 … `side` pixels to `size`: [2 side, size, side], the second half flipped.
+
+    They are those of torch's kernel for uint8: multiples of a power of two, so that sums of products with pixels are
+    exact in any order. A GPU may round products of 32-bit floats, so it gets 64 bits.
+    """
+    tables = np.stack([_kernel_weights(pixels, size, kernel, side) for pixels in range(1, side + 1)])
+    both = torch.from_numpy(np.concatenate([tables, tables[:, ::-1]]))
+    return both.to(device, torch.float64 if device.type == "cuda" else torch.float32)
+
+
+def _kernel_weights(pixels: int, size: int, kernel: Interpolation, side: int) -> NDArray[np.float64]:
+    scale = pixels / size
+    stretch = max(scale, 1.0)
+    support = _SUPPORTS[kernel] * stretch
+    weights = np.zeros((size, side))
+    for place in range(size):
+        centre = scale * (place + 0.5)
+        first, last = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), pixels)
+        found = np.array([_filter((x - centre + 0.5) * (1 / stretch), kernel) for x in range(first, last)])
+        weights[place, first:last] = found / found.sum()
+    # As many bits after the point as 16-bit integers have room for.
+    bits = 0
+    while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    return np.trunc(scaled + np.copysign(0.5, scaled)) / (1 << bits)
+
+
+def _filter(x: float, kernel: Interpolation) -> float:
+    """Return the kernel at distance x; Keys' cubic (1981) with a = -0.5 for bicubic."""
+    x = abs(x)
+    if kernel == "bilinear":
+        return max(0.0, 1 - x)
+    if x < 1:
+        return (1.5 * x - 2.5) * x * x + 1
+    return ((-0.5 * x + 2.5) * x - 4) * x + 2 if x < 2 else 0.0

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vitpar.data.cache import refuse_unequal
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
+from vitpar.data.transforms.names import DEVICE_KERNELS
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.settings import EvalSettings, NormalizeSettings, TrainSettings
-from vitpar.errors import DataError, StrategyError
+from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.task import Task
-from vitpar.text import shown
+from vitpar.text import either, shown
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
@@ -59,11 +61,27 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
         std=d.std,
         padding=d.crop_padding,
     )
+    if d.cache == "device" and d.crop_padding is None and d.interpolation not in DEVICE_KERNELS:
+        raise RecipeError(
+            f"data.interpolation is '{d.interpolation}', by which data.cache 'device' does not resize crops: use "
+            f"{either(DEVICE_KERNELS)}, set data.crop_padding, or data.cache to memory"
+        )
     return (
         train,
         EvalSettings(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean),
         NormalizeSettings(d.mean, d.std),
     )
+
+
+def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:
+    """Refuse what the settings of images of `size` pixels, and the training images, rule out.
+
+    Raises RecipeError for a setting out of its range, and DataError for images of several sizes that a device is to
+    hold.
+    """
+    transform_settings(recipe, size)
+    if recipe.data.cache == "device" and isinstance(train, ShardSet):
+        refuse_unequal(train)
 
 
 def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:

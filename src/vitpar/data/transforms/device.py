@@ -22,36 +22,29 @@ from vitpar.data.transforms.device_operations import CHANGES, affine, arguments
 from vitpar.data.transforms.names import Interpolation
 from vitpar.data.transforms.sample import noise_levels
 from vitpar.data.transforms.settings import TrainSettings
-from vitpar.errors import RecipeError
-from vitpar.text import either
 
-KERNELS = ("bicubic", "bilinear")
-"""Kernels that resize random crops on the device."""
 _SUPPORTS = {"bicubic": 2.0, "bilinear": 1.0}
 _WORD = 8  # bytes of a number
 
 Work = list[tuple[str, tuple[NDArray[Any], ...]]]
-"""Names of `DeviceTransform`'s methods or of changes, in order, with their arrays."""
-
-
-def refuse_kernel(settings: TrainSettings) -> None:
-    """Raise RecipeError if crops are resized by a kernel that only the host has."""
-    if settings.padding is None and settings.interpolation not in KERNELS:
-        raise RecipeError(
-            f"data.interpolation is '{settings.interpolation}', which data.cache 'device' does not support: use "
-            f"{either(KERNELS)}, data.crop_padding, or data.cache 'memory'"
-        )
+"""Names of parts of the work for a batch, in order, with their arrays."""
+Run = Callable[[str, Tensor, Sequence[Tensor]], Tensor]
+"""Function that does a part of the work: from its name, the images and the arrays to new images."""
 
 
 class DrawnBatch:
-    """What to do with the images of a batch, as one array to send.
+    """Images of a batch that their device will make, with what it needs for that in one array to send.
 
-    transform: does it.
-    work: what to do.
+    stored: uint8 [images, 3, height, width].
+    work: what to do, beginning with `stored`.
+    run: does a part of it.
     """
 
-    def __init__(self, transform: DeviceTransform, work: Work) -> None:
-        self._transform, self._layout = transform, list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]()
+    def __init__(self, stored: Tensor, work: Work, run: Run) -> None:
+        self._stored, self._run = stored, run
+        self.on_cpu = stored.device.type == "cpu"
+        """Whether the images are in the memory of the host."""
+        self._layout = list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]()
         parts = list[NDArray[np.uint8]]()
         for name, arrays in work:
             tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -62,35 +55,50 @@ class DrawnBatch:
         self.packed = torch.from_numpy(np.concatenate(parts))
         """All arrays, uint8."""
 
-    def images(self, stored: Tensor, sent: Tensor) -> Tensor:
-        """Return the augmented images, uint8 [n, 3, size, size].
+    def made(self, sent: Tensor) -> Tensor:
+        """Return the images, uint8 [n, 3, size, size].
 
-        stored: uint8 [images, 3, height, width].
-        sent: `packed` on their device.
+        sent: `packed` on the device of the images.
         """
-        images, begin = stored, 0
+        images, begin = self._stored, 0
         for name, layout in self._layout:
             arrays = []
             for dtype, shape in layout:
                 length = math.prod(shape) * dtype.itemsize
                 arrays.append(sent[begin : begin + length].view(dtype).view(shape))
                 begin += -(-length // _WORD) * _WORD
-            images = self._transform.run(name, images, arrays)
+            images = self._run(name, images, arrays)
         return images
+
+
+class Taken:
+    """Stored images that need no change.
+
+    stored: uint8 [images, 3, size, size]. The last one stands for padding.
+    """
+
+    def __init__(self, stored: Tensor) -> None:
+        self._stored = stored
+
+    def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
+        """Return the images of `samples`, -1 for padding. Keys are not used."""
+        return DrawnBatch(self._stored, [("take", (samples % len(self._stored),))], _take)
+
+
+def _take(_: str, stored: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+    return stored.index_select(0, arrays[0])
 
 
 class DeviceTransform:
     """Transform of batches of images of one size.
 
-    settings: as for `TrainTransform`.
-    height, width: of the stored images.
-
-    Raises RecipeError for a kernel that only the host has.
+    settings: as for `TrainTransform`, with one of DEVICE_KERNELS if crops are resized.
+    stored: uint8 [images, 3, height, width].
     """
 
-    def __init__(self, settings: TrainSettings, height: int, width: int) -> None:
-        refuse_kernel(settings)
-        self._settings, self._shape = settings, (height, width)
+    def __init__(self, settings: TrainSettings, stored: Tensor) -> None:
+        self._settings, self._stored = settings, stored
+        self._shape: tuple[int, int] = (stored.shape[2], stored.shape[3])
         self._methods: dict[str, Callable[..., Tensor]] = {
             "padded crop": self._padded_crop,
             "resized crop": self._resized_crop,
@@ -122,10 +130,9 @@ class DeviceTransform:
         if len(erased.rows):
             numbers = -(-3 * int((erased.height * erased.width).max()) // _WORD)
             work.append(("erase", (*vars(erased).values(), np.arange(numbers))))
-        return DrawnBatch(self, work)
+        return DrawnBatch(self._stored, work, self._run)
 
-    def run(self, name: str, images: Tensor, arrays: Sequence[Tensor]) -> Tensor:
-        """Return the images after one part of the work."""
+    def _run(self, name: str, images: Tensor, arrays: Sequence[Tensor]) -> Tensor:
         if name in self._methods:
             return self._methods[name](images, *arrays)
         rows, values = arrays

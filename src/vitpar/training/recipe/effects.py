@@ -149,6 +149,12 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "memory",
     ),
     Effect(
+        ("data.bad_sample",),
+        lambda recipe: recipe.data.cache != "device",
+        "{key} is '{value}', but data.cache 'device' decodes all images at the start and stops at a bad one: leave it "
+        "out, or set data.cache to memory",
+    ),
+    Effect(
         STREAM_CANNOT,
         lambda recipe: not recipe.stream,
         "{key} is {value}, which a stream does not support: leave it out, or index the shards",

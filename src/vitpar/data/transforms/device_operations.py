@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,21 +65,20 @@ def affine(images: Tensor, matrices: Tensor, fill: Fill) -> Tensor:
     inside = (across >= 0) & (across < width) & (down >= 0) & (down < height)
     across, down = across - 0.5, down - 0.5
     left, top = across.floor(), down.floor()
-    right_part, low_part = (across - left)[..., None], (down - top)[..., None]
-    columns = [(left + step).clamp_(0, width - 1).long() for step in (0, 1)]
-    rows = [(top + step).clamp_(0, height - 1).long() * width for step in (0, 1)]
-    # Four bytes a pixel, so that one 32-bit number is gathered for all channels.
-    pixels = F.pad(images.permute(0, 2, 3, 1), (0, 1)).view(torch.int32).view(count, -1)
+    right_part, low_part = (across - left)[:, None], (down - top)[:, None]
+    columns = [(left + step).clamp_(0, width - 1) for step in (0, 1)]
+    rows = [(top + step).clamp_(0, height - 1).mul_(width) for step in (0, 1)]
+    pixels = images.double().flatten(2)
 
     def at(row: Tensor, column: Tensor) -> Tensor:
-        found = pixels.gather(1, (row + column).view(count, -1))
-        return found.view(count, height, width, 1).view(torch.uint8).double()
+        places = (row + column).long().view(count, 1, -1).expand_as(pixels)
+        return pixels.gather(2, places).view(images.shape)
 
     def between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
         return other.sub_(one).mul_(part).add_(one)
 
     upper, lower = (between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
-    moved = between(upper, lower, low_part).to(torch.uint8)[..., :3].permute(0, 3, 1, 2)
+    moved = between(upper, lower, low_part).to(torch.uint8)
     return torch.where(inside[:, None], moved, _levels(fill, images.device))
 
 
@@ -144,8 +142,8 @@ def _equalized(images: Tensor, _: Tensor) -> Tensor:
     return tables.to(torch.uint8).gather(1, flat).view(images.shape)
 
 
-def _taps(sigma: float) -> NDArray[np.int64]:
-    """Return the weights of one pass of Pillow's blur, in units of 1 / _BLUR_ONE: int64 [2 _BLUR_REACH + 1].
+def _taps(sigma: float) -> NDArray[np.float64]:
+    """Return the weights of a pass of Pillow's blur, in units of 1 / _BLUR_ONE: of the middle, its neighbours, theirs.
 
     The blur is a box filter of fractional size, applied _BLUR_PASSES times (Gwosdek et al. 2011). Pillow computes the
     size with 32-bit floats.
@@ -158,20 +156,20 @@ def _taps(sigma: float) -> NDArray[np.int64]:
     reach = int(whole)
     inner = int(np.float32(_BLUR_ONE) / np.float32(np.float32(whole + part) * 2 + 1))
     outer = (_BLUR_ONE - (2 * reach + 1) * inner) // 2
-    taps = np.zeros(2 * _BLUR_REACH + 1, np.int64)
-    taps[_BLUR_REACH - reach - 1 : _BLUR_REACH + reach + 2] = outer
-    taps[_BLUR_REACH - reach : _BLUR_REACH + reach + 1] = inner
-    return taps
+    return np.array([*[inner] * (reach + 1), outer, 0][: _BLUR_REACH + 1], np.float64)
 
 
 def _blurred(images: Tensor, taps: Tensor) -> Tensor:
-    weights, pixels = taps[:, :, None, None, None], images.long()
+    middle, near, far = taps[:, :, None, None, None].unbind(1)
+    pixels = images.double()  # holds the integers of a pass
     for dim in (3, 2):
-        side = torch.arange(images.shape[dim], device=images.device)
-        near = [(side + step).clamp_(0, len(side) - 1) for step in range(-_BLUR_REACH, _BLUR_REACH + 1)]
+        last = images.shape[dim] - 1
+        side = torch.arange(-_BLUR_REACH, last + 1 + _BLUR_REACH, device=images.device).clamp_(0, last)
         for _ in range(_BLUR_PASSES):
-            sums = sum(weights[:, n] * pixels.index_select(dim, place) for n, place in enumerate(near))
-            pixels = (sums + _BLUR_ONE // 2) >> 24
+            edged = pixels.index_select(dim, side)
+            p = [edged.narrow(dim, step, last + 1) for step in range(2 * _BLUR_REACH + 1)]
+            sums = (p[1] + p[3]).mul_(near).add_((p[0] + p[4]).mul_(far)).add_(p[2] * middle)
+            pixels = sums.add_(_BLUR_ONE // 2).mul_(1 / _BLUR_ONE).floor_()
     return pixels.to(torch.uint8)
 
 

@@ -210,9 +210,11 @@ def _pixels(stored: Tensor, samples: Tensor, rows: Tensor, columns: Tensor) -> T
     _, channels, height, width = stored.shape
     planes = samples[:, None] * channels + torch.arange(channels, device=stored.device)
     lines = planes[:, :, None] * height + rows.clamp(0, height - 1)[:, None]
-    places = lines[..., None] * width + columns.clamp(0, width - 1)[:, None, None]
+    # Complete rows are copied first, which is fast; then columns are chosen.
+    wide = stored.view(-1, width).index_select(0, lines.flatten()).view(len(samples), -1, width)
+    places = columns.clamp(0, width - 1)[:, None].expand(-1, wide.shape[1], -1)
     inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None]
-    return stored.view(-1).take(places).mul_(inside)
+    return wide.gather(2, places).view(len(samples), channels, rows.shape[1], columns.shape[1]).mul_(inside)
 
 
 def _rounded(pixels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.tasks.data import model_of
+from vitpar.tasks.image_data import held_bytes
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.recipe import Recipe, read_recipe
@@ -195,5 +196,7 @@ def costs_of(
             train.fp8_min_features,
             lambda config: planned_teacher(recipe, config),
         )
+    if costs.hardware.device == "cuda":
+        costs.reserve(held_bytes(recipe, costs.config))
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return costs

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from helpers.small_data import damage, pack_small
 from vitpar.data import EvalTransform, ShardSet, TrainTransform, pack, parse_policy
-from vitpar.data.cache import refuse_unequal
-from vitpar.data.held import HeldEvalLoader, HeldTrainLoader, SharedPixels, decode_into, stored_shape
+from vitpar.data.cache import refuse_unequal, stored_shape
+from vitpar.data.held import HeldEvalLoader, HeldTrainLoader, SharedPixels, decode_into
 from vitpar.data.loader import Batch, EvalLoader, TrainLoader
 from vitpar.data.randomness import BatchDraws, Draws, SampleOrder, sample_keys
 from vitpar.data.transforms.device import DeviceTransform, Taken
@@ -166,5 +166,5 @@ def test_bad_and_unequal_images_are_refused(tmp_path: Path) -> None:
     pack(tmp_path / "pictures", other, val_fraction=0)
     unequal = ShardSet.open(other, "train")
     for refuse in (held, refuse_unequal):
-        with pytest.raises(DataError, match="needs training images of one size, but sample .* has 9 x 8 .* 8 x 8"):
+        with pytest.raises(DataError, match=r"needs training images of one size, but sample .* has 9 x 8 .* 8 x 8"):
             refuse(unequal)

@@ -21,12 +21,14 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.images import BadImage, image_size
+from vitpar.data.images import BadImage, decode, image_size
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.limits import MAX_CACHE_BYTES
 from vitpar.text import shown
 
+Shape = tuple[int, int, int, int]
+"""Shape of decoded images of one size: number, channels, height, width."""
 _UNIT = 256  # bytes that an image is rounded up to: 32 bits then number the units of 1 TiB
 _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
@@ -192,6 +194,18 @@ def _some_sizes(images: ShardSet) -> Iterator[tuple[int, int, int]]:
         with suppress(BadImage):
             width, height = image_size(images.read(i))
             yield i, height, width
+
+
+def stored_shape(images: ShardSet) -> Shape:
+    """Return the shape of all images of a set, by its first one.
+
+    Raises DataError if that cannot be read.
+    """
+    try:
+        height, width, channels = decode(images.read(0)).shape
+    except BadImage as error:
+        raise DataError(f"{images.complaint(0, error)}; replace it") from error
+    return len(images), channels, height, width
 
 
 def decoded_bytes(images: ShardSet) -> int:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.cache import shared_file, unequal
+from vitpar.data.cache import Shape, shared_file, unequal
 from vitpar.data.images import BadImage, decode
 from vitpar.data.loader import BatchJob, EvalLoader, Labelled, Loader, LoaderSettings, TrainLoader
 from vitpar.data.randomness import SampleOrder
@@ -29,8 +29,6 @@ from vitpar.data.transforms.device import DeviceTransform, DrawnBatch, Taken
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
-Shape = tuple[int, int, int, int]
-"""Shape of stored images: number, channels, height, width."""
 _TASK = 256  # images that a thread decodes at a time
 
 
@@ -60,18 +58,6 @@ class SharedPixels:
         # The images keep the mapping itself alive; only the descriptor is closed.
         if getattr(self, "_file", -1) >= 0:
             os.close(self._file)
-
-
-def stored_shape(images: ShardSet) -> Shape:
-    """Return the shape of all images of a set, by its first one.
-
-    Raises DataError if that cannot be read.
-    """
-    try:
-        height, width, channels = decode(images.read(0)).shape
-    except BadImage as error:
-        raise DataError(f"{images.complaint(0, error)}; replace it") from error
-    return len(images), channels, height, width
 
 
 def decode_into(
@@ -105,7 +91,7 @@ def decode_into(
         list(pool.map(task, parts))
 
 
-class Source(Protocol):
+class BatchMaker(Protocol):
     """Maker of batches of held images."""
 
     def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
@@ -119,7 +105,7 @@ class _HeldLoader(Loader):
     that wait for each other after every call.
     """
 
-    _source: Source
+    _source: BatchMaker
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         with closing(super()._threaded(jobs)) as filled:

@@ -47,6 +47,7 @@ class _Shared(Protocol):
 
 Memory = TypeVar("Memory", bound=_Shared)
 
+
 def shared(
     local: LocalRanks,
     decodes: bool,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from vitpar.data.cache import refuse_unequal
+from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
+from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
@@ -82,6 +84,32 @@ def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:
     transform_settings(recipe, size)
     if recipe.data.cache == "device" and isinstance(train, ShardSet):
         refuse_unequal(train)
+
+
+def held_shapes(train: ShardSet, val: ShardSet | None, size: int) -> list[Shape]:
+    """Return the shapes of the images that a device holds with data.cache 'device', of each set.
+
+    Those of `val` are as evaluation takes them, with `size` pixels, and one more that stands for padding.
+
+    Raises DataError if the first image cannot be read.
+    """
+    shapes = [stored_shape(train)]
+    return shapes if val is None else [*shapes, (len(val) + 1, shapes[0][1], size, size)]
+
+
+def held_bytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Return the bytes of images that each GPU holds in a training; 0 if none, or without data.
+
+    Raises DataError for data that cannot be read.
+    """
+    path = recipe.data.path
+    if recipe.data.cache != "device" or path is None or not (Path(path) / MANIFEST).is_file():
+        return 0
+    has_val = "val" in read_manifest(Path(path)).splits
+    shapes = held_shapes(
+        ShardSet.open(path, "train"), ShardSet.open(path, "val") if has_val else None, config.image_size
+    )
+    return sum(map(math.prod, shapes))
 
 
 def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:

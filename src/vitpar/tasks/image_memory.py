@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.data import EvalTransform, ShardSet
-from vitpar.data.held import Shape, SharedPixels, decode_into, stored_shape
+from vitpar.data.cache import Shape
+from vitpar.data.held import SharedPixels, decode_into
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
 from vitpar.tasks.image_cache import SHARE, refuse_any, shared
+from vitpar.tasks.image_data import held_shapes
 from vitpar.text import size
 
 _INSTEAD = "set data.cache to memory or none"
@@ -39,9 +41,7 @@ def hold_images(
     """
 
     def make() -> tuple[SharedPixels, list[Shape]]:
-        shapes = [stored_shape(train)]
-        if val is not None:
-            shapes.append((len(val) + 1, shapes[0][1], evaluation.size, evaluation.size))
+        shapes = held_shapes(train, val, evaluation.size)
         _refuse_large(shapes, available_memory(), local.size // len(local.ranks), "of memory are available")
         return SharedPixels(shapes), shapes
 

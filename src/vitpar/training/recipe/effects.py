@@ -226,8 +226,8 @@ _OUTPUTS = _keys(
     task="options", data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention"
 )
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _PLANNED + _LENGTH + _keys(parallel="…"),
-    "a search": _PLANNED + _LENGTH + _keys(train="compile"),
+    "a plan": _PLANNED + _LENGTH + _keys(parallel="…", data="cache"),
+    "a search": _PLANNED + _LENGTH + _keys(train="compile", data="cache"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
     "a profile": _keys(model="…", train=f"{_PRECISION} compile attention"),

@@ -196,7 +196,15 @@ def costs_of(
             train.fp8_min_features,
             lambda config: planned_teacher(recipe, config),
         )
-    if costs.hardware.device == "cuda":
-        costs.reserve(held_bytes(recipe, costs.config))
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
+    return with_held(costs, recipe)
+
+
+def with_held(costs: LayerCosts, recipe: Recipe) -> LayerCosts:
+    """Return the costs, with the memory reserved that images of the recipe take on each GPU.
+
+    Raises DataError for data that cannot be read.
+    """
+    if costs.hardware.device == "cuda":
+        costs.reserve(held_bytes(recipe, costs.whole))
     return costs

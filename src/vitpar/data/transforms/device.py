@@ -25,6 +25,7 @@ from vitpar.data.transforms.settings import TrainSettings
 
 _SUPPORTS = {"bicubic": 2.0, "bilinear": 1.0}
 _WORD = 8  # bytes of a number
+_CACHED_PIXELS = 1 << 15  # pixels of images that a core changes at once, so that its cache holds all steps of a change
 
 Work = list[tuple[str, tuple[NDArray[Any], ...]]]
 """Names of parts of the work for a batch, in order, with their arrays."""
@@ -99,10 +100,9 @@ class DeviceTransform:
     def __init__(self, settings: TrainSettings, stored: Tensor) -> None:
         self._settings, self._stored = settings, stored
         self._shape: tuple[int, int] = (stored.shape[2], stored.shape[3])
-        self._methods: dict[str, Callable[..., Tensor]] = {
+        self._crops: dict[str, Callable[..., Tensor]] = {
             "padded crop": self._padded_crop,
             "resized crop": self._resized_crop,
-            "erase": self._erase,
         }
 
     def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
@@ -128,17 +128,22 @@ class DeviceTransform:
                 work.append((change, (rows, values)))
         erased = choices.erased
         if len(erased.rows):
-            numbers = -(-3 * int((erased.height * erased.width).max()) // _WORD)
-            work.append(("erase", (*vars(erased).values(), np.arange(numbers))))
+            work.append(("erase", tuple(vars(erased).values())))
         return DrawnBatch(self._stored, work, self._run)
 
     def _run(self, name: str, images: Tensor, arrays: Sequence[Tensor]) -> Tensor:
-        if name in self._methods:
-            return self._methods[name](images, *arrays)
-        rows, values = arrays
-        chosen = images.index_select(0, rows)
-        changed = affine(chosen, values, self._settings.fill) if name == "affine" else CHANGES[name](chosen, values)
-        return images.index_copy_(0, rows, changed)
+        at_once = len(arrays[0]) if images.is_cuda else max(1, _CACHED_PIXELS // self._settings.size**2)
+        parts = [*zip(*(array.split(at_once) for array in arrays), strict=True)]
+        if name in self._crops:
+            return torch.cat([self._crops[name](images, *part) for part in parts])
+        for rows, *values in parts:
+            images.index_copy_(0, rows, self._changed(name, images.index_select(0, rows), values))
+        return images
+
+    def _changed(self, name: str, images: Tensor, values: Sequence[Tensor]) -> Tensor:
+        if name == "affine":
+            return affine(images, *values, self._settings.fill)
+        return self._erase(images, *values) if name == "erase" else CHANGES[name](images, *values)
 
     def _padded_crop(self, stored: Tensor, samples: Tensor, top: Tensor, left: Tensor, flips: Tensor) -> Tensor:
         place = torch.arange(self._settings.size, device=stored.device)
@@ -175,15 +180,15 @@ class DeviceTransform:
     def _erase(
         self,
         images: Tensor,
-        rows: Tensor,
         top: Tensor,
         left: Tensor,
         height: Tensor,
         width: Tensor,
         seeds: Tensor,
-        numbers: Tensor,
     ) -> Tensor:
         """Replace boxes by noise, whose bytes are those of `Draws.bytes`."""
+        # As many as the largest box could need: that of these boxes is not known without waiting for the device.
+        numbers = torch.arange(-(-3 * self._settings.size**2 // _WORD), device=images.device)
         words = seeds[:, None] + numbers * STEP
         for shift, factor in SCRAMBLE:
             words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # the sign is not to be shifted in
@@ -198,8 +203,7 @@ class DeviceTransform:
         number = number.clamp_(0, quantiles.shape[1] - 1)
         drawn = quantiles.gather(1, number.flatten(1)).view(number.shape).long()
         noise = _noise(self._settings.mean, self._settings.std, images.device).take(drawn + 256 * channel)
-        chosen = torch.where(inside[:, None], noise, images.index_select(0, rows))
-        return images.index_copy_(0, rows, chosen)
+        return torch.where(inside[:, None], noise, images)
 
 
 def _pixels(stored: Tensor, samples: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ class DeviceTransform:
 
     def _changed(self, name: str, images: Tensor, values: Sequence[Tensor]) -> Tensor:
         if name == "affine":
-            return affine(images, *values, self._settings.fill)
+            return affine(images, values[0], self._settings.fill)
         return self._erase(images, *values) if name == "erase" else CHANGES[name](images, *values)
 
     def _padded_crop(self, stored: Tensor, samples: Tensor, top: Tensor, left: Tensor, flips: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ from vitpar.data import (
 )
 from vitpar.data.cache import stored_shape
 from vitpar.data.held import HeldTrainLoader, SharedPixels, decode_into
-from vitpar.data.transforms.device import DeviceTransform
 
 SIZE, BATCH, ROUNDS, SECONDS = 224, 64, 5, 1.0
 TRANSFORMS = {
@@ -146,7 +145,7 @@ def small_images(report: Report, packed: Path) -> None:
         loaders = {
             "one by one": TrainLoader(shards, transform, **common),
             "one by one, cached": TrainLoader(shards, transform, cache=cache, **common),
-            "in batches": HeldTrainLoader(shards, transform, DeviceTransform(transform, stored), **common),
+            "in batches": HeldTrainLoader(shards, transform, stored, **common),
         }
         rounds = [*turns({name: partial(wall_rate, loader) for name, loader in loaders.items()}, ROUNDS)]
         rates = {name: [of_round[name] for of_round in rounds] for name in loaders}

@@ -17,7 +17,7 @@ from vitpar.data.cache import refuse_unequal, stored_shape
 from vitpar.data.held import HeldEvalLoader, HeldTrainLoader, SharedPixels, decode_into
 from vitpar.data.loader import Batch, EvalLoader, TrainLoader
 from vitpar.data.randomness import BatchDraws, Draws, SampleOrder, sample_keys
-from vitpar.data.transforms.device import DeviceTransform, Taken
+from vitpar.data.transforms.device import DeviceTransform
 from vitpar.data.transforms.device_operations import CHANGES, affine, arguments
 from vitpar.data.transforms.policies import OPERATIONS, BatchContext, OperationContext
 from vitpar.errors import DataError
@@ -125,13 +125,13 @@ def same(one: Batch, other: Batch) -> bool:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("start", [0, 24, 31])
 def test_batches_are_those_of_the_host(packed: Path, workers: int, start: int) -> None:
-    """Over two epochs, from any sample on, for some rows of a batch."""
+    """Over two epochs, from any sample on, for some rows of a batch, also if the size of images changes."""
     images = ShardSet.open(packed, "train")
     transform = TrainTransform(8, policy=parse_policy("rand-m9-n2-p1"), erase=0.5)
     order = SampleOrder(5, len(images), repeats=2)
     common: dict[str, Any] = {"order": order, "start": start, "batch_size": 12, "rows": [7, 2, 3], "workers": workers}
-    source = DeviceTransform(transform, held(images))
-    ours, theirs = HeldTrainLoader(images, transform, source, **common), TrainLoader(images, transform, **common)
+    common["sizes"] = lambda done: 8 if done < start + 36 else 6
+    ours, theirs = HeldTrainLoader(images, transform, held(images), **common), TrainLoader(images, transform, **common)
     threads = torch.get_num_threads()
     for _, one, other in zip(range(8), ours, theirs, strict=False):
         assert same(one, other)
@@ -143,7 +143,7 @@ def test_evaluation_has_the_batches_of_the_host(packed: Path, rows: list[int] | 
     images = ShardSet.open(packed, "val")
     transform = EvalTransform(8, crop_pct=0.9)
     common: dict[str, Any] = {"batch_size": 10, "rows": rows}
-    ours = [*HeldEvalLoader(images, transform, Taken(held(images, transform)), **common)]
+    ours = [*HeldEvalLoader(images, transform, held(images, transform), **common)]
     theirs = [*EvalLoader(images, transform, **common)]
     assert len(ours) == len(theirs) == 2
     if rows == []:

@@ -79,8 +79,8 @@ MUTATIONS = (
         name="device-padding-shown",
         breaks="Padding of the last evaluation batch shows the last image in place of none.",
         file="src/vitpar/data/transforms/device.py",
-        old="(samples % len(self._stored),)",
-        new="(samples % (len(self._stored) - 1),)",
+        old="(samples % len(stored),)",
+        new="(samples % (len(stored) - 1),)",
         caught_by="pytest tests/data/test_device_images.py::test_evaluation_has_the_batches_of_the_host",
     ),
 )

@@ -13,11 +13,10 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Protocol, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.cache import Shape, shared_file, unequal
@@ -25,7 +24,7 @@ from vitpar.data.images import BadImage, decode
 from vitpar.data.loader import BatchJob, EvalLoader, Labelled, Loader, LoaderSettings, TrainLoader
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.transforms.device import DeviceTransform, DrawnBatch, Taken
+from vitpar.data.transforms.device import DeviceTransform, taken
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
@@ -91,13 +90,6 @@ def decode_into(
         list(pool.map(task, parts))
 
 
-class BatchMaker(Protocol):
-    """Maker of batches of held images."""
-
-    def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
-        """Return what the device does for a batch of `samples`, int64 [n], with random `keys`, int64 [n]."""
-
-
 class _HeldLoader(Loader):
     """Loader whose threads draw random choices for complete batches, and also make the images if these are on the CPU.
 
@@ -105,7 +97,7 @@ class _HeldLoader(Loader):
     that wait for each other after every call.
     """
 
-    _source: BatchMaker
+    _stored: Tensor
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         with closing(super()._threaded(jobs)) as filled:
@@ -124,38 +116,42 @@ class _HeldLoader(Loader):
         job.images = None
 
     def _fill(self, job: BatchJob, start: int, stop: int) -> None:
-        drawn = self._source.draw(job.samples[self.rows], job.keys[self.rows])
+        samples, keys = job.samples[self.rows], job.keys[self.rows]
+        if isinstance(job.transform, TrainTransform):
+            drawn = DeviceTransform(job.transform, self._stored).draw(samples, keys)
+        else:
+            drawn = taken(self._stored, samples)
         job.images = drawn.made(drawn.packed) if drawn.on_cpu else drawn
 
 
 class HeldTrainLoader(_HeldLoader, TrainLoader):
     """`TrainLoader` of held images.
 
-    source: makes the batches, with the settings of `transform`.
+    stored: uint8 [images, 3, height, width].
     """
 
     def __init__(
         self,
         shards: ShardSet,
         transform: TrainTransform,
-        source: DeviceTransform,
+        stored: Tensor,
         *,
         order: SampleOrder,
         start: int = 0,
         **settings: Unpack[LoaderSettings],
     ) -> None:
         super().__init__(shards, transform, order=order, start=start, **settings)
-        self._source = source
+        self._stored = stored
 
 
 class HeldEvalLoader(_HeldLoader, EvalLoader):
     """`EvalLoader` of held images.
 
-    source: has the images as `transform` makes them.
+    stored: images as `transform` makes them, uint8 [images + 1, 3, size, size]. The last one stands for padding.
     """
 
     def __init__(
-        self, images: Labelled, transform: EvalTransform, source: Taken, **settings: Unpack[LoaderSettings]
+        self, images: Labelled, transform: EvalTransform, stored: Tensor, **settings: Unpack[LoaderSettings]
     ) -> None:
         super().__init__(images, transform, **settings)
-        self._source = source
+        self._stored = stored

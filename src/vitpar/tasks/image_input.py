@@ -27,7 +27,7 @@ from vitpar.data import (
 )
 from vitpar.data.held import HeldEvalLoader, HeldTrainLoader
 from vitpar.data.image_files import NotedImages
-from vitpar.data.transforms.device import DeviceTransform, DrawnBatch, Taken
+from vitpar.data.transforms.device import DrawnBatch
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -116,8 +116,8 @@ class ImageInput:
         self.local = local_ranks()
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
-        self._held_train: dict[object, DeviceTransform] = {}
-        self._held_val: dict[object, Taken] = {}
+        self._held_train: dict[object, Tensor] = {}
+        self._held_val: dict[object, Tensor] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
@@ -171,9 +171,9 @@ class ImageInput:
             train, val, self._eval, self.local, self._model.device, max(1, self.workers), decodes
         )
         if held is not None:
-            self._held_train[train] = DeviceTransform(self._train, held[0])
+            self._held_train[train] = held[0]
             if val is not None:
-                self._held_val[val] = Taken(held[1])
+                self._held_val[val] = held[1]
         return message
 
     def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
@@ -190,8 +190,8 @@ class ImageInput:
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
         settings, cache = self._settings(self._needed(), len(images)), self._cached.get(images)
-        if held := self._held_train.get(images):
-            return HeldTrainLoader(images, self._train, held, order=order, start=start, **settings)
+        if (stored := self._held_train.get(images)) is not None:
+            return HeldTrainLoader(images, self._train, stored, order=order, start=start, **settings)
         return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
 
     @property
@@ -208,8 +208,8 @@ class ImageInput:
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._eval_rows))
         settings = self._settings(self._eval_rows)
-        if held := self._held_val.get(images):
-            return HeldEvalLoader(images, self._eval, held, **settings)
+        if (stored := self._held_val.get(images)) is not None:
+            return HeldEvalLoader(images, self._eval, stored, **settings)
         return EvalLoader(images, self._eval, cache=self._cached.get(images), **settings)
 
     def synthetic(self) -> StepInput:

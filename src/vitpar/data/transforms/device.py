@@ -72,18 +72,12 @@ class DrawnBatch:
         return images
 
 
-class Taken:
-    """Stored images that need no change.
+def taken(stored: Tensor, samples: NDArray[np.int64]) -> DrawnBatch:
+    """Return the images of `samples` as they are; of -1, for padding, the last one.
 
-    stored: uint8 [images, 3, size, size]. The last one stands for padding.
+    stored: uint8 [images, 3, size, size].
     """
-
-    def __init__(self, stored: Tensor) -> None:
-        self._stored = stored
-
-    def draw(self, samples: NDArray[np.int64], keys: NDArray[np.int64]) -> DrawnBatch:
-        """Return the images of `samples`, -1 for padding. Keys are not used."""
-        return DrawnBatch(self._stored, [("take", (samples % len(self._stored),))], _take)
+    return DrawnBatch(stored, [("take", (samples % len(stored),))], _take)
 
 
 def _take(_: str, stored: Tensor, arrays: Sequence[Tensor]) -> Tensor:

@@ -147,23 +147,19 @@ def small_images(report: Report, packed: Path) -> None:
             "one by one, cached": TrainLoader(shards, transform, cache=cache, **common),
             "in batches": HeldTrainLoader(shards, transform, stored, **common),
         }
-        rounds = [*turns({name: partial(wall_rate, loader) for name, loader in loaders.items()}, ROUNDS)]
+        rounds = [*turns({name: partial(settled_rate, loader) for name, loader in loaders.items()}, ROUNDS)]
         rates = {name: [of_round[name] for of_round in rounds] for name in loaders}
         ratios = [ratio(rates["in batches"], rates[name]).text(1) for name in list(loaders)[:2]]
         rows.append([augmented, *(Spread.of(one).text(0) for one in rates.values()), *ratios])
         measured.append({"augmentation": augmented, "rates": rates})
     heads = ("augmentation", *loaders, "in batches over one by one", "over cached")
-    report.show(f"images/s of {side} pixels, {THREADS} threads", heads, rows, measured)
+    report.show(f"images/s of a core, {side} pixels, {THREADS} threads", heads, rows, measured)
 
 
-def wall_rate(loader: TrainLoader) -> float:
-    """Return images per second, over at least SECONDS after the first batches."""
+def settled_rate(loader: TrainLoader) -> float:
+    """Return the rate of a loader after its first batches."""
     with closing(iter(loader)) as stream:
-        list(itertools.islice(stream, SETTLING))
-        begun, done = time.perf_counter(), 0
-        while time.perf_counter() - begun < SECONDS:
-            done += len(next(stream).labels)
-        return done / (time.perf_counter() - begun)
+        return rate(len(batch.labels) for batch in itertools.islice(stream, SETTLING, None))
 
 
 def write_small(folder: Path) -> None:

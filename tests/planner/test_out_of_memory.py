@@ -13,8 +13,8 @@ from vitpar.planner.out_of_memory import (
     estimate_memory,
     explain_memory,
     is_out_of_memory,
-    memory_warning,
     memory_of,
+    memory_warning,
 )
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection

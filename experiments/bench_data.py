@@ -2,6 +2,9 @@
 
     python experiments/bench_data.py                               # two minutes; made-up images
     python experiments/bench_data.py --images PATH/TO/JPEGS        # your own; a few hundred suffice
+    python experiments/bench_data.py --small data_shards/cifar10   # only small images, a packed data set
+
+Small images come first: augmented one by one, or in batches as with data.cache 'device'. Then photographs:
 
 Every row reads, decodes, crops to 224 pixels, flips and batches images in one thread, from shards as published, with a
 shorter side, or from the cache of decoded images. Rows take turns. Rates are per second of CPU time, so other programs
@@ -18,8 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +33,7 @@ from PIL import Image
 from torch import Tensor
 
 from bench.gpu_models import MODELS, predicted_seconds
-from bench.harness import Report, Spread, parser, turns
+from bench.harness import Report, Spread, parser, ratio, turns
 from bench.photographs import write_photographs
 from vitpar.data import (
     CachedSet,
@@ -42,6 +47,8 @@ from vitpar.data import (
     pack,
     parse_policy,
 )
+from vitpar.data.cache import stored_shape
+from vitpar.data.held import HeldTrainLoader, SharedPixels, decode_into
 
 SIZE, BATCH, ROUNDS, SECONDS = 224, 64, 5, 1.0
 TRANSFORMS = {
@@ -49,6 +56,8 @@ TRANSFORMS = {
     "RandAugment too": TrainTransform(SIZE, policy=parse_policy("rand-m10-n2-p1")),
 }
 """Augmentation by name; the policy is that of `imagenet_vit_small.toml`. Its mixup is computed on the device."""
+THREADS, SMALL_BATCH, SETTLING = 2, 512, 6
+"""Threads of a loader of small images, its batch size, and the batches that it delivers before it is timed."""
 SIDE = 256
 """Shorter side of re-encoded images."""
 
@@ -57,22 +66,38 @@ def main() -> int:
     """Read the options, measure and print the table."""
     options = parser(__doc__)
     options.add_argument("--images", type=Path, metavar="FOLDER", help="JPEG files, also in folders (made up)")
+    options.add_argument("--small", type=Path, metavar="FOLDER", help="packed images of one small size (made up)")
     given = options.parse_args()
     torch.set_num_threads(1)
+    report = Report(given.json)
+    with tempfile.TemporaryDirectory() as place:
+        if given.small is None:
+            write_small(Path(place))
+        small_images(report, given.small or Path(place) / "packed")
+    if given.small is None or given.images is not None:
+        photographs(report, given.images)
+    return 0
+
+
+def photographs(report: Report, given: Path | None) -> None:
+    """Measure the images of a core.
+
+    given: folder of JPEG files; None for made-up ones.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         images = folder / "source" / "train"
-        if given.images is None:
+        if given is None:
             write_photographs(folder / "source", 400)
         else:
-            found = [path for path in given.images.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")]
+            found = [path for path in given.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")]
             (images / "a").mkdir(parents=True)
             for number, path in enumerate(found):
                 shutil.copy(path, images / "a" / f"{number}.jpg")
         pack(images, folder / "packed", val_fraction=0, shard_samples=100)
         pack(images, folder / "small", val_fraction=0, shard_samples=100, reencode=Reencode(SIDE))
         published, small = (ShardSet.open(folder / name, "train") for name in ("packed", "small"))
-        report = Report(given.json, images=f"{len(published)} of {published.bytes / len(published) / 1e3:.0f} kB")
+        report.keep("images", f"{len(published)} of {published.bytes / len(published) / 1e3:.0f} kB")
         streams = {("as published", "webdataset, Pillow"): plain_webdataset(folder / "packed")}
         for name, shards, cached in (
             ("as published", published, False),
@@ -99,7 +124,52 @@ def main() -> int:
     models = (f"cores for {name}, {rate:,.0f}/s" for name, rate in wanted.items())
     measured = [{"stored": key[0], "augmentation": key[1], "rates": [one[key] for one in rounds]} for key in streams]
     report.show("images of a core", (*heads, *models), rows, measured)
-    return 0
+
+
+def small_images(report: Report, packed: Path) -> None:
+    """Compare where small images are augmented: one by one, or in batches on the device, with THREADS threads."""
+    shards = ShardSet.open(packed, "train")
+    stored = SharedPixels([stored_shape(shards)]).images[0]
+    decode_into(stored, shards, range(len(shards)), None, THREADS)
+    side, policy = stored.shape[-1], "rand-m9-n2-mstd0.5-inc1"
+    rows, measured = [], []
+    for augmented, transform in {
+        "crop, flip": TrainTransform(side, padding=4),
+        "RandAugment too": TrainTransform(side, padding=4, policy=parse_policy(policy)),
+        "RandAugment, always applied": TrainTransform(side, padding=4, policy=parse_policy(f"{policy}-p1")),
+    }.items():
+        cache = ImageCache([len(shards)], 2 * decoded_bytes(shards)).part(0)
+        for number, image in enumerate(stored):
+            cache.put(number, image.permute(1, 2, 0).numpy())
+        common: dict[str, Any] = {"order": SampleOrder(0, len(shards)), "batch_size": SMALL_BATCH, "workers": THREADS}
+        loaders = {
+            "one by one": TrainLoader(shards, transform, **common),
+            "one by one, cached": TrainLoader(shards, transform, cache=cache, **common),
+            "in batches": HeldTrainLoader(shards, transform, stored, **common),
+        }
+        rounds = [*turns({name: partial(settled_rate, loader) for name, loader in loaders.items()}, ROUNDS)]
+        rates = {name: [of_round[name] for of_round in rounds] for name in loaders}
+        ratios = [ratio(rates["in batches"], rates[name]).text(1) for name in list(loaders)[:2]]
+        rows.append([augmented, *(Spread.of(one).text(0) for one in rates.values()), *ratios])
+        measured.append({"augmentation": augmented, "rates": rates})
+    heads = ("augmentation", *loaders, "in batches over one by one", "over cached")
+    report.show(f"images/s of a core, {side} pixels, {THREADS} threads", heads, rows, measured)
+
+
+def settled_rate(loader: TrainLoader) -> float:
+    """Return the rate of a loader after its first batches."""
+    with closing(iter(loader)) as stream:
+        return rate(len(batch.labels) for batch in itertools.islice(stream, SETTLING, None))
+
+
+def write_small(folder: Path) -> None:
+    """Write a data set of 2,000 noise images of 32 pixels, packed."""
+    rng = np.random.default_rng(0)
+    for number in range(2000):
+        path = folder / "images" / "train" / str(number % 10) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+    pack(folder / "images" / "train", folder / "packed", val_fraction=0)
 
 
 def rate(stream: Iterator[int]) -> float:

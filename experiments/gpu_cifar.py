@@ -1,4 +1,4 @@
-"""Train a small ViT on CIFAR-10 for a fixed time with vitpar's step; images and augmentation are on the device.
+"""Train a small ViT on CIFAR-10 for a fixed time with vitpar's step and its augmentation of images on the device.
 
     python experiments/gpu_cifar.py --data PATH/TO/cifar10 --seconds 120 --json cifar.json
     python experiments/gpu_cifar.py --data PATH/TO/cifar10 --tiny --device cpu         # a rehearsal
@@ -12,9 +12,12 @@ every tenth of the time. The JSON file is written at each of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench import settings
-from bench.device_images import Split, augment, load, mix
+from bench.device_images import Split, load
 from bench.harness import Report, parser
 from bench.one_gpu import settle
+from vitpar.data import Mix, Normalize, SampleOrder, TrainTransform, parse_policy
+from vitpar.data.randomness import sample_keys
+from vitpar.data.transforms.device import DeviceTransform, DrawnBatch
 from vitpar.errors import DataError
 from vitpar.launch import ALONE, join, leave
-from vitpar.models import ViTConfig, model_config
+from vitpar.models import IGNORED, ViTConfig, model_config
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.parallel.attention import choose_attention
 from vitpar.parallel.precision import resolve_precision
@@ -42,7 +49,12 @@ from vitpar.training.step import Stepped, TrainStep
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 MIXED = 0.8
-"""Share of the batches that are mixed."""
+"""Share of the pairs of images that are mixed."""
+AUGMENTATION = TrainTransform(
+    32, padding=4, policy=parse_policy("rand-m9-mstd0.5-inc1"), erase=0.25, mean=MEAN, std=STD
+)
+PREFETCH = 2
+"""Batches whose random choices are drawn ahead."""
 LAST_LR = 1e-5
 WARM_UP = 0.05
 """Share of the time in which the learning rate rises."""
@@ -70,7 +82,7 @@ class Training:
         sharded = ShardedOptimizer(self.model.named_parameters(), optimizer, implementation=chosen.name)
         self.average = EMA(self.model, 0.999, warmup=True)
         self.step = TrainStep(self.model, sharded, clip_grad_norm=1.0, ema=self.average)
-        self._mean, self._std = (torch.tensor(values, device=device)[:, None, None] for values in (MEAN, STD))
+        self.normalize = Normalize(MEAN, STD, compiled=self.model.execution.compile)
 
     def _model(self, config: ViTConfig) -> tuple[ParallelModel, str | None]:
         options, device = self.options, self.device
@@ -87,17 +99,31 @@ class Training:
         return len(self.splits["train"].labels) // self.options.batch_size
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield images, labels and keys of one step after the other, without end."""
-        g, host = torch.Generator(self.device).manual_seed(0), np.random.default_rng(0)
-        train, size, epoch = self.splits["train"], self.options.batch_size, 0
-        while True:
-            order = torch.randperm(len(train.labels), device=self.device, generator=g)
-            for chosen in order.split(size)[: self.steps_an_epoch]:
-                images, labels = augment(train.images[chosen].float() / 255, g), train.labels[chosen]
-                if host.random() < MIXED:
-                    images, labels = mix(images, labels, host, g)
-                yield (images - self._mean) / self._std, labels, chosen + epoch * len(train.labels)
-            epoch += 1
+        """Yield images, labels and keys of one step after the other, without end.
+
+        A thread draws the random choices of the next batches.
+        """
+        train, size = self.splits["train"], self.options.batch_size
+        order = SampleOrder(settings.SEED, len(train.labels))
+        transform, mix = DeviceTransform(AUGMENTATION, train.images), Mix(0.8, 1.0, MIXED)
+
+        def drawn(start: int) -> tuple[DrawnBatch, NDArray[np.int64], NDArray[np.int64]]:
+            epochs, samples, repeats = order.batch(start, size)
+            keys = sample_keys(order.seed, epochs, samples, repeats)
+            return transform.draw(samples, keys), samples, keys
+
+        with ThreadPoolExecutor(1) as pool:
+            waiting = deque(pool.submit(drawn, place * size) for place in range(PREFETCH))
+            for place in itertools.count(PREFETCH):
+                waiting.append(pool.submit(drawn, place * size))
+                batch, samples, keys = waiting.popleft().result()
+                images = self.normalize(batch.made(self._sent(batch.packed)))
+                mixed = mix(keys, images.shape[-1])
+                labels = mixed.labels(train.labels[self._sent(torch.from_numpy(samples))], IGNORED)
+                yield mixed.images(images, range(size), size), labels, self._sent(torch.from_numpy(keys))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def accuracies(self) -> dict[str, float]:
         """Return the top-1 accuracy on `val` of the parameters and of their average."""
@@ -110,7 +136,7 @@ class Training:
         right = torch.zeros((), device=self.device)
         batches = len(split.labels) // size
         for images, labels in zip(split.images.split(size)[:batches], split.labels.split(size), strict=False):
-            logits = self.model.predict((images.float() / 255 - self._mean) / self._std, size)
+            logits = self.model.predict(self.normalize(images), size)
             assert logits is not None, "one rank has all stages"
             right.add_((logits.argmax(1) == labels).sum())
         return right.item() / (batches * size)

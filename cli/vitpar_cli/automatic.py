@@ -37,6 +37,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.outputs import origin
+from vitpar_cli.profiled import with_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -147,7 +148,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
         costs = estimated_costs(config, options.cluster, *of_recipe, planned_teacher(recipe, config))
     searching = make_search(
-        costs,
+        with_held(costs, recipe),
         (train.batch_size,),
         moments(recipe, config),
         ranks=ranks,

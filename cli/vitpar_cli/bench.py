@@ -82,7 +82,7 @@ def bench(
     asked = o.request(bench, locals(), {"train.steps": 1})
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
-    from vitpar.tasks.image_data import refuse_streamed_targets, transform_settings
+    from vitpar.tasks.image_data import check_images, refuse_streamed_targets
     from vitpar.training.prepare import refuse_teacher
 
     device_type = choose_device(device)
@@ -96,7 +96,7 @@ def bench(
     config = merged.config(trained.outputs, trained.model_options)
     trained.refuse_model(config)
     if images is not None and trained.INPUT == "images":
-        transform_settings(merged, config.image_size)
+        check_images(merged, config.image_size, images)
     chosen = choose_plan(merged, config, device_type)
     refuse_teacher(merged, config, chosen.plan, images)
     if images is not None:

@@ -39,7 +39,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         return
     recipe, config, plan = run.recipe, run.config, run.plan
     train = recipe.train
-    memory = memory_of(recipe, config, plan)
+    memory = memory_of(recipe, config, plan, run.device_type)
     fullest = max(memory, key=lambda one: one.total)
     schedules = Schedules.of(recipe, len(run.train_set), config)
     rate, others = schedules.lr, schedules.others(1)

@@ -196,7 +196,8 @@ def _predict(
     if cluster is not None:  # costs on only as many devices as the plan uses
         train = recipe.train
         of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
-        costs = estimated_costs(costs.whole, cluster, *of_recipe, costs.teacher)
+        estimated = estimated_costs(costs.whole, cluster, *of_recipe, costs.teacher)
+        costs = profiled.with_held(estimated, recipe)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
     training = training_time(priced, training_length(recipe, conditions))

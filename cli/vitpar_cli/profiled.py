@@ -10,6 +10,7 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.tasks.data import model_of
+from vitpar.tasks.image_data import held_bytes
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.recipe import Recipe, read_recipe
@@ -196,4 +197,14 @@ def costs_of(
             lambda config: planned_teacher(recipe, config),
         )
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
+    return with_held(costs, recipe)
+
+
+def with_held(costs: LayerCosts, recipe: Recipe) -> LayerCosts:
+    """Return the costs, with the memory reserved that images of the recipe take on each GPU.
+
+    Raises DataError for data that cannot be read.
+    """
+    if costs.hardware.device == "cuda":
+        costs.reserve(held_bytes(recipe, costs.whole))
     return costs

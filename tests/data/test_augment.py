@@ -79,9 +79,9 @@ def test_unknown_policies_are_refused(text):
 
 
 def test_levels_have_the_requested_spread():
-    levels = [RandAugment(9, deviation=0.5)._level(Draws(key)) for key in range(2000)]
+    levels = [RandAugment(9, deviation=0.5)._level(OperationContext(Draws(key), GREY)) for key in range(2000)]
     assert abs(np.mean(levels) - 9) < 0.05 and abs(np.std(levels) - 0.5) < 0.05 and max(levels) <= 10
-    spread = [RandAugment(8, deviation=101)._level(Draws(key)) for key in range(2000)]
+    spread = [RandAugment(8, deviation=101)._level(OperationContext(Draws(key), GREY)) for key in range(2000)]
     assert abs(np.mean(spread) - 4) < 0.2 and min(spread) >= 0 and max(spread) < 8
 
 

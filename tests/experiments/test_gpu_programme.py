@@ -8,16 +8,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import gpu_micro
 import gpu_refit
 import gpu_repeat
 from bench import gpu_state
-from bench.device_images import augment, mix
 from bench.gpu_models import GIB, MODELS, batch_for, prediction
 from bench.one_gpu import block_layers
 from bench.programme.bundle import COMMAND_LETTERS, PACKAGES, command
@@ -206,23 +203,6 @@ def test_report_marks_what_is_far_from_its_prediction() -> None:
     assert "| test_a | assert 1 / 2 |" in text and "left out: vit_giant_patch14_224" in text
     assert "- cifar10 (call 1): exit code 1" in text and "why" in text
     assert "RuntimeError: no" in text, "what does not run is named"
-
-
-def test_augmentation_on_the_device_repeats_and_keeps_the_range() -> None:
-    x = torch.rand(64, 3, 32, 32)
-    made = [augment(x, torch.Generator().manual_seed(0)) for _ in range(2)]
-    assert torch.equal(*made) and made[0].shape == x.shape
-    assert made[0].min() >= 0 and made[0].max() <= 1 and not torch.equal(made[0], x)
-
-
-def test_mixed_images_are_the_shares_of_their_labels() -> None:
-    labels = torch.arange(32)
-    x = labels.float()[:, None, None, None].expand(32, 3, 16, 16)
-    host, g = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    for _ in range(8):
-        images, mixed = mix(x, labels, host, g)
-        expected = mixed[:, 0] * mixed[:, 2] + mixed[:, 1] * (1 - mixed[:, 2])
-        assert torch.allclose(images.mean((1, 2, 3)).double(), expected, atol=1e-4)
 
 
 @pytest.mark.slow

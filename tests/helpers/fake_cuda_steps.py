@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,13 +19,15 @@ from helpers.fake_cuda import DEVICE, FakeCuda
 from helpers.written_weights import weights_of
 from vitpar import model_config, parse, validate
 from vitpar.data import Batch
+from vitpar.data.transforms.device import DeviceTransform, DrawnBatch
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.tasks.image_data import transform_settings
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
 
-BATCH, CLASSES = 8, 10
+BATCH, CLASSES, HELD = 8, 10, 300
 TEACHER: dict[str, Any] = {
     **{"image_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": CLASSES}
 }
@@ -150,13 +153,18 @@ def _two_steps(case: Case, device: FakeCuda, teacher: Path) -> None:
     if case.fault is not None:
         (stage,) = model.stages.values()
         stage.blocks["0"].register_forward_hook(FAULTS[case.fault].hook)
-    images = torch.zeros(BATCH, 3, config.image_size, config.image_size, dtype=torch.uint8)
-    decoded = images[: len(model.image_rows(BATCH))] if model.takes_images else None
+    shape = 3, config.image_size, config.image_size
+    images = torch.zeros(BATCH, *shape, dtype=torch.uint8)
+    decoded: Tensor | DrawnBatch | None = images[: len(model.image_rows(BATCH))] if model.takes_images else None
     if taught:
         decoded = images[: len(given.train_rows)]
-    batch = Batch(
-        decoded, torch.arange(BATCH) % CLASSES, torch.arange(BATCH), epoch=0.0, samples=BATCH, size=config.image_size
-    )
+    if recipe.data.cache == "device":
+        settings = transform_settings(recipe, config.image_size)[0]
+        stored = torch.zeros(HELD, *shape, dtype=torch.uint8, device=DEVICE)
+        rows = np.arange(len(given.train_rows))
+        decoded = DeviceTransform(settings, stored).draw(rows, rows)
+    labels, keys = torch.arange(BATCH) % CLASSES, torch.arange(BATCH)
+    batch = Batch(decoded, labels, keys, epoch=0.0, samples=BATCH, size=config.image_size)
     step(1, 1e-3, *given.train_step(batch))
     with device.host_waits_at_most(case.waits):
         stepped = step(2, 1e-3, *given.train_step(batch))

@@ -26,6 +26,7 @@ OPTIONS = {
     **{"model.qk_norm": True, "model.layer_scale": 0.1, "model.num_reg_tokens": 2, "model.distillation": True},
     **{"model.position": "sincos2d", "model.representation_size": 48},
 }
+AUGMENTED = {"data.cache": "device", "augment.color_jitter": 0.4, "augment.random_erasing": 1.0, **MIXED}
 SOME_OFFLOADED = "pp1: embed=dp1+offload, *=dp1"
 FLOAT8 = {"train.precision": "fp8", "train.fp8_min_features": 0}
 SCALED = {"train.precision": "fp16"}
@@ -35,6 +36,9 @@ CASES = (
     Case("dp1", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, **FOREACH}),
     Case("dp1", DROPS),
     Case("dp1", MIXED),
+    # Many operations an image, so that each of them is among those of a batch.
+    Case("dp1", {**AUGMENTED, "augment.policy": "rand-m9-n30-p1-mstd0.5"}),
+    Case("tp2", {**AUGMENTED, "augment.policy": "3a", "data.crop_padding": 2}),
     Case("dp1", OPTIONS),
     Case("dp1", {"train.precision": "fp32"}),
     Case("dp1", FLOAT8),

@@ -1,14 +1,24 @@
 """CUDA out-of-memory errors: which errors count as such, and the message that replaces them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.small_data import pack_small
 from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner.measure import device as device_file
-from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_warning
+from vitpar.planner.out_of_memory import (
+    estimate_memory,
+    explain_memory,
+    is_out_of_memory,
+    memory_of,
+    memory_warning,
+)
 from vitpar.training.recipe import Recipe
+from vitpar.training.recipe.sections import DataSection
+from vitpar_cli.profiled import costs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ERROR = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -97,6 +107,25 @@ def test_model_without_an_estimate_still_gets_suggestions(monkeypatch: pytest.Mo
     assert told("dp2").startswith("CUDA is out of memory on rank 0: use --microbatches 2")
     asked = recipe("dp1")
     assert memory_warning(asked, asked.config(10), asked.plan(asked.config(10)), CPU, 1) is None
+
+
+def test_images_that_a_gpu_holds_are_counted(tmp_path: Path) -> None:
+    """In the need of a step, of a plan on a cluster, and among what reduces it. CPU ranks share one copy."""
+    data = pack_small(tmp_path)
+    held = recipe("dp2").model_copy(update={"data": DataSection(path=str(data), cache="device")})
+    config = held.config(7)
+    bytes_held = 3 * (35 * 10**2 + 18 * 224**2)
+
+    def need(asked: Recipe, device_type: str) -> float:
+        return memory_of(asked, config, asked.plan(config), device_type)[0].total
+
+    plain = recipe("dp2")
+    assert need(held, "cuda") - need(plain, "cuda") == bytes_held and need(held, "cpu") == need(plain, "cpu")
+    costs = [costs_of(asked, "8xH100", None, None, 7) for asked in (held, plain)]
+    assert costs[0].hardware.reserved_bytes - costs[1].hardware.reserved_bytes == bytes_held
+    refused = pytest.raises(DeviceMemoryError, match=r"or data\.cache memory$")
+    with refused, explain_memory(held, config, held.plan(config), CPU):
+        raise ERROR
 
 
 def test_predicted_lack_of_memory_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

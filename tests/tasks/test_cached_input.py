@@ -1,4 +1,4 @@
-"""The cache of decoded images that the ranks of a machine make together."""
+"""Decoded images that the ranks of a machine keep together: in a cache, or held for augmentation in batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import RankPool
+from helpers.small_data import damage, pack_small
 from helpers.trained import recipe_of
-from vitpar.data import ShardSet
+from vitpar.data import EvalTransform, ShardSet
+from vitpar.data.images import decode
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.launch.world_group import barrier
-from vitpar.tasks import image_cache
+from vitpar.tasks import image_cache, image_memory
 from vitpar.tasks.image_cache import make_cache
+from vitpar.tasks.image_memory import hold_images
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 BOTH = (0, 1)
@@ -103,3 +106,55 @@ def test_failure_of_one_rank_is_reported_by_all(
     results = ranks(2).run(made, data, True, BOTH, gb, fails)
     assert [kind for kind, *_ in results] == ["refused", "refused"]
     assert all(message in words for _, words in results), results
+
+
+def held(device: torch.device, data: Path, decoding: tuple[int, ...], available: int) -> Any:
+    """Hold the images on two ranks of a machine with `available` memory.
+
+    Return the message, and the sums of both sets' pixels after the last rank that takes images has changed one of them.
+    """
+    rank = dist.get_rank()
+    image_memory.available_memory = lambda: available
+    train, val = (ShardSet.open(data, split) for split in ("train", "val"))
+    try:
+        images, message = hold_images(
+            train, val, EvalTransform(6), LocalRanks(BOTH, 2, 1.0), device, 1, rank in decoding
+        )
+    except DataError as error:
+        return str(error)
+    finally:
+        image_memory.available_memory = available_memory
+    barrier()
+    if rank == max(decoding):
+        assert images is not None
+        images[0][3].zero_()
+    barrier()
+    return message, images and [int(one.sum()) for one in images]
+
+
+@pytest.mark.parametrize("decoding", [BOTH, (1,)])
+def test_ranks_of_a_machine_hold_images_together(
+    ranks: Callable[[int], RankPool], data: Path, decoding: tuple[int, ...]
+) -> None:
+    """Each decodes a part, into one memory. Validation images are transformed, with a black one after them."""
+    train, val = (ShardSet.open(data, split) for split in ("train", "val"))
+    sums = [
+        sum(int(decode(train.read(i)).sum()) for i in range(len(train)) if i != 3),
+        sum(int(EvalTransform(6)(decode(val.read(i))).sum()) for i in range(len(val))),
+    ]
+    words = "images are held in one memory of a machine's ranks, 0.0124 MB, and augmented there in batches"
+    results = ranks(2).run(held, data, decoding, 10**9)
+    assert results == [(words, sums if rank in decoding else None) for rank in BOTH]
+
+
+def test_images_that_cannot_be_held_are_refused_by_all(
+    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path
+) -> None:
+    (message,) = set(ranks(2).run(held, data, BOTH, 20_000))
+    assert message.startswith(
+        "data.cache 'device' holds all images, 0.0124 MB decoded, but 0.02 MB of memory are avail"
+    )
+    broken = pack_small(tmp_path)
+    name = damage(broken, "val", 5)
+    (message,) = set(ranks(2).run(held, broken, BOTH, 10**9))
+    assert f"sample '{name}'" in message and message.endswith("; replace it")

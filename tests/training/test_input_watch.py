@@ -40,7 +40,9 @@ def test_slow_input_is_reported_once_with_a_remedy() -> None:
     assert words is not None and "it is 0" in words and "would keep up" not in words
 
 
-PACK, CACHE = "pack smaller images (`vitpar data pack --short-side`)", "set data.cache to memory"
+PACK = "pack smaller images (`vitpar data pack --short-side`)"
+CACHE = "set data.cache to memory, or to device if all have one size"
+HELD = {"path": "unused", "cache": "device"}
 STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "classes": 2}
 
 
@@ -50,6 +52,10 @@ STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "cla
         ({"augment": {"policy": "3a"}}, f"{PACK}, {CACHE}, augment less or use more cores"),
         ({}, f"{PACK}, {CACHE} or use more cores"),
         ({"data": {"path": "unused", "cache": "memory"}}, f"{PACK} or use more cores"),
+        (
+            {"data": {"path": "unused", "cache": "device"}, "augment": {"policy": "3a"}},
+            "augment less or use more cores",
+        ),
         ({"data": {}, "stream": STREAM}, "use more cores"),
     ],
 )

@@ -14,18 +14,21 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.images import BadImage, image_size
+from vitpar.data.images import BadImage, decode, image_size
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.limits import MAX_CACHE_BYTES
+from vitpar.text import shown
 
+Shape = tuple[int, int, int, int]
+"""Shape of decoded images of one size: number, channels, height, width."""
 _UNIT = 256  # bytes that an image is rounded up to: 32 bits then number the units of 1 TiB
 _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
@@ -51,7 +54,7 @@ class ImageCache:
         begin = -(-8 * numbers // _UNIT) * _UNIT
         self._begin, self._units = begin, limit // _UNIT
         size = begin + self._units * _UNIT
-        self._file = _file(size, opened)
+        self._file = shared_file(size, opened)
         # A file of memory takes no memory for pages that were never written.
         self._memory = mmap.mmap(self._file, size)
         self._numbers = np.frombuffer(self._memory, np.int64, numbers)
@@ -140,7 +143,7 @@ class ImageCache:
             os.close(self._file)
 
 
-def _file(size: int, opened: str | None) -> int:
+def shared_file(size: int, opened: str | None) -> int:
     """Return the descriptor of a file of memory of `size` bytes; -1 if the system has none, for a private mapping.
 
     opened: path of the file to open; None for a new one.
@@ -182,14 +185,51 @@ class CachedSet:
         self._cache.put(self._first + i, image)
 
 
-def decoded_bytes(images: ShardSet) -> int:
-    """Estimate the bytes of all decoded images, from the headers of some that are spread evenly over the set.
+def _some_sizes(images: ShardSet) -> Iterator[tuple[int, int, int]]:
+    """Yield number, height and width of some images that are spread evenly over a set, by their headers.
 
     Raises DataError for a shard that is missing, too short or was replaced.
     """
-    sizes = []
-    for i in np.unique(np.linspace(0, len(images) - 1, _HEADERS).astype(int)):
+    for i in np.unique(np.linspace(0, len(images) - 1, _HEADERS).astype(int)).tolist():
         with suppress(BadImage):
-            width, height = image_size(images.read(int(i)))
-            sizes.append(-(-3 * width * height // _UNIT) * _UNIT)
+            width, height = image_size(images.read(i))
+            yield i, height, width
+
+
+def stored_shape(images: ShardSet) -> Shape:
+    """Return the shape of all images of a set, by its first one.
+
+    Raises DataError if that cannot be read.
+    """
+    try:
+        height, width, channels = decode(images.read(0)).shape
+    except BadImage as error:
+        raise DataError(f"{images.complaint(0, error)}; replace it") from error
+    return len(images), channels, height, width
+
+
+def decoded_bytes(images: ShardSet) -> int:
+    """Estimate the bytes of all decoded images. Raises DataError as `refuse_unequal` does."""
+    sizes = [-(-3 * width * height // _UNIT) * _UNIT for _, height, width in _some_sizes(images)]
     return round(len(images) * float(np.mean(sizes))) if sizes else 0
+
+
+def refuse_unequal(images: ShardSet) -> None:
+    """Raise DataError if some images of a set have another height or width than the first ones.
+
+    Raises DataError too for a shard that is missing, too short or was replaced.
+    """
+    first: tuple[int, int] | None = None
+    for i, *shape in _some_sizes(images):
+        first = first or (shape[0], shape[1])
+        if (shape[0], shape[1]) != first:
+            raise DataError(unequal(images, i, shape, first))
+
+
+def unequal(images: ShardSet, i: int, shape: Sequence[int], first: Sequence[int]) -> str:
+    """Return a message that image `i` has another height and width than the first one."""
+    sizes = (f"{height} x {width}" for height, width in (shape, first))
+    return (
+        "data.cache 'device' needs training images of one size, but sample '{}' of '{}' has {} pixels and the first "
+        "one {}: set data.cache to memory or none"
+    ).format(shown(images.name(i)), images.folder, *sizes)

@@ -26,6 +26,7 @@ from vitpar.data.cache import CachedSet
 from vitpar.data.images import BadImage, BadSample, decode
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.device import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
@@ -72,8 +73,9 @@ class BatchJob:
     """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
     transform: TrainTransform | EvalTransform | None = None
     """Transform of its images; None until the loader sets it."""
-    images: Tensor | None = None
-    """Images of this rank's rows, uint8 [rows, 3, size, size]; None until they are allocated."""
+    images: Tensor | DrawnBatch | None = None
+    """Images of this rank's rows, uint8 [rows, 3, size, size], or what their device needs to make them; None until
+    they are allocated."""
     skipped: list[str] = field(default_factory=list)
     """Message for each sample that was skipped."""
     broken: list[str] = field(default_factory=list)
@@ -86,8 +88,9 @@ class BatchJob:
 class Batch:
     """Global batch, with one rank's part of the images."""
 
-    images: Tensor | None
-    """Images of this rank's rows, uint8 [rows, 3, size, size]; None without rows."""
+    images: Tensor | DrawnBatch | None
+    """Images of this rank's rows, uint8 [rows, 3, size, size], or what their device needs to make them; None without
+    rows."""
     labels: Tensor
     """Class numbers, int64 [batch]; IGNORED (-1) for padding and for samples that this rank skipped."""
     keys: Tensor
@@ -226,7 +229,7 @@ class Loader:
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode")
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode", initializer=self._start_thread)
         try:
             for job in jobs:
                 waiting.append((job, self._submit(pool, job)))
@@ -237,11 +240,18 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def _start_thread(self) -> None:
+        """Prepare a new thread of the pool."""
+
     def _submit(self, pool: ThreadPoolExecutor, job: BatchJob) -> list[Future[None]]:
         self._allocate(job)
         rows = len(self.rows)
-        task = min(_TASK, -(-rows // self.workers))
+        task = self._task_rows(rows)
         return [pool.submit(self._fill, job, row, min(row + task, rows)) for row in range(0, rows, task)]
+
+    def _task_rows(self, rows: int) -> int:
+        """Return the most rows of a task for a batch of which this rank has `rows`."""
+        return min(_TASK, -(-rows // self.workers))
 
     def _allocate(self, job: BatchJob) -> None:
         assert job.transform is not None
@@ -250,7 +260,7 @@ class Loader:
 
     def _fill(self, job: BatchJob, start: int, stop: int) -> None:
         """Decode the images at places `start` to `stop` - 1 of this rank's rows."""
-        assert job.images is not None and job.transform is not None
+        assert isinstance(job.images, Tensor) and job.transform is not None
         pixels = job.images.numpy()
         for place in range(start, stop):
             row = self.rows[place]

@@ -11,7 +11,9 @@ permutation of numbers and not a list of them.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,11 @@ _DRAWS = 0xD1342543DE82EF95
 _SHUFFLE = 0x5F1E  # separates shuffles from sample keys, which hash the same numbers
 _ROUNDS = 8  # of the Feistel network
 
+SCRAMBLE = tuple((shift, factor - (factor >> 63 << 64)) for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)))
+"""Steps of `Draws` that make a number from the state of a stream, for arithmetic with signed 64-bit numbers: shift a
+copy by so many bits to the right, without the sign, and combine it by exclusive or; then multiply."""
+STEP = _GOLDEN - (1 << 64)
+"""Number, signed, that `Draws` adds to the state of a stream for each number."""
 Samples = NDArray[np.int64]
 """Numbers of samples, or of places in their order, int64 [n]."""
 
@@ -128,6 +135,42 @@ class Draws:
         first = int(self.uniform() * 2**53)
         words = _scrambled(np.uint64(first) + np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_GOLDEN))
         return words.astype("<u8").view(np.uint8)[:count]
+
+
+class BatchDraws:
+    """Streams of random numbers of many samples at once: exactly those of `Draws` for each key.
+
+    keys: int64 [n].
+    """
+
+    def __init__(self, keys: NDArray[np.int64]) -> None:
+        self._states = keys.view(np.uint64) * np.uint64(_DRAWS)
+        self._rows: NDArray[np.int64] | slice = slice(None)
+
+    def of(self, rows: NDArray[np.int64]) -> "BatchDraws":
+        """Return the streams of some samples, by their numbers in the batch. Drawing from them draws from these."""
+        part = copy(self)
+        part._rows = rows
+        return part
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0) -> NDArray[np.float64]:
+        """Return the next number of each stream, uniform in [low, high)."""
+        self._states[self._rows] = x = self._states[self._rows] + np.uint64(_GOLDEN)
+        return low + (high - low) * ((_scrambled(x) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+    def below(self, bound: Any) -> NDArray[np.int64]:
+        """Return the next integer of each stream, uniform in [0, bound)."""
+        return (self.uniform() * bound).astype(np.int64)
+
+    def normal(self) -> NDArray[np.float64]:
+        """Return the next number of each stream of a standard normal distribution."""
+        # numpy's logarithm and cosine may differ from those of `Draws` in the last digit.
+        pairs = zip((1 - self.uniform()).tolist(), self.uniform().tolist(), strict=True)
+        return np.array([math.sqrt(-2 * math.log(one)) * math.cos(2 * math.pi * other) for one, other in pairs])
+
+    def seeds(self) -> NDArray[np.int64]:
+        """Return the number of each stream that `Draws.bytes` begins with. Uses one step of it."""
+        return (self.uniform() * 2**53).astype(np.int64)
 
 
 def shuffled(places: Samples, size: int, *key: int) -> Samples:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from vitpar.errors import DeviceMemoryError, PlannerError, RecipeError, UserError
+from vitpar.errors import DataError, DeviceMemoryError, PlannerError, RecipeError, UserError
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
@@ -19,6 +19,7 @@ from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch
 from vitpar.planner.sources import planned_teacher
 from vitpar.strategy import Plan, place_of_rank
+from vitpar.tasks.image_data import held_bytes
 from vitpar.text import count, either, size
 from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe import Recipe
@@ -69,6 +70,7 @@ def estimate_memory(
     num_moments: float,
     frozen: frozenset[str] = frozenset(),
     teacher: PlannedTeacher | None = None,
+    held: int = 0,
 ) -> tuple[Memory, ...]:
     """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
 
@@ -76,6 +78,7 @@ def estimate_memory(
     num_moments: copies of the parameters that the optimizer and the running average keep
     frozen: names of the parameters that are not trained
     teacher: teacher of the model; None for none
+    held: bytes of images that each rank holds
 
     Raises PlannerError if the plan cannot be priced.
     """
@@ -83,12 +86,21 @@ def estimate_memory(
     nodes = -(-plan.world_size // 8)
     hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
     profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    return price(plan, LayerCosts(config, hardware, profile, frozen, teacher), batch_size, num_moments).memory
+    costs = LayerCosts(config, hardware, profile, frozen, teacher)
+    costs.reserve(held)
+    return price(plan, costs, batch_size, num_moments).memory
 
 
-def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan) -> tuple[Memory, ...]:
-    """Return `estimate_memory` of a recipe's training."""
-    train, beside = recipe.train, (recipe.frozen(config), planned_teacher(recipe, config))
+def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> tuple[Memory, ...]:
+    """Return `estimate_memory` of a recipe's training, with the images that each GPU holds.
+
+    The ranks of a machine that compute on CPUs hold them together.
+    """
+    held = 0
+    if device_type == "cuda":
+        with suppress(DataError):  # it is raised where the data are used
+            held = held_bytes(recipe, config)
+    train, beside = recipe.train, (recipe.frozen(config), planned_teacher(recipe, config), held)
     return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), *beside)
 
 
@@ -100,7 +112,7 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
     local_ranks: ranks on this machine
     """
     try:
-        memory = memory_of(recipe, config, plan)
+        memory = memory_of(recipe, config, plan, "cpu")
     except PlannerError:
         return
     need, there = max(memory, key=lambda one: one.total), host_memory()
@@ -122,7 +134,7 @@ def memory_warning(
     from vitpar.planner.measure.device import memory_bytes
 
     try:
-        memory = memory_of(recipe, config, plan)
+        memory = memory_of(recipe, config, plan, device.type)
     except PlannerError:
         return None
     need, there = max(memory, key=lambda one: one.total), memory_bytes(device)
@@ -140,7 +152,7 @@ def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.dev
     rank = dist.get_rank() if dist.is_initialized() else 0
     need = None
     with suppress(UserError):  # a teacher's weights may be gone, too
-        memory = memory_of(recipe, config, plan)
+        memory = memory_of(recipe, config, plan, device.type)
         need = memory[place_of_rank(plan, rank)[0]]
     facts = [words for words in (memory_words(need) if need else None, _available(device)) if words]
     return (
@@ -174,4 +186,5 @@ def _available(device: torch.device) -> str | None:
 
 
 def _ways(need: Memory | None, recipe: Recipe, config: ModelConfig, plan: Plan) -> list[str]:
-    return less_memory(need, config, plan, recipe.train.batch_size, recipe.train.precision)
+    ways = less_memory(need, config, plan, recipe.train.batch_size, recipe.train.precision)
+    return [*ways, "data.cache memory"] if recipe.data.cache == "device" else ways

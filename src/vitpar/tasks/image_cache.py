@@ -1,6 +1,7 @@
 """Cache of decoded images as the recipe says, made by all ranks together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -24,31 +25,70 @@ def make_cache(
 
     decodes: whether this rank decodes images. Others get None.
 
-    The ranks of a machine have one cache. If they are in several containers, each of these has one, and they divide the
-    machine's memory. Raises DataError, on all ranks, if there is no memory for a cache, or if it cannot be shared.
+    Raises DataError, on all ranks, if there is no memory for a cache, or if it cannot be shared.
     """
-    lengths, decoding = [len(images) for images in sets], all_gather_json(decodes)
+    lengths = [len(images) for images in sets]
+
+    def make() -> tuple[ImageCache, list[int]]:
+        limit = _limit(recipe, local)
+        return ImageCache(lengths, limit), [limit, sum(map(decoded_bytes, sets))]
+
+    cache, (limit, whole) = shared(
+        local, decodes, make, lambda path, facts: ImageCache(lengths, facts[0], path), "set data.cache to none"
+    )
+    return cache, _message(limit, whole)
+
+
+class _Shared(Protocol):
+    @property
+    def path(self) -> str | None:
+        """Path at which other processes of this machine can open it; None if they cannot."""
+
+
+Memory = TypeVar("Memory", bound=_Shared)
+
+
+def shared(
+    local: LocalRanks,
+    decodes: bool,
+    make: Callable[[], tuple[Memory, Any]],
+    opened: Callable[[str, Any], Memory],
+    otherwise: str,
+) -> tuple[Memory | None, Any]:
+    """Return memory that the ranks of a machine share, and facts about it, which are the same on all ranks. Collective.
+
+    The ranks of a machine have one memory. If they are in several containers, each of these has one, and they divide
+    the machine's memory.
+
+    decodes: whether this rank decodes images. Others get None.
+    make: returns the memory, and facts for the others, as JSON.
+    opened: opens the memory of another rank, by its path and its facts.
+    otherwise: what to do on a system that cannot share memory.
+
+    Raises DataError, on all ranks, if one of them cannot make or open it.
+    """
+    decoding = all_gather_json(decodes)
     first = next((rank for rank in local.ranks if decoding[rank]), None)
     makes = dist.get_rank() == first
-    cache, error, limit, whole = None, None, 0, 0
+    memory, facts, error = None, None, None
     if makes:
         try:
-            limit = _limit(recipe, local)
-            cache = ImageCache(lengths, limit)
-            whole = sum(map(decoded_bytes, sets)) if dist.get_rank() == decoding.index(True) else 0
+            memory, facts = make()
         except (DataError, OSError) as refused:
             error = str(refused)
-    made = all_gather_json([cache.path if cache else None, limit, whole, error])
-    _refuse(one[-1] for one in made)
+    made = all_gather_json([memory.path if memory else None, facts, error])
+    refuse_any(one[-1] for one in made)
     if decodes and not makes:
         assert first is not None, "this rank is one of those that decode"
+        path, facts, _ = made[first]
         try:
-            cache = _opened(lengths, *made[first][:2])
+            if path is None:
+                raise DataError(f"this system cannot share memory between ranks: {otherwise}, or start one rank")
+            memory = opened(path, facts)
         except DataError as refused:
             error = f"rank {dist.get_rank()}: {refused}"
-    _refuse(all_gather_json(error))
-    _, limit, whole, _ = made[decoding.index(True)]
-    return cache, _message(limit, whole)
+    refuse_any(all_gather_json(error))
+    return memory, made[decoding.index(True)][1]
 
 
 def _limit(recipe: Recipe, local: LocalRanks) -> int:
@@ -71,18 +111,13 @@ def _limit(recipe: Recipe, local: LocalRanks) -> int:
     return limit
 
 
-def _opened(lengths: Sequence[int], path: str | None, limit: int) -> ImageCache:
-    if path is None:
-        raise DataError("this system cannot share memory between ranks: set data.cache to none, or start one rank")
-    return ImageCache(lengths, limit, path)
-
-
 def _message(limit: int, whole: int) -> str:
     words = f"decoded images are cached: about {size(whole)}, in at most {size(limit)} of a machine's memory"
     return f"{words}; the rest is decoded every epoch" if whole > limit else words
 
 
-def _refuse(errors: Iterable[str | None]) -> None:
+def refuse_any(errors: Iterable[str | None]) -> None:
+    """Raise DataError with the first error of a rank, if there is one."""
     for error in errors:
         if error is not None:
             raise DataError(error)

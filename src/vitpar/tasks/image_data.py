@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
+from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
+from vitpar.data.transforms.names import DEVICE_KERNELS
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.settings import EvalSettings, NormalizeSettings, TrainSettings
-from vitpar.errors import DataError, StrategyError
+from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.task import Task
-from vitpar.text import shown
+from vitpar.text import either, shown
 from vitpar.training.recipe import Recipe
 
 ImageSet = ShardSet | StreamSet
@@ -59,11 +63,53 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
         std=d.std,
         padding=d.crop_padding,
     )
+    if d.cache == "device" and d.crop_padding is None and d.interpolation not in DEVICE_KERNELS:
+        raise RecipeError(
+            f"data.interpolation is '{d.interpolation}', by which data.cache 'device' does not resize crops: use "
+            f"{either(DEVICE_KERNELS)}, set data.crop_padding, or data.cache to memory"
+        )
     return (
         train,
         EvalSettings(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean),
         NormalizeSettings(d.mean, d.std),
     )
+
+
+def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:
+    """Refuse what the settings of images of `size` pixels, and the training images, rule out.
+
+    Raises RecipeError for a setting out of its range, and DataError for images of several sizes that a device is to
+    hold.
+    """
+    transform_settings(recipe, size)
+    if recipe.data.cache == "device" and isinstance(train, ShardSet):
+        refuse_unequal(train)
+
+
+def held_shapes(train: ShardSet, val: ShardSet | None, size: int) -> list[Shape]:
+    """Return the shapes of the images that a device holds with data.cache 'device', of each set.
+
+    Those of `val` are as evaluation takes them, with `size` pixels, and one more that stands for padding.
+
+    Raises DataError if the first image cannot be read.
+    """
+    shapes = [stored_shape(train)]
+    return shapes if val is None else [*shapes, (len(val) + 1, shapes[0][1], size, size)]
+
+
+def held_bytes(recipe: Recipe, config: ModelConfig) -> int:
+    """Return the bytes of images that each GPU holds in a training; 0 if none, or without data.
+
+    Raises DataError for data that cannot be read.
+    """
+    path = recipe.data.path
+    if recipe.data.cache != "device" or path is None or not (Path(path) / MANIFEST).is_file():
+        return 0
+    has_val = "val" in read_manifest(Path(path)).splits
+    shapes = held_shapes(
+        ShardSet.open(path, "train"), ShardSet.open(path, "val") if has_val else None, config.image_size
+    )
+    return sum(map(math.prod, shapes))
 
 
 def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:

@@ -25,7 +25,9 @@ from vitpar.data import (
     TrainLoader,
     TrainTransform,
 )
+from vitpar.data.held import HeldEvalLoader, HeldTrainLoader
 from vitpar.data.image_files import NotedImages
+from vitpar.data.transforms.device import DrawnBatch
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -35,6 +37,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
+from vitpar.tasks.image_memory import hold_images
 from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
@@ -113,6 +116,8 @@ class ImageInput:
         self.local = local_ranks()
         self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
         self._cached: dict[object, CachedSet] = {}
+        self._held_train: dict[object, Tensor] = {}
+        self._held_val: dict[object, Tensor] = {}
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
@@ -143,20 +148,32 @@ class ImageInput:
         places = {row: place for place, row in enumerate(self._decoded)}
         return torch.tensor([places[row] for row in rows], dtype=torch.int64, device=self._model.device)
 
-    def cache(self, *sets: ImageSet | None) -> str | None:
-        """Keep decoded images of `sets` in memory from now on, if the recipe says so, and return a message. Collective.
+    def cache(self, train: ImageSet, val: ImageSet | None = None) -> str | None:
+        """Keep decoded images in memory from now on, if the recipe says so, and return a message. Collective.
 
-        sets: data that is read more than once; None and streams are not cached.
+        train, val: data that is trained on, and evaluated on, more than once; streams are not cached.
 
-        Raises DataError, on all ranks, if there is no memory for it.
+        Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
-        packed = [images for images in sets if isinstance(images, ShardSet)]
+        packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
         decodes = bool(self.train_rows or self._share(self._decoded))
+        if self._recipe.data.cache == "device":
+            return self._hold(*packed, decodes=decodes)
         cache, message = make_cache(self._recipe, self.local, packed, decodes)
         if cache is not None:
             self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
+        return message
+
+    def _hold(self, train: ShardSet, val: ShardSet | None = None, *, decodes: bool) -> str:
+        held, message = hold_images(
+            train, val, self._eval, self.local, self._model.device, max(1, self.workers), decodes
+        )
+        if held is not None:
+            self._held_train[train] = held[0]
+            if val is not None:
+                self._held_val[val] = held[1]
         return message
 
     def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
@@ -173,6 +190,8 @@ class ImageInput:
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
         settings, cache = self._settings(self._needed(), len(images)), self._cached.get(images)
+        if (stored := self._held_train.get(images)) is not None:
+            return HeldTrainLoader(images, self._train, stored, order=order, start=start, **settings)
         return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
 
     @property
@@ -188,7 +207,10 @@ class ImageInput:
         """
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._eval_rows))
-        return EvalLoader(images, self._eval, cache=self._cached.get(images), **self._settings(self._eval_rows))
+        settings = self._settings(self._eval_rows)
+        if (stored := self._held_val.get(images)) is not None:
+            return HeldEvalLoader(images, self._eval, stored, **settings)
+        return EvalLoader(images, self._eval, cache=self._cached.get(images), **settings)
 
     def synthetic(self) -> StepInput:
         """Return random images, with targets and keys, of a batch to time steps with."""
@@ -372,13 +394,16 @@ class ImageInput:
         begin = share * dist.get_rank(self._peers)
         return list(rows[begin : begin + share])
 
-    def _gathered(self, images: Tensor | None, number: int) -> Tensor:
+    def _gathered(self, images: Tensor | DrawnBatch | None, number: int) -> Tensor:
         """Return all `number` images, on the device.
 
         images: this rank's share of them; None for none.
         """
         size = self._model.config.image_size
-        mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
+        if isinstance(images, DrawnBatch):
+            mine = images.made(self.to_device(images.packed))
+        else:
+            mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
         if self._peers is None:
             return mine
         peers = dist.get_world_size(self._peers)

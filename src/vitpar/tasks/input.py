@@ -45,8 +45,8 @@ class Input(Protocol):
     local: LocalRanks
     """The ranks of this machine, and the cores of this one."""
 
-    def cache(self, *sets: Any) -> str | None:
-        """Keep prepared samples of `sets` in memory from now on, if the recipe says so, and return a message."""
+    def cache(self, train: Any, val: Any = None) -> str | None:
+        """Keep prepared samples in memory from now on, if the recipe says so, and return a message."""
 
     def train_batches(self, data: Any, start: int = 0) -> Batches:
         """Return a loader of all global batches after `start` samples, without end."""

@@ -150,7 +150,7 @@ def pictures(
     with closing(iter(source.eval_batches(images))) as batches:
         for number, batch in enumerate(batches, start=1):
             given = source.eval_step(batch)
-            assert given is not None and batch.images is not None, "the batch has all images"
+            assert given is not None and isinstance(batch.images, Tensor), "the host has decoded all images"
             outputs = model.predict(given.images, model.batch_size, **given.sides)
             assert outputs is not None
             outputs, pixels = outputs.double(), batch.images.to(model.device)

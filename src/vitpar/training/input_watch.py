@@ -57,12 +57,13 @@ class InputWatch:
 
 
 def _remedies(recipe: Recipe) -> list[str]:
-    """Return what makes decoding cheaper and is not done yet."""
-    packed, augment = recipe.data.path is not None, recipe.augment
+    """Return what makes input cheaper and is not done yet."""
+    decoded = recipe.data.path is not None and recipe.data.cache != "device"  # during the training
+    augment = recipe.augment
     augments = augment.policy or np.any(augment.color_jitter) or augment.random_erasing
     ways = {
-        "pack smaller images (`vitpar data pack --short-side`)": packed,
-        "set data.cache to memory": packed and recipe.data.cache == "none",
+        "pack smaller images (`vitpar data pack --short-side`)": decoded,
+        "set data.cache to memory, or to device if all have one size": decoded and recipe.data.cache == "none",
         "augment less": augments,
         "use more cores": True,
     }

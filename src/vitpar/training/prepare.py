@@ -20,7 +20,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
-from vitpar.tasks.image_data import ImageSet, order_of, refuse_streamed_targets, transform_settings
+from vitpar.tasks.image_data import ImageSet, check_images, order_of, refuse_streamed_targets
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
@@ -137,7 +137,7 @@ def prepare(
     config = recipe.config(task.outputs, task.model_options)
     task.refuse_model(config)
     if task.INPUT == "images":
-        transform_settings(recipe, config.image_size)
+        check_images(recipe, config.image_size, train_set)
     order_of(recipe, len(train_set))
     Schedules.of(recipe, len(train_set), config)  # refuses settings of a warm-up without one, and the like
     refuse_huge_batch(recipe, config)

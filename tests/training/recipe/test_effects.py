@@ -43,6 +43,11 @@ WITHOUT = [
     (["track.trackers=['tensorboard']", "track.project=x"], "only wandb and trackio use"),
     (["track.trackers=['trackio']", "track.wandb_mode=online"], "does nothing without W&B"),
     (["track.trackers=['wandb']", "track.name=''"], r"track\.name"),
+    (
+        ["data.cache=device", "data.bad_sample=skip"],
+        r"^data\.bad_sample is 'skip', but data\.cache 'device' decodes all",
+    ),
+    (["data.cache=device", "data.cache_gb=2"], r"cache_gb is 2.0, which does nothing with data\.cache 'device'"),
     (["train.ema_warmup=true"], r"ema_warmup is true, which does nothing without train\.ema_decay"),
     (["train.freeze=blocks[0]"], r"^train\.freeze: 'blocks\[0\]' is not a layer selector"),
 ]

@@ -13,13 +13,17 @@ levels are changes in both directions around the middle (Color). With `increasin
 change.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from vitpar.data.randomness import Draws
+from vitpar.data.randomness import BatchDraws, Draws
 from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_POLICY_OPERATIONS
@@ -27,8 +31,10 @@ from vitpar.text import shown
 
 Fill = tuple[int, int, int]
 """RGB colour, 0 to 255, of pixels that an operation moves in from outside the image."""
-Policy = Callable[[Image.Image, Draws, Fill], Image.Image]
-"""Function that augments an image with random numbers from a stream."""
+Size = tuple[int, int]
+"""Width and height of an image in pixels."""
+Step = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]
+"""Operations of one step of a batch by name: the rows that each changes, and the argument for each of them."""
 
 HIGHEST = 10
 """Highest level of an operation."""
@@ -38,105 +44,191 @@ _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
 @dataclass(frozen=True)
 class OperationContext:
-    """Arguments that all operations of a policy share."""
+    """Random numbers and arithmetic for the arguments of one image's operations."""
 
-    draws: Draws
-    """Random numbers of the sample."""
+    draws: Any
+    """Random numbers of the sample (`Draws`)."""
     fill: Fill
     """Colour of pixels from outside the image."""
     increasing: bool = False
     """Whether a higher level is always a stronger change."""
 
-    def signed(self, value: float) -> float:
+    def signed(self, value: Any) -> Any:
         """Return `value` or its negative, with equal probability."""
         return value if self.draws.uniform() < 0.5 else -value
 
+    def truncated(self, value: Any) -> Any:
+        """Return the integer part of `value`, which is not negative."""
+        return int(value)
 
-Operation = Callable[[Image.Image, float, OperationContext], Image.Image]
-"""Function that changes an image by a level from 0 to HIGHEST."""
+    def rounded(self, value: Any) -> Any:
+        """Return the nearest integer; halves become even."""
+        return round(value)
+
+    def clipped(self, value: Any, low: float, high: float) -> Any:
+        """Return the nearest number from `low` to `high`."""
+        return min(max(value, low), high)
 
 
-def _rotate(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-    angle = setting.signed(level / HIGHEST * _DEGREES)
-    return image.rotate(angle, Image.Resampling.BILINEAR, fillcolor=setting.fill)
+class BatchContext(OperationContext):
+    """Random numbers (`BatchDraws`) and arithmetic for the arguments of many images' operations."""
+
+    def signed(self, value: Any) -> Any:
+        return np.where(self.draws.uniform() < 0.5, value, -value)
+
+    def truncated(self, value: Any) -> Any:
+        return np.asarray(value).astype(np.int64)
+
+    def rounded(self, value: Any) -> Any:
+        return np.rint(value).astype(np.int64)
+
+    def clipped(self, value: Any, low: float, high: float) -> Any:
+        return np.clip(value, low, high)
 
 
-def _affine(place: int, most: float, unit: Callable[[Image.Image], int] = lambda image: 1) -> Operation:
-    """Return the shear or translation with up to ±`most` units at index `place` of its affine matrix.
+Argument = Callable[[Any, OperationContext, Size], Any]
+"""Function from a level from 0 to HIGHEST, or one for each image, to the argument of an operation."""
 
-    unit: function from an image to the size of a unit.
+
+@dataclass(frozen=True)
+class Operation:
+    """Operation on images at a level.
+
+    The transforms of batches (`device_operations`) read `argument`, `matrix` and `table` too.
     """
 
-    def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-        matrix = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-        matrix[place] = setting.signed(level / HIGHEST * most) * unit(image)
-        bilinear = Image.Resampling.BILINEAR
-        return image.transform(image.size, Image.Transform.AFFINE, matrix, bilinear, fillcolor=setting.fill)
+    argument: Argument
+    """Argument for a level and images of a size. It draws random numbers where the operation does."""
+    apply: Callable[[Image.Image, Any, Fill], Image.Image]
+    """Function that changes an image by an argument."""
+    matrix: Callable[[Any, Size], Sequence[float]] | None = None
+    """Affine matrix by argument, from pixels of the result to those of the image: a, b, c, d, e, f of
+    (a x + b y + c, d x + e y + f). None if the operation is not affine."""
+    table: Callable[[Any], Sequence[int]] | None = None
+    """Table from old to new grey levels by argument; None if the operation is not such a table."""
 
-    return apply
+    def __call__(self, image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
+        """Return the image, changed."""
+        return self.apply(image, self.argument(level, setting, image.size), setting.fill)
+
+
+def _affine(argument: Argument, matrix: Callable[[Any, Size], Sequence[float]]) -> Operation:
+    def apply(image: Image.Image, value: Any, fill: Fill) -> Image.Image:
+        bilinear, affine = Image.Resampling.BILINEAR, Image.Transform.AFFINE
+        return image.transform(image.size, affine, matrix(value, image.size), bilinear, fillcolor=fill)
+
+    return Operation(argument, apply, matrix=matrix)
+
+
+def _moved(place: int, most: float, unit: Callable[[Size], int] = lambda size: 1) -> Operation:
+    """Return the shear or translation with up to ±`most` units at index `place` of its affine matrix.
+
+    unit: function from an image's size to the size of a unit.
+    """
+
+    def matrix(value: Any, size: Size) -> list[float]:
+        numbers = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        numbers[place] = value
+        return numbers
+
+    return _affine(lambda level, setting, size: setting.signed(level / HIGHEST * most) * unit(size), matrix)
+
+
+def _rotation(degrees: Any, size: Size) -> list[float]:
+    """Return the matrix of a rotation around the middle, with Pillow's rounding."""
+    angle, (x, y) = -math.radians(degrees % 360.0), (size[0] / 2, size[1] / 2)
+    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+    down = round(-math.sin(angle), 15)
+    return [cos, sin, cos * -x + sin * -y + 0.0 + x, down, cos, down * -x + cos * -y + 0.0 + y]
+
+
+def _table_of(argument: Argument, table: Callable[[Any], Sequence[int]]) -> Operation:
+    return Operation(argument, lambda image, value, _: image.point([*table(value)] * 3), table=table)
+
+
+def _kept(bits: Any) -> list[int]:
+    """Return the table that keeps the upper bits of each grey level."""
+    return [value & (0xFF << (8 - bits) & 0xFF) for value in range(256)]
+
+
+def _solarized(threshold: Any) -> list[int]:
+    return [value if value < threshold else 255 - value for value in range(256)]
+
+
+def _added(number: Any) -> list[int]:
+    return [min(255, value + number) if value < 128 else value for value in range(256)]
+
+
+def _bits(level: Any, setting: OperationContext, _: Size) -> Any:
+    """Return 0 to 4 bits, as RandAugment's reference code does; with `increasing`, 4 down to 0."""
+    bits = setting.truncated(level / HIGHEST * 4)
+    return 4 - bits if setting.increasing else bits
+
+
+def _original_bits(level: Any, setting: OperationContext, _: Size) -> Any:
+    """Return 4 to 8 bits, as timm's AutoAugment does; with `increasing`, 8 to 4, as torchvision's."""
+    part = level / HIGHEST * 4
+    return 8 - setting.rounded(part) if setting.increasing else 4 + setting.truncated(part)
+
+
+def _threshold(level: Any, setting: OperationContext, _: Size) -> Any:
+    threshold = setting.truncated(level / HIGHEST * 256)
+    return 256 - threshold if setting.increasing else threshold
+
+
+def _factor(level: Any, setting: OperationContext, _: Size) -> Any:
+    part = level / HIGHEST
+    return setting.clipped(1 + setting.signed(0.9 * part), 0.1, math.inf) if setting.increasing else 0.1 + 1.8 * part
 
 
 def _enhanced(enhancer: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    def apply(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-        part = level / HIGHEST
-        factor = max(0.1, 1 + setting.signed(0.9 * part)) if setting.increasing else 0.1 + 1.8 * part
-        return enhancer(image).enhance(factor)
-
-    return apply
+    return Operation(_factor, lambda image, factor, _: enhancer(image).enhance(factor))
 
 
-def _posterize(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-    """Keep 0 to 4 bits of each channel, as RandAugment's reference code does; with `increasing`, 4 down to 0."""
-    bits = int(level / HIGHEST * 4)
-    return _keep_bits(image, 4 - bits if setting.increasing else bits)
+def _plain(change: Callable[[Image.Image], Image.Image]) -> Operation:
+    """Return an operation without an argument."""
+    return Operation(lambda level, setting, size: 0, lambda image, _, fill: change(image))
 
 
-def _posterize_original(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-    """Keep 4 to 8 bits of each channel, as timm's AutoAugment does; with `increasing`, 8 to 4, as torchvision's."""
-    return _keep_bits(image, 8 - round(level / HIGHEST * 4) if setting.increasing else 4 + int(level / HIGHEST * 4))
-
-
-def _keep_bits(image: Image.Image, bits: int) -> Image.Image:
-    return ImageOps.posterize(image, bits) if bits else Image.new("RGB", image.size)
-
-
-def _solarize(image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-    threshold = int(level / HIGHEST * 256)
-    return ImageOps.solarize(image, 256 - threshold if setting.increasing else threshold)
-
-
-def _solarize_add(image: Image.Image, level: float, _: OperationContext) -> Image.Image:
-    added = int(level / HIGHEST * 110)
-    return image.point([min(255, value + added) if value < 128 else value for value in range(256)] * 3)
-
-
-def _blur(image: Image.Image, _: float, setting: OperationContext) -> Image.Image:
-    return image.filter(ImageFilter.GaussianBlur(setting.draws.uniform(0.1, 2.0)))
-
-
+LARGEST_BLUR = 2.0
+"""Largest standard deviation of the blur, in pixels."""
 OPERATIONS: dict[str, Operation] = {
-    "AutoContrast": lambda image, level, setting: ImageOps.autocontrast(image),
-    "Equalize": lambda image, level, setting: ImageOps.equalize(image),
-    "Invert": lambda image, level, setting: ImageOps.invert(image),
-    "Rotate": _rotate,
-    "Posterize": _posterize,
-    "PosterizeOriginal": _posterize_original,
-    "Solarize": _solarize,
-    "SolarizeAdd": _solarize_add,
+    "AutoContrast": _plain(ImageOps.autocontrast),
+    "Equalize": _plain(ImageOps.equalize),
+    "Invert": _table_of(lambda level, setting, size: 0, _solarized),
+    "Rotate": _affine(lambda level, setting, size: setting.signed(level / HIGHEST * _DEGREES), _rotation),
+    "Posterize": _table_of(_bits, _kept),
+    "PosterizeOriginal": _table_of(_original_bits, _kept),
+    "Solarize": _table_of(_threshold, _solarized),
+    "SolarizeAdd": _table_of(lambda level, setting, size: setting.truncated(level / HIGHEST * 110), _added),
     "Color": _enhanced(ImageEnhance.Color),
     "Contrast": _enhanced(ImageEnhance.Contrast),
     "Brightness": _enhanced(ImageEnhance.Brightness),
     "Sharpness": _enhanced(ImageEnhance.Sharpness),
-    "ShearX": _affine(1, _SHEAR),
-    "ShearY": _affine(3, _SHEAR),
-    "TranslateX": _affine(2, _TRANSLATION, lambda image: image.width),
-    "TranslateY": _affine(5, _TRANSLATION, lambda image: image.height),
-    "Grayscale": lambda image, level, setting: image.convert("L").convert("RGB"),
-    "GaussianBlur": _blur,
+    "ShearX": _moved(1, _SHEAR),
+    "ShearY": _moved(3, _SHEAR),
+    "TranslateX": _moved(2, _TRANSLATION, lambda size: size[0]),
+    "TranslateY": _moved(5, _TRANSLATION, lambda size: size[1]),
+    "Grayscale": _plain(lambda image: image.convert("L").convert("RGB")),
+    "GaussianBlur": Operation(
+        lambda level, setting, size: setting.draws.uniform(0.1, LARGEST_BLUR),
+        lambda image, sigma, _: image.filter(ImageFilter.GaussianBlur(sigma)),
+    ),
 }
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
+_NO_FILL = (0, 0, 0)  # arguments do not depend on it
+
+
+class Policy(Protocol):
+    """Augmentation policy."""
+
+    def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
+        """Return the image, augmented with random numbers from a stream."""
+
+    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
+        """Yield what `__call__` does, for many images of one size: the same operations and arguments, in order."""
 
 
 @dataclass(frozen=True)
@@ -159,16 +251,24 @@ class RandAugment:
         for _ in range(self.operations):
             name = _RANDOM[draws.below(len(_RANDOM))]
             if draws.uniform() < self.probability:
-                image = OPERATIONS[name](image, self._level(draws), setting)
+                image = OPERATIONS[name](image, self._level(setting), setting)
         return image
 
-    def _level(self, draws: Draws) -> float:
-        level = self.magnitude
+    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
+        names = np.array(_RANDOM)
+        for _ in range(self.operations):
+            chosen = names[draws.below(len(names))]
+            rows = np.flatnonzero(draws.uniform() < self.probability)
+            level = self._level(BatchContext(draws.of(rows), _NO_FILL))
+            yield _by_name(draws, rows, chosen[rows], np.broadcast_to(level, len(rows)), size, self.increasing)
+
+    def _level(self, setting: OperationContext) -> Any:
+        level: Any = self.magnitude
         if self.deviation > _UNIFORM:
-            level = draws.uniform(0, self.magnitude)
+            level = setting.draws.uniform(0, self.magnitude)
         elif self.deviation:
-            level += self.deviation * draws.normal()
-        return min(max(level, 0.0), float(HIGHEST))
+            level += self.deviation * setting.draws.normal()
+        return setting.clipped(level, 0.0, float(HIGHEST))
 
 
 @dataclass(frozen=True)
@@ -186,6 +286,37 @@ class OneOf:
             if draws.uniform() < probability:
                 image = OPERATIONS[name](image, level, setting)
         return image
+
+    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
+        drawn = draws.below(len(self.lines))
+        for place in range(max(map(len, self.lines))):
+            # A line that has ended draws nothing more.
+            lines = [line[place] if place < len(line) else None for line in self.lines]
+            rows = np.flatnonzero(np.array([line is not None for line in lines])[drawn])
+            names, probabilities, levels = (
+                np.array([line[part] if line else none for line in lines])[drawn]
+                for part, none in ((0, ""), (1, 0.0), (2, 0.0))
+            )
+            rows = rows[draws.of(rows).uniform() < probabilities[rows]]
+            yield _by_name(draws, rows, names[rows], levels[rows], size, self.increasing)
+
+
+def _by_name(
+    draws: BatchDraws,
+    rows: NDArray[np.int64],
+    names: NDArray[np.str_],
+    levels: NDArray[np.float64],
+    size: Size,
+    increasing: bool,
+) -> Step:
+    """Return the step in which the operation of each name changes its rows, at the levels given for them."""
+    step: Step = {}
+    for name in np.unique(names).tolist():
+        here = names == name
+        chosen = rows[here]
+        argument = OPERATIONS[name].argument(levels[here], BatchContext(draws.of(chosen), _NO_FILL, increasing), size)
+        step[name] = chosen, np.broadcast_to(argument, len(chosen))
+    return step
 
 
 def _table(text: str, highest: int = HIGHEST, increasing: bool = False) -> OneOf:

@@ -28,8 +28,12 @@ from vitpar.data.transforms.settings import EvalSettings, TrainSettings
 from vitpar.limits import MAX_DECODED_BYTES
 
 _BY_TORCH = ("bicubic", "bilinear")
-_ERASED = (0.02, 1 / 3)  # range of the erased fraction of the image's area (Zhong et al. 2020)
-_ERASED_RATIO = 0.3  # height over width of the erased box, from this to its inverse
+ERASED_SHARE = (0.02, 1 / 3)
+"""Range of the erased fraction of the image's area (Zhong et al. 2020)."""
+ERASED_RATIO = 0.3
+"""Height over width of the erased box, from this to its inverse."""
+TRIES = 10
+"""Random boxes that are tried for a crop or an erased part."""
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
@@ -75,12 +79,12 @@ class TrainTransform(TrainSettings):
             top, left, height, width = self._crop(image.shape[0], image.shape[1], draws)
             pixels = resize(image[top : top + height, left : left + width], self.size, self.size, self.interpolation)
         else:
-            pixels = self._padded_crop(image, self.padding, draws)
+            pixels = self._padded_crop(image, draws)
         if draws.uniform() < self.flip:
             pixels = torch.from_numpy(pixels.numpy()[:, :, ::-1].copy())
         if self.policy or any(self.color_jitter):
             drawn = _drawn(pixels)
-            drawn = self.policy(drawn, draws, self._fill()) if self.policy else drawn
+            drawn = self.policy(drawn, draws, self.fill) if self.policy else drawn
             pixels = torch.from_numpy(np.array(self._jittered(drawn, draws))).permute(2, 0, 1)
         if draws.uniform() < self.erase:
             pixels = self._erased(pixels, draws)
@@ -91,24 +95,19 @@ class TrainTransform(TrainSettings):
 
         If none fits, the result is the largest central box within the range of `ratio`.
         """
-        for _ in range(10):
+        for _ in range(TRIES):
             area = height * width * draws.uniform(*self.scale)
             ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
             h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
             if 0 < h <= height and 0 < w <= width:
                 return draws.below(height - h + 1), draws.below(width - w + 1), h, w
-        h = min(height, max(1, round(width / self.ratio[0])))
-        w = min(width, max(1, round(height * self.ratio[1])))
-        return (height - h) // 2, (width - w) // 2, h, w
+        return self.central_crop(height, width)
 
-    def _padded_crop(self, image: NDArray[np.uint8], padding: int, draws: Draws) -> Tensor:
-        """Return a random crop of `image` with black borders, uint8 [3, size, size].
-
-        A side that is too short with `padding` gets what it lacks once more on both ends, as in torchvision.
-        """
+    def _padded_crop(self, image: NDArray[np.uint8], draws: Draws) -> Tensor:
+        """Return a random crop of `image` with black borders, uint8 [3, size, size]."""
         starts = []
         for side in image.shape[:2]:
-            border = padding + max(0, self.size - side - 2 * padding)
+            border = self.border(side)
             starts.append(draws.below(side + 2 * border - self.size + 1) - border)
         top, left = starts
         inside = image[max(0, top) : top + self.size, max(0, left) : left + self.size].transpose(2, 0, 1)
@@ -116,10 +115,6 @@ class TrainTransform(TrainSettings):
         crop = np.zeros((3, self.size, self.size), np.uint8)
         crop[:, above : above + height, before : before + width] = inside
         return torch.from_numpy(crop)
-
-    def _fill(self) -> tuple[int, int, int]:
-        red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)
-        return red, green, blue
 
     def _jittered(self, image: Image.Image, draws: Draws) -> Image.Image:
         """Change brightness, contrast and saturation, in a random order."""
@@ -135,14 +130,14 @@ class TrainTransform(TrainSettings):
 
         After normalisation the noise is standard normal, except for rounding and clipping to 0..255.
         """
-        for _ in range(10):
-            area = self.size**2 * draws.uniform(*_ERASED)
-            ratio = math.exp(draws.uniform(math.log(_ERASED_RATIO), -math.log(_ERASED_RATIO)))
+        for _ in range(TRIES):
+            area = self.size**2 * draws.uniform(*ERASED_SHARE)
+            ratio = math.exp(draws.uniform(math.log(ERASED_RATIO), -math.log(ERASED_RATIO)))
             h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < h < self.size and 0 < w < self.size:
                 top, left = draws.below(self.size - h + 1), draws.below(self.size - w + 1)
                 erased = pixels.numpy().copy()
-                levels, quantiles = _noise_levels(self.mean, self.std), draws.bytes(3 * h * w).reshape(3, h, w)
+                levels, quantiles = noise_levels(self.mean, self.std), draws.bytes(3 * h * w).reshape(3, h, w)
                 noise = np.stack([channel.take(drawn) for channel, drawn in zip(levels, quantiles, strict=True)])
                 erased[:, top : top + h, left : left + w] = noise
                 return torch.from_numpy(erased)
@@ -150,7 +145,7 @@ class TrainTransform(TrainSettings):
 
 
 @cache
-def _noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
+def noise_levels(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.uint8]:
     """Return a table from a uniform byte to a normally distributed grey level, uint8 [channels, 256].
 
     mean, std: of each channel, for pixels in 0..1.

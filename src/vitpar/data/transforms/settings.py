@@ -67,6 +67,26 @@ class TrainSettings:
         if min(self.color_jitter) < 0:
             raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
 
+    @property
+    def fill(self) -> tuple[int, int, int]:
+        """Colour that policy operations move in from outside the image."""
+        red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)
+        return red, green, blue
+
+    def border(self, side: int) -> int:
+        """Return the black pixels on each end of a side of an image before a padded crop.
+
+        A side that is too short with `padding` gets what it lacks once more on both ends, as in torchvision.
+        """
+        assert self.padding is not None, "crops are padded"
+        return self.padding + max(0, self.size - side - 2 * self.padding)
+
+    def central_crop(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return (top, left, height, width) of the largest central box within the range of `ratio`."""
+        h = min(height, max(1, round(width / self.ratio[0])))
+        w = min(width, max(1, round(height * self.ratio[1])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
 
 @dataclass(frozen=True)
 class EvalSettings:

@@ -56,6 +56,11 @@ class LayerCosts:
         self._parameters: dict[tuple[LayerKind, int], LayerParameters] = {}
         self._elements: dict[tuple[object, ...], LayerElements] = {}
 
+    def reserve(self, number: int) -> None:
+        """Keep `number` bytes of each device's memory from plans."""
+        reserved = self.hardware.reserved_bytes + number
+        self.hardware = self.hardware.model_copy(update={"reserved_bytes": reserved})
+
     @property
     def passes_gradients(self) -> bool:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""

@@ -44,7 +44,7 @@ class Memory:
     buffers: float
     """Receive buffers of a pipeline stage, and the step's images."""
     reserved: float = 0.0
-    """Device memory that no plan can use, such as that of the CUDA context."""
+    """Device memory that no plan can use: that of the CUDA context, and images that the device holds."""
     teacher: float = 0.0
     """Parameters of the teacher of a distillation."""
     host: float = 0.0

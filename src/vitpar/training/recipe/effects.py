@@ -154,6 +154,12 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "memory",
     ),
     Effect(
+        ("data.bad_sample",),
+        lambda recipe: recipe.data.cache != "device",
+        "{key} is '{value}', but data.cache 'device' decodes all images at the start and stops at a bad one: leave it "
+        "out, or set data.cache to memory",
+    ),
+    Effect(
         STREAM_CANNOT,
         lambda recipe: not recipe.stream,
         "{key} is {value}, which a stream does not support: leave it out, or index the shards",
@@ -231,8 +237,8 @@ _OUTPUTS = _keys(
     task="options", data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention"
 )
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _PLANNED + _LENGTH + _keys(parallel="…"),
-    "a search": _PLANNED + _LENGTH + _keys(train="compile"),
+    "a plan": _PLANNED + _LENGTH + _keys(parallel="…", data="cache"),
+    "a search": _PLANNED + _LENGTH + _keys(train="compile", data="cache"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
     "a profile": _keys(model="…", lora=_LORA, train=f"{_PRECISION} compile attention"),

@@ -165,8 +165,9 @@ class DataSection(Section):
     """Neighbouring samples that stay in one window."""
     workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
     """Decoding threads of a rank; 0 decodes in the main thread; chosen by the rank's cores if unset."""
-    cache: Literal["none", "memory"] = "none"
-    """Place of decoded images for later epochs: none, or memory that the ranks of a machine share."""
+    cache: Literal["none", "memory", "device"] = "none"
+    """Place of decoded images: none, memory that the ranks of a machine share, or the training device, which then holds
+    all images, of one size, and augments batches of them."""
     cache_gb: float | None = Field(None, gt=0, le=MAX_CACHE_BYTES / 1e9)
     """Most memory of a machine for cached images, in GB; half of what is available at the start if unset."""
     bad_sample: Literal["fail", "skip"] = "fail"

@@ -1,0 +1,187 @@
+"""Operations on many images at once, on any device: the same pixels, bit by bit, as those that the host computes.
+
+The arithmetic is that of Pillow: integers, 32-bit floats for blends, and 64-bit floats for affine maps. Products and
+sums are separate calls of torch, since a fused one would round once in place of twice. No call waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.transforms.policies import LARGEST_BLUR, OPERATIONS, Fill
+
+_BLUR_PASSES = 3
+_BLUR_REACH = 2  # pixels on each side that a pass reads, for the largest blur
+_BLUR_ONE = 1 << 24
+_SMOOTH_CENTRE, _SMOOTH_SUM = 5, 13  # weights of Pillow's SMOOTH filter: 1 but in the centre
+
+Change = Callable[..., Tensor]
+"""Function from images, uint8 [k, 3, height, width], and the arguments that `arguments` returns, to new images."""
+
+
+def arguments(name: str, values: NDArray[Any], size: int) -> tuple[str, NDArray[Any]]:
+    """Return the change in `CHANGES` that does operation `name`, and the argument of each image as a row for it.
+
+    values: argument of the operation for each image, [k].
+    size: height and width of the images.
+    """
+    operation = OPERATIONS[name]
+    if operation.matrix is not None:
+        return "affine", np.array([operation.matrix(value, (size, size)) for value in values.tolist()])
+    if operation.table is not None:
+        return "table", np.stack([_table(name, value) for value in values.tolist()])
+    if name == "GaussianBlur":
+        return name, np.stack([_taps(sigma) for sigma in values.tolist()])
+    return name, values.astype(np.float64)
+
+
+@cache
+def _table(name: str, value: int) -> NDArray[np.uint8]:
+    table = OPERATIONS[name].table
+    assert table is not None, name
+    return np.array(table(value), np.uint8)
+
+
+def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
+    """Replace grey levels by those in a table for each image, uint8 [k, 256], or for each channel, [3 k, 256]."""
+    flat = images.reshape(len(tables), -1)
+    return tables.gather(1, flat.long()).view(images.shape)
+
+
+def affine(images: Tensor, matrices: Tensor, fill: Fill) -> Tensor:
+    """Transform images by matrices, float64 [k, 6], with bilinear interpolation."""
+    count, _, height, width = images.shape
+    x, y = (torch.arange(side, device=images.device, dtype=torch.float64) + 0.5 for side in (width, height))
+    a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
+    x, y = x[None, None, :], y[None, :, None]
+    across, down = a * x + b * y + c, d * x + e * y + f
+    inside = (across >= 0) & (across < width) & (down >= 0) & (down < height)
+    across, down = across - 0.5, down - 0.5
+    left, top = across.floor(), down.floor()
+    right_part, low_part = (across - left)[:, None], (down - top)[:, None]
+    columns = [(left + step).clamp_(0, width - 1) for step in (0, 1)]
+    rows = [(top + step).clamp_(0, height - 1).mul_(width) for step in (0, 1)]
+    pixels = images.double().flatten(2)
+
+    def at(row: Tensor, column: Tensor) -> Tensor:
+        places = (row + column).long().view(count, 1, -1).expand_as(pixels)
+        return pixels.gather(2, places).view(images.shape)
+
+    def between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
+        return other.sub_(one).mul_(part).add_(one)
+
+    upper, lower = (between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
+    moved = between(upper, lower, low_part).to(torch.uint8)
+    return torch.where(inside[:, None], moved, _levels(fill, images.device))
+
+
+@cache
+def _levels(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a level for each channel, uint8 [1, channels, 1, 1]. Cached because a copy to a GPU waits for the GPU."""
+    return torch.tensor(values, dtype=torch.uint8, device=device)[None, :, None, None]
+
+
+def grey(images: Tensor) -> Tensor:
+    """Return Pillow's grey of each pixel, int32 [k, 1, height, width]."""
+    red, green, blue = images.int().split(1, 1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+
+
+def _blended(base: Tensor | float, images: Tensor, factors: Tensor) -> Tensor:
+    """Return base + factor (image - base), for integers in `base` that broadcast with the images."""
+    base = base.float() if isinstance(base, Tensor) else base
+    changed = (images.float() - base).mul_(factors.float()[:, None, None, None]).add_(base)
+    return changed.clamp_(0, 255).to(torch.uint8)
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    """Return the rounded mean of each image's grey, int64 [k, 1, 1, 1]."""
+    count = images.shape[2] * images.shape[3]
+    return (2 * grey(images).sum((1, 2, 3), keepdim=True) + count) // (2 * count)
+
+
+def _smoothed(images: Tensor) -> Tensor:
+    """Return images after Pillow's SMOOTH filter, which leaves the outermost pixels alone: int32."""
+    pixels = images.int()
+    height, width = images.shape[2:]
+    if min(height, width) < 3:
+        return pixels
+    rows = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
+    sums = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    inner = pixels[:, :, 1:-1, 1:-1]
+    sums = sums + (_SMOOTH_CENTRE - 1) * inner
+    inner.copy_((2 * sums + _SMOOTH_SUM) // (2 * _SMOOTH_SUM))
+    return pixels
+
+
+def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
+    low, high = images.amin((2, 3), keepdim=True).double(), images.amax((2, 3), keepdim=True).double()
+    spread = high > low
+    # `255 / tensor` multiplies by the reciprocal, which rounds twice.
+    scale = torch.where(spread, torch.full_like(high, 255).div_((high - low).clamp_(min=1)), 1)
+    offset = torch.where(spread, -low * scale, 0)
+    return images.double().mul_(scale).add_(offset).clamp_(0, 255).to(torch.uint8)
+
+
+def _equalized(images: Tensor, _: Tensor) -> Tensor:
+    flat = images.reshape(3 * len(images), -1).long()
+    counts = torch.zeros(len(flat), 256, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(1, flat, flat.new_ones(1, 1).expand_as(flat))
+    step = (flat.shape[1] - counts.gather(1, flat.amax(1, keepdim=True))) // 255
+    below = counts.cumsum(1) - counts
+    levels = torch.arange(256, device=images.device)
+    safe = step.clamp(min=1)
+    tables = torch.where(step > 0, ((below + safe // 2) // safe).clamp_(max=255), levels)
+    return tables.to(torch.uint8).gather(1, flat).view(images.shape)
+
+
+def _taps(sigma: float) -> NDArray[np.float64]:
+    """Return the weights of a pass of Pillow's blur, in units of 1 / _BLUR_ONE: of the middle, its neighbours, theirs.
+
+    The blur is a box filter of fractional size, applied _BLUR_PASSES times (Gwosdek et al. 2011). Pillow computes the
+    size with 32-bit floats.
+    """
+    assert sigma < LARGEST_BLUR, f"a blur of {sigma} pixels"
+    variance = np.float32(np.float32(sigma) * np.float32(sigma) / np.float32(_BLUR_PASSES))
+    whole = np.float32(np.floor((np.float32(np.sqrt(12.0 * float(variance) + 1.0)) - np.float32(1)) / 2.0))
+    part = np.float32((2 * whole + 1) * (whole * (whole + 1) - 3 * variance))
+    part = np.float32(part / (6 * (variance - (whole + 1) * (whole + 1))))
+    reach = int(whole)
+    inner = int(np.float32(_BLUR_ONE) / np.float32(np.float32(whole + part) * 2 + 1))
+    outer = (_BLUR_ONE - (2 * reach + 1) * inner) // 2
+    return np.array([*[inner] * (reach + 1), outer, 0][: _BLUR_REACH + 1], np.float64)
+
+
+def _blurred(images: Tensor, taps: Tensor) -> Tensor:
+    middle, near, far = taps[:, :, None, None, None].unbind(1)
+    pixels = images.double()  # holds the integers of a pass
+    for dim in (3, 2):
+        last = images.shape[dim] - 1
+        side = torch.arange(-_BLUR_REACH, last + 1 + _BLUR_REACH, device=images.device).clamp_(0, last)
+        for _ in range(_BLUR_PASSES):
+            edged = pixels.index_select(dim, side)
+            p = [edged.narrow(dim, step, last + 1) for step in range(2 * _BLUR_REACH + 1)]
+            sums = (p[1] + p[3]).mul_(near).add_((p[0] + p[4]).mul_(far)).add_(p[2] * middle)
+            pixels = sums.add_(_BLUR_ONE // 2).mul_(1 / _BLUR_ONE).floor_()
+    return pixels.to(torch.uint8)
+
+
+CHANGES: dict[str, Change] = {
+    "table": _looked_up,
+    "AutoContrast": _auto_contrast,
+    "Equalize": _equalized,
+    "Color": lambda images, factors: _blended(grey(images), images, factors),
+    "Contrast": lambda images, factors: _blended(_mean_grey(images), images, factors),
+    "Brightness": lambda images, factors: _blended(0.0, images, factors),
+    "Sharpness": lambda images, factors: _blended(_smoothed(images), images, factors),
+    "Grayscale": lambda images, _: grey(images).to(torch.uint8).expand_as(images),
+    "GaussianBlur": _blurred,
+}
+"""Changes by name, besides `affine`."""

@@ -218,8 +218,8 @@ def test_image_sizes_are_parts_of_the_run() -> None:
     [
         (
             parse_drop_path,
-            "erly(until=1)",
-            "'erly' is no course of drop-path (did you mean 'early'?): give constant, early",
+            "earl(until=1)",
+            "'earl' is no course of drop-path (did you mean 'early'?): give constant, early",
         ),
         (parse_drop_path, "early", "early needs until: write early(until=30 epochs)"),
         (parse_drop_path, "late(after=3 minutes)", "late's after: 3 minutes have no known number of steps"),

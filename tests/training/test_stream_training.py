@@ -113,7 +113,7 @@ def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list
     with torch.no_grad():
         batches = iter(source.train_batches(open_data(recipe)[0]))
         for _ in range(6):
-            images, labels, keys, _ = source.train_step(next(batches))
+            images, labels, keys, *_ = source.train_step(next(batches))
             assert (images is not None) == model.takes_images
             if images is not None:
                 std, mean = torch.tensor(recipe.data.std), torch.tensor(recipe.data.mean)

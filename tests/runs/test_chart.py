@@ -111,9 +111,9 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
 
 def test_the_description_names_the_key_points() -> None:
     html = figure(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"), "loss")
-    assert "run 1: from 3.00 at step 1 to 2.00 at step 4; lowest 1.00 at step 3, highest 3.00 at step 1." in html
-    assert "run 2: no finite value." in html
-    assert "<td>1.00 <small>at 3</small></td>" in html
+    first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4."
+    assert f'aria-label="Loss. {first} run 2: no finite value."' in html
+    assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td>–</td><td>4</td>" in html
 
 
 def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:

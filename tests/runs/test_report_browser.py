@@ -91,11 +91,11 @@ def test_a_report_fits_and_follows_the_theme(width: int, dark: bool, chrome: Bro
             for script in (
                 "getComputedStyle(document.body).backgroundColor",
                 f"getComputedStyle({LOSS}.querySelector('.xtick text')).fill",
-                f"getComputedStyle({LOSS}.querySelector('.js-line')).stroke",
+                f"{LOSS}.data.find(line => line.name === 'run 1').line.color",
             )
         )
-        light = ("rgb(255, 255, 255)", "rgb(0, 0, 0)", "rgb(47, 91, 208)")
-        assert (page, text, line) == (("rgb(18, 20, 22)", "rgb(255, 255, 255)", "rgb(91, 140, 255)") if dark else light)
+        light = ("rgb(255, 255, 255)", "rgb(0, 0, 0)", "#2f5bd0")
+        assert (page, text, line) == (("rgb(18, 20, 22)", "rgb(255, 255, 255)", "#5b8cff") if dark else light)
         dark = not dark
         press(tab, "theme-dark" if dark else "theme-light")
     assert tab.complaints == []

@@ -86,11 +86,11 @@ def test_every_metric_has_a_chart_with_words(tmp_path: Path) -> None:
     assert titles(page, html) == list(CURVES)
     assert all(plot["role"] == "img" and plot["aria-label"] for plot in plots(page))
     assert label(page, "Loss") == (
-        "Loss. training: from 2.3000 at step 1 to 0.6734 at step 60; lowest 0.6734 at step 60, highest 2.3000 at step "
-        "1. validation: from 0.8876 at step 15 to 0.5856 at step 60; lowest 0.5856 at step 60, highest 0.8876 at step "
-        "15."
+        "Loss. training: first 2.3000 at step 1, lowest 0.6734 at step 60, highest 2.3000 at step 1, last 0.6734 at "
+        "step 60. validation: first 0.8876 at step 15, lowest 0.5856 at step 60, highest 0.8876 at step 15, last "
+        "0.5856 at step 60."
     )
-    assert label(page, "Time waiting for data").startswith("Time waiting for data. training: from 25.0 % at step 1")
+    assert label(page, "Time waiting for data").startswith("Time waiting for data. training: first 25.0 % at step 1")
     recorded = usual_rows(mfu=0.4, loss_scale=1024.0)
     page, html = page_of(write_run(tmp_path / "gpu", recorded))
     assert set(titles(page, html)) == {*CURVES, "Model FLOPs utilisation (MFU)", "Loss scale"}
@@ -104,7 +104,7 @@ def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
     assert html.count("<figcaption>") == len(CURVES)
     assert "setting 1 dp2 2 tp2 3 fsdp2 train.seed not set 3 not set optimizer.name not set lamb not set" in page.text
     for number in range(3):
-        assert f"run {number + 1}, validation: from" in label(page, "Loss")
+        assert f"run {number + 1}, validation: first" in label(page, "Loss")
     alike = page_of(runs[0], runs[2])[0].text
     assert "Differences between the recipes All settings are equal." in alike
 

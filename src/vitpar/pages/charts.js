@@ -1,6 +1,7 @@
 // Draws the charts of a page with Plotly. All texts that it shows by itself are those of vitpar, or are escaped.
 const unpacked = async id => {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), char => char.charCodeAt(0));
+  const text = atob(document.getElementById(id).textContent), bytes = new Uint8Array(text.length);
+  for (let at = 0; at < text.length; at++) bytes[at] = text.charCodeAt(at);
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'))).text();
 };
 // Plotly reads a part of HTML in texts.
@@ -25,7 +26,7 @@ function traces(chart, axis, colour) {
     const alone = y.map((value, at) => value !== null && (y[at - 1] ?? null) === null && (y[at + 1] ?? null) === null);
     const wider = line.wider * Math.min(2.5, 8 / most), width = 1.7 + wider;
     if (smooth) {
-      list.push({...base, y, mode: 'lines', opacity: .35, line: {color, width: 1}, hoverinfo: 'skip'});
+      list.unshift({...base, y, mode: 'lines', opacity: .35, line: {color, width: 1}, hoverinfo: 'skip'});
       list.push({...base, y: smooth, mode: 'lines', line: {color, width}, customdata: y,
         hovertemplate: `${value('customdata', chart.unit)} (smoothed ${value('y', chart.unit)})`});
     } else {

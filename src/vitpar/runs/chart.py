@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vitpar.pages.document import table
 from vitpar.runs.metrics import Column
 from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
@@ -32,6 +33,8 @@ SAME = 0.01
 """Largest difference of lines that coincide, as a fraction of their range. They are drawn with different widths."""
 LOG_SPAN = 50.0
 """Ratio of the largest to the usual smallest value above which a chart may have a logarithmic axis."""
+KEY_POINTS = ("first", "lowest", "highest", "last")
+"""Points of a line that its description and the table name."""
 DIGITS = 6
 """Significant digits of numbers in the page."""
 
@@ -89,14 +92,41 @@ def figure(chart: Chart, place: str) -> str:
 
     place: name of the place, for the page's script.
     """
-    _, same = coinciding(chart.lines)
-    words = f"{chart.title}. {' '.join(_sentence(chart, line) for line in chart.lines)} {_same(chart, same)}".rstrip()
-    notes = "".join(f'<p class="note">{escape(text)}</p>' for text in (chart.note, _same(chart, same)) if text)
+    _, difference = coinciding(chart.lines)
+    same = "" if difference is None else "The lines of the runs are equal."
+    if difference:
+        apart = f"{difference * chart.scale:.2g}{chart.unit}"
+        same = f"The lines of the runs coincide: they differ by at most {apart}."
+    points = {line.name: _key_points(chart, line) for line in chart.lines}
+    said = (
+        f"{name}: {', '.join(f'{what} {value}' for what, value in zip(KEY_POINTS, values, strict=True))}."
+        if values
+        else f"{name}: no finite value."
+        for name, values in points.items()
+    )
+    words = " ".join(filter(None, (f"{chart.title}.", *said, same)))
+    notes = "".join(f'<p class="note">{escape(text)}</p>' for text in (chart.note, same) if text)
+    missing = (str(int((~np.isfinite(line.y)).sum())) for line in chart.lines)
+    rows = [
+        [escape(text) for text in (name, *(values or ["–"] * len(KEY_POINTS)), lost)]
+        for (name, values), lost in zip(points.items(), missing, strict=True)
+    ]
     return (
         f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>'
-        f'<div class="plot" id="{escape(place)}" role="img" aria-label="{escape(words)}"></div>'
-        f"{notes}<details><summary>Key points</summary>{_key_points(chart)}</details></figure>"
+        f'<div class="plot" id="{escape(place)}" role="img" aria-label="{escape(words)}"></div>{notes}'
+        f"<details><summary>Key points</summary>{table(('line', *KEY_POINTS, 'missing'), rows, slice(0, 0))}</details>"
+        "</figure>"
     )
+
+
+def _key_points(chart: Chart, line: Line) -> list[str]:
+    """Return the values of `KEY_POINTS` with their steps; nothing if no value is finite."""
+    fine = np.flatnonzero(np.isfinite(line.y))
+    if not len(fine):
+        return []
+    y = line.y[fine]
+    indices = fine[[0, int(y.argmin()), int(y.argmax()), -1]].tolist()
+    return [f"{chart.words(float(line.y[index]))} at step {line.x['step'][index]:,.0f}" for index in indices]
 
 
 def data_of(chart: Chart, place: str, columns: int) -> dict[str, Any]:
@@ -192,54 +222,3 @@ def _difference(lines: Sequence[Line]) -> float | None:
     values = values[:, fine[0]]
     apart = float((values.max(axis=0) - values.min(axis=0)).max())
     return apart if apart <= SAME * float(values.max() - values.min()) else None
-
-
-def _same(chart: Chart, difference: float | None) -> str:
-    """Return the sentence on lines that coincide; empty if they do not."""
-    if not difference:
-        return "" if difference is None else "The lines of the runs are equal."
-    return f"The lines of the runs coincide: they differ by at most {difference * chart.scale:.2g}{chart.unit}."
-
-
-def _sentence(chart: Chart, line: Line) -> str:
-    """Return a sentence that describes a line."""
-    extremes = _extreme_points(line)
-    if not extremes:
-        return f"{line.name}: no finite value."
-    first, last, low, high = extremes
-    steps = line.x["step"]
-
-    def said(index: int) -> str:
-        return f"{chart.words(float(line.y[index]))} at step {steps[index]:,.0f}"
-
-    if first == last:
-        return f"{line.name}: {said(first)}."
-    return f"{line.name}: from {said(first)} to {said(last)}; lowest {said(low)}, highest {said(high)}."
-
-
-def _extreme_points(line: Line) -> tuple[int, int, int, int] | None:
-    """Return the indices of the first, last, smallest and largest finite value; None if there is none."""
-    fine = np.flatnonzero(np.isfinite(line.y))
-    if not len(fine):
-        return None
-    values = line.y[fine]
-    return int(fine[0]), int(fine[-1]), int(fine[values.argmin()]), int(fine[values.argmax()])
-
-
-def _key_points(chart: Chart) -> str:
-    """Return a table of the first, smallest, largest and last value of every line."""
-    rows = []
-    for line in chart.lines:
-        extremes = _extreme_points(line)
-        cells = ["–"] * 4
-        if extremes:
-            first, last, low, high = extremes
-            cells = [
-                f"{escape(chart.words(float(line.y[index])))} <small>at {line.x['step'][index]:,.0f}</small>"
-                for index in (first, low, high, last)
-            ]
-        missing = int((~np.isfinite(line.y)).sum())
-        rows.append(f"<tr><td>{escape(line.name)}</td>{''.join(f'<td>{cell}</td>' for cell in (*cells, missing))}</tr>")
-    heads = ("line", "first", "lowest", "highest", "last", "missing")
-    head = "".join(f"<th>{words}</th>" for words in heads)
-    return f'<div class="scroll"><table class="points"><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -295,7 +295,7 @@ body { max-width: 1120px; } .scroll svg { max-width: 900px; }
 .chart .plot { height: 240px; } .many .plot { height: 320px; }
 .chart .plot svg { min-width: 0; width: auto; display: inline; }
 .chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
-.chart summary { opacity: .8; } .points small { white-space: nowrap; opacity: .8; }
+.chart summary { opacity: .8; } .chart table { font-size: 12px; }
 .controls { position: sticky; top: 0; z-index: 10; background: var(--page); padding: .3rem 0; display: flex;
   flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
 .toggles { flex-wrap: wrap; }

@@ -59,14 +59,14 @@ function range(axis) {
 }
 
 function layout(chart, axis, full, dark, colour) {
-  const color = dark ? '#fff' : '#000', page = dark ? '#1d2023' : '#fff', grid = '#8883';
+  const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
   const scale = chosen('scale'), log = chart.positive && (scale === 'log' || scale === 'usual' && chart.log);
   const at = zoom ?? full ?? [0, 1], whole = axis !== 'hours' && at[1] - at[0] < 8 ? 1 : undefined;
   const most = chart.lines.flatMap(line => line.y).reduce((one, two) => Math.max(one, Math.abs(two ?? 0)), 0);
   const restarts = data.marks.filter(mark => mark.kind === 'restart' && shows('marks') && shows(`run-${mark.run}`));
   const missing = !chart.lines.some(line => line.x[axis].some(x => x !== null));
   return {
-    margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: 'transparent', plot_bgcolor: 'transparent', showlegend: false,
+    margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
     font: {family: 'system-ui, sans-serif', size: 12, color}, hovermode: 'x unified', uirevision: 'kept',
     hoverlabel: {bgcolor: page, bordercolor: '#8886', font: {color, size: 12}},
     modebar: {bgcolor: 'transparent', color: '#888', activecolor: color},
@@ -76,7 +76,7 @@ function layout(chart, axis, full, dark, colour) {
       zeroline: false, showgrid: false, ticks: 'outside', tickcolor: '#888', exponentformat: 'SI', nticks: 7,
       unifiedhovertitle: {text: TITLES[axis]}, spikecolor: '#888', spikethickness: 1},
     yaxis: {type: log ? 'log' : 'linear', uirevision: `${scale} ${reset}`, rangemode: chart.zero ? 'tozero' : 'normal',
-      autorangeoptions: {include: chart.least && !log ? [chart.least] : undefined, clipmax: chart.most ?? undefined},
+      autorangeoptions: {include: chart.least && !log ? [chart.least] : undefined, clipmax: chart.most ? 1.02 * chart.most : undefined},
       ticksuffix: chart.unit, hoverformat: chart.digits, nticks: 7, zeroline: false, gridcolor: grid,
       exponentformat: most >= 1000 ? 'SI' : 'power', minexponent: most >= 1000 ? 3 : 4,
       tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined, separatethousands: true},

@@ -1,7 +1,7 @@
 """Self-contained HTML page: style, switches, tables. It loads nothing from the network.
 
 Texts from files are escaped by whoever makes the HTML. A content security policy backs that up: the browser runs only
-the script of this module, and loads nothing but embedded images.
+scripts whose hash the page names, and loads nothing but embedded images.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ function layout(chart, axis, full, dark, colour) {
   const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
   const scale = chosen('scale'), log = chart.positive && (scale === 'log' || scale === 'usual' && chart.log);
   const at = zoom ?? full ?? [0, 1], whole = axis !== 'hours' && at[1] - at[0] < 8 ? 1 : undefined;
-  const most = chart.lines.flatMap(line => line.y).reduce((one, two) => Math.max(one, Math.abs(two ?? 0)), 0);
+  const sizes = chart.lines.flatMap(line => line.y).filter(y => y !== null).map(Math.abs);
+  const most = sizes.reduce((one, two) => Math.max(one, two), 0);
+  const decades = Math.log10(most / sizes.reduce((one, two) => Math.min(one, two), most));
   const restarts = data.marks.filter(mark => mark.kind === 'restart' && shows('marks') && shows(`run-${mark.run}`));
   const missing = !chart.lines.some(line => line.x[axis].some(x => x !== null));
   return {
@@ -79,6 +81,8 @@ function layout(chart, axis, full, dark, colour) {
       autorangeoptions: {include: chart.least && !log ? [chart.least] : undefined, clipmax: chart.most ? 1.02 * chart.most : undefined},
       ticksuffix: chart.unit, hoverformat: chart.digits, nticks: 7, zeroline: false, gridcolor: grid,
       exponentformat: most >= 1000 ? 'SI' : 'power', minexponent: most >= 1000 ? 3 : 4,
+      // Ticks at 1, 2 and 5: all digits would overlap.
+      dtick: log && decades < 2 && (decades > .4 || !decades) ? 'D2' : undefined,
       tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined, separatethousands: true},
     yaxis2: {overlaying: 'y', range: [0, 1], visible: false, fixedrange: true},
     shapes: restarts.map(mark => ({x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, yref: 'paper', type: 'line',

@@ -11,7 +11,7 @@ from vitpar.runs.chart import AXES, COLOURS, Chart, Line, data_of, figure, numbe
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.metrics import Column
 from vitpar.tasks import Metric
-from vitpar.text import count
+from vitpar.text import count, shown
 
 COLUMNS, MANY_RUNS = 400, 3
 """Parts of a long line that keep their smallest and largest value, and number of runs above which they are half."""
@@ -121,10 +121,10 @@ def waiting_share(run: RunRecord) -> Column:
 def marks_of(run: RunRecord, number: int) -> list[dict[str, Any]]:
     """Return the checkpoints and restarts of a run that can be distinguished, for the page's script."""
     marks = [("checkpoint", step, f"checkpoint after step {step:,}") for step in run.log.saves]
-    plans = [start.plan for start in run.log.starts]
-    for before, start in zip(["", *plans], run.log.starts, strict=False):
+    plans = [shown(start.plan) for start in run.log.starts]
+    for before, plan, start in zip(["", *plans], plans, run.log.starts, strict=False):
         if start.after:
-            under = f" under {start.plan}" + (f" instead of {before}" if before not in ("", start.plan) else "")
+            under = f" under {plan}" + (f" instead of {before}" if before not in ("", plan) else "")
             marks.append(("restart", start.after, f"resumed after {count(start.after, 'step')}{under}"))
     apart = max((step for _, step, _ in marks), default=0) / MOST_MARKS
     kept, last = [], dict[str, float]()

@@ -59,7 +59,7 @@ def press(tab: Tab, name: str) -> None:
 def place(tab: Tab, share: float) -> tuple[float, float]:
     """Return a point in the first chart. share: its position from left to right."""
     box = tab.run(
-        f"{LOSS}.scrollIntoView(); (({{x, y, width, height}}) => [x, y, width, height])"
+        f"{LOSS}.scrollIntoView({{block: 'center'}}); (({{x, y, width, height}}) => [x, y, width, height])"
         f"({LOSS}.querySelector('.nsewdrag').getBoundingClientRect())"
     )
     return box[0] + share * box[2], box[1] + 0.5 * box[3]
@@ -184,7 +184,9 @@ def test_long_runs_keep_spikes_and_gaps(chrome: Browser, tmp_path: Path) -> None
     assert all(one is None for one, step in zip(y, x, strict=True) if 6000 <= step <= 6500) and y.count(None) == 1
 
 
-HOSTILE = '<a href="https://example.invalid">a</a><img src=x onerror="document.title = 1"></script><script>document.title = 2</script>'
+HOSTILE = (
+    '<a href="https://x.invalid">a</a><img src=x onerror="document.title=1"></script><script>document.title=2</script>'
+)
 
 
 def test_markup_from_files_stays_inert(chrome: Browser, tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ body { max-width: 1120px; } .scroll svg { max-width: 900px; }
 .controls { position: sticky; top: 0; z-index: 10; background: var(--page); padding: .3rem 0; display: flex;
   flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
 .toggles { flex-wrap: wrap; }
+.toggles label { max-width: 18rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .toggles label:has(input:not(:checked)) { background: none; opacity: .5; text-decoration: line-through; }
 i[class^="c"] { background: var(--run); border: 0; display: inline-block; width: .8em; height: .8em;
   margin-right: .35em; }

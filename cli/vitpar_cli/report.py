@@ -45,7 +45,7 @@ def report(
     ] = None,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Serve the page on 127.0.0.1 instead, and reload it while the runs continue."),
+        typer.Option("--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."),
     ] = False,
     port: Annotated[
         int | None,
@@ -57,8 +57,8 @@ def report(
 ) -> None:
     """Write a self-contained HTML page about one or several runs: results, charts, plans, settings, versions.
 
-    The charts show every metric over steps, samples or hours, with checkpoints and restarts. Several runs are overlaid.
-    The page loads nothing from the network.
+    The charts show every metric over steps, samples or hours, with values under the pointer, zoom, checkpoints and
+    restarts. Several runs are overlaid. The page loads nothing from the network.
 
     Example: vitpar report runs/mine
 
@@ -70,6 +70,7 @@ def report(
     """
     asked = o.request(report, locals())
     from vitpar import __version__
+    from vitpar.pages.plotly import library
     from vitpar.runs.folder import RunRecord, refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
 
@@ -79,6 +80,7 @@ def report(
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
     _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model, "--task": task}, port)
     made_by = f"vitpar {__version__}: {command_line()}"
+    library()  # refuses to work without it
     if live:
         from vitpar.runs.live import serve
 

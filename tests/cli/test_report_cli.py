@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_reports_are_written_with_and_without_validation_images(vitpar: Command, place: Path) -> None:
     done = vitpar("report", "runs/trained")
-    assert done.returncode == 0 and re.fullmatch(r"written    report.html  \(0\.\d\d MB\)\n", done.stdout), done
+    assert done.returncode == 0 and re.fullmatch(r"written    report.html  \(\d\.\d\d MB\)\n", done.stdout), done
     page = Page((place / "report.html").read_text())
     assert "complete" in page.text and "vitpar report runs/trained" in page.text and page.outside == []
     done = vitpar("report", "runs/trained", "--images", "5", "--out", "images.html", "--device", "cpu")

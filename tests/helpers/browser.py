@@ -1,17 +1,25 @@
-"""Pages in headless Chromium, where it is installed."""
+"""Pages in headless Chromium, where it is installed, driven by its DevTools protocol through pipes."""
 
-import re
+import json
+import os
+import select
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--enable-logging=stderr"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
 )
+SECONDS = 60.0
+"""Seconds that an answer or a condition may take, on a busy machine too."""
 
 
 def chromium() -> str:
@@ -22,14 +30,117 @@ def chromium() -> str:
     return found
 
 
-def opened(url: str, profile: Path, *, milliseconds: int = 2000) -> tuple[str, list[str]]:
-    """Return the document of `url` after its scripts have run, and the messages on the browser's console.
+class Browser:
+    """Chromium that runs.
 
-    profile: folder for the browser's own files.
-    milliseconds: virtual time that the page gets.
+    send, receive: file descriptors of its pipes.
     """
-    sizes = ("--window-size=1280,1000", f"--virtual-time-budget={milliseconds}", f"--user-data-dir={profile}")
-    done = subprocess.run(
-        [chromium(), *OPTIONS, *sizes, "--dump-dom", url], capture_output=True, text=True, timeout=120
+
+    def __init__(self, send: int, receive: int) -> None:
+        self._send, self._receive, self._number, self._rest = send, receive, 0, b""
+        self.messages: list[dict[str, Any]] = []
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> Any:
+        """Call a method of the protocol and return its result; events before it are kept in `messages`."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        os.write(self._send, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
+        while True:
+            answer = self._read()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+            self.messages.append(answer)
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            assert select.select([self._receive], [], [], SECONDS)[0], "Chromium does not answer"
+            read = os.read(self._receive, 1 << 20)
+            assert read, "Chromium has ended"
+            self._rest += read
+        line, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(line)
+
+    def open(self, url: str, *, width: int = 1280, dark: bool = False) -> "Tab":
+        """Return a new tab with a page, after it has loaded."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        tab = Tab(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+        for domain in ("Page", "Runtime", "Log"):
+            tab.call(f"{domain}.enable")
+        tab.call("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
+        theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        tab.call("Emulation.setEmulatedMedia", features=[theme])
+        tab.call("Page.navigate", url=url)
+        tab.wait(f"location.href !== 'about:blank' && document.readyState === 'complete' && {json.dumps(url)}")
+        return tab
+
+
+class Tab:
+    """A tab of a browser."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """Call a method of the protocol."""
+        return self._browser.call(method, self._session, **parameters)
+
+    def run(self, script: str) -> Any:
+        """Return the value of an expression in the page. Promises are awaited."""
+        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, condition: str) -> Any:
+        """Wait until an expression is true, and return its value."""
+        end = time.monotonic() + SECONDS
+        while not (value := self.run(condition)):
+            assert time.monotonic() < end, condition
+            time.sleep(0.05)
+        return value
+
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
+        """Send an event of the mouse: moved, pressed or released, with the left button if there are clicks."""
+        button = {"button": "left", "buttons": 1, "clickCount": clicks} if clicks else {}
+        self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **button)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Errors and warnings of this page so far."""
+        self.run("1")  # events before it have arrived
+        mine = [one for one in self._browser.messages if one.get("sessionId") == self._session]
+        texts = [one["params"]["entry"]["text"] for one in mine if one["method"] == "Log.entryAdded"]
+        texts += [str(one["params"]["args"]) for one in mine if one["method"] == "Runtime.consoleAPICalled"]
+        texts += [str(one["params"]) for one in mine if one["method"] == "Runtime.exceptionThrown"]
+        return [text for text in texts if "favicon" not in text]
+
+
+@contextmanager
+def browser(profile: Path, options: Sequence[str] = OPTIONS) -> Iterator[Browser]:
+    """Start Chromium and end it. profile: folder for its files."""
+    path = chromium()
+    theirs, send = os.pipe()
+    receive, answers = os.pipe()
+
+    def connect() -> None:
+        """Chromium reads from descriptor 3 and writes to 4."""
+        copies = os.dup(theirs), os.dup(answers)
+        os.dup2(copies[0], 3)
+        os.dup2(copies[1], 4)
+
+    process = subprocess.Popen(
+        [path, *options, f"--user-data-dir={profile}"],
+        preexec_fn=connect,
+        close_fds=False,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    return done.stdout, re.findall(r"CONSOLE.*", done.stderr)
+    os.close(theirs)
+    os.close(answers)
+    try:
+        yield Browser(send, receive)
+    finally:
+        os.close(send)
+        os.close(receive)
+        process.terminate()
+        process.wait()

@@ -1,111 +1,119 @@
-"""Charts: axes, lines that coincide, marks, colours, words."""
+"""Charts: their data, lines that coincide, marks, colours, words."""
 
-import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from helpers.colours import KINDS, closest
+from helpers.run_folders import start_line, train_row, write_run
 from vitpar.pages import svg
-from vitpar.runs.axes import HEIGHT, LEFT, TOP, VerticalAxis, compact, round_ticks
-from vitpar.runs.chart import AXES, COLOURS, Line, LineChart, RunMark, draw
+from vitpar.runs.chart import COLOURS, Chart, Line, data_of, figure, numbers
+from vitpar.runs.charts import MOST_MARKS, charts, marks_of
+from vitpar.runs.folder import RunRecord
 
 
-def line(run: int, y: list[float], *, dashed: bool = False, first: int = 1) -> Line:
+def line(run: int, y: list[float], *, evaluated: bool = False, first: int = 1) -> Line:
     steps = np.arange(first, first + len(y), dtype=np.float64)
     x = {"step": steps, "samples": 128 * steps, "hours": steps / 3600}
-    return Line(run, f"run {run + 1}", x, np.array(y, dtype=np.float64), dashed)
+    return Line(run, f"run {run + 1}", x, np.array(y, dtype=np.float64), evaluated)
 
 
-def chart(*lines: Line, **more: object) -> str:
-    return draw(LineChart("Loss", lines, "{:.2f}".format, compact, **more))  # type: ignore[arg-type]
+def drawn(*lines: Line, columns: int = 400, **more: Any) -> dict[str, Any]:
+    return data_of(Chart("Loss", lines, **more), "loss", columns)
 
 
-def test_ticks_are_round_and_few_and_numbers_short() -> None:
-    assert round_ticks(0, 450) == [0, 100, 200, 300, 400]
-    assert round_ticks(1.31, 2.38) == pytest.approx([1.4, 1.6, 1.8, 2.0, 2.2])
-    for low, high in ((0, 1), (3, 3.001), (-7, 12), (0, 1e30), (1e-9, 2e-9)):
-        assert 2 <= len(round_ticks(low, high)) <= 6
-    values = {0.0: "0", 0.25: "0.25", 1500: "1,500", 20_000: "20 k", 65_536: "65.54 k", 1.5e6: "1.5 M", 2e9: "2 G"}
-    assert {value: compact(value) for value in values} == values
+def test_lines_have_their_values_on_every_axis() -> None:
+    found = drawn(line(0, [3.0, np.inf, 1.0, 2.0]), unit=" %", scale=100.0)["lines"][0]
+    assert found["y"] == [300, None, 100, 200] and found["x"]["step"] == [1, 1, 3, 4]
+    assert found["x"]["samples"] == [128, 128, 384, 512] and found["smooth"]["strong"] == [300, None, 100, 200]
+    smooth = drawn(line(0, list(range(100))))["lines"][0]["smooth"]
+    assert smooth["light"][1] == 1 and smooth["strong"][0] == 3
+    for other in (drawn(line(0, [1.0] * 9, evaluated=True)), drawn(line(0, [1.0] * 9), smooth=False)):
+        assert other["lines"][0]["smooth"] == {}
+    assert numbers(np.array([1 / 3, np.nan, -np.inf, 2.0**53, 1e-30])) == [0.333333, None, None, 2**53, 1e-30]
 
 
-def test_axes_are_logarithmic_for_a_large_range_and_hold_every_value() -> None:
+def test_axes_are_logarithmic_for_a_large_range() -> None:
     values = np.geomspace(0.1, 1000, 50)
-    axis = VerticalAxis(values, compact, zero=False, log=True)
-    places = axis.at(np.array([0.1, 10.0, 1000.0]))
-    assert "logarithmic" in axis.drawn and places[1] == pytest.approx((places[0] + places[2]) / 2)
-    for given in (values - 1, np.linspace(1, 2, 50)):
-        assert "logarithmic" not in VerticalAxis(given, compact, zero=False, log=True).drawn
-    assert "logarithmic" not in VerticalAxis(values, compact, zero=False, log=False).drawn
-    for odd in ([0.0], [0.0, 0.0], [5.0], [-3.0, -3.0], [1e30, -1e30], [1e-30]):
-        for zero in (False, True):
-            at = VerticalAxis(np.array(odd), compact, zero=zero, log=True).at(np.array(odd))
-            assert np.isfinite(at).all() and (at >= 0).all() and (at <= HEIGHT).all(), odd
-    shares = VerticalAxis(np.array([0.5, 1.0]), compact, zero=True, log=False, share=True)
-    assert shares.at(np.array([1.0]))[0] == pytest.approx(TOP), "shares end at 100 %"
+    for given, log, expected in ((values, True, True), (values, False, False), (np.linspace(1, 2), True, False)):
+        assert drawn(line(0, list(given)), log=log)["log"] is expected
+    found = drawn(line(0, list(values - 1)), log=True)
+    assert not found["log"] and not found["positive"], "negative values have no logarithm"
 
 
-def test_huge_steps_are_drawn() -> None:
-    for steps in (1, 2):
-        assert "nan" not in chart(line(0, [1.0] * steps, first=2**53 - 1))
-        assert "nan" not in chart(line(0, [1.0] * steps, first=10**30))
+def test_long_lines_of_a_chart_keep_the_same_steps() -> None:
+    draw = np.random.default_rng(0)
+    rows = [draw.normal(size=5000), draw.normal(size=5000)]
+    rows[0][1234], rows[1][4321] = 40.0, -40.0
+    evaluated = Line(
+        0, "validation", {axis: np.array([777.0, 3333.0]) for axis in ("step", "samples", "hours")}, rows[0][:2], True
+    )
+    *lines, points = drawn(line(0, list(rows[0])), line(1, list(rows[1])), evaluated, columns=100)["lines"]
+    kept = lines[0]["x"]["step"]
+    assert kept == lines[1]["x"]["step"] and 300 < len(kept) <= 4 * 100 + 4
+    assert {1, 1235, 4322, 5000, 777, 3333} <= set(kept), "spikes, ends, and steps of evaluations"
+    assert points["x"]["step"] == [777, 3333]
+    assert lines[0]["y"][kept.index(1235)] == 40 and lines[1]["y"][kept.index(4322)] == -40
 
 
-def test_lines_that_coincide_are_drawn_in_turns() -> None:
+def test_huge_steps_are_exact() -> None:
+    for first in (2**53 - 1, 10**30):
+        assert drawn(line(0, [1.0], first=first))["lines"][0]["x"]["step"] == [int(float(first))]
+
+
+def test_lines_that_coincide_have_different_widths() -> None:
     y = [3.0, 2.0, 1.0]
-    html = chart(line(0, y), line(1, [v + 0.001 for v in y]), smooth=False)
-    assert re.findall(r'class="smooth (c\d)" style="stroke-dasharray:7 7;stroke-dashoffset:(-?\d+)', html) == [
-        ("c0", "0"),
-        ("c1", "-7"),
-    ]
-    assert "The lines of the runs coincide: they differ by at most 0.001." in html
-    assert "The lines of the runs are equal." in chart(line(0, y), line(1, y))
+
+    def widths(*lines: Line) -> list[int]:
+        return [one["wider"] for one in drawn(*lines)["lines"]]
+
+    near = line(0, y), line(1, [v + 0.001 for v in y])
+    assert widths(*near) == [1, 0] and widths(*near, line(2, y)) == [2, 1, 0]
+    assert "The lines of the runs coincide: they differ by at most 0.001." in figure(Chart("Loss", near), "loss")
+    assert "at most 0.1 %." in figure(Chart("Loss", near, unit=" %", scale=100.0), "loss")
+    assert "The lines of the runs are equal." in figure(Chart("Loss", [line(0, y), line(1, y)]), "loss")
     others = {"apart": line(1, [3.0, 2.5, 1.0]), "shorter": line(1, y[:2]), "gap": line(1, [3.0, np.nan, 1.0])}
     for name, other in {**others, "other steps": line(1, y, first=9)}.items():
-        html = chart(line(0, y), other)
-        assert "stroke-dasharray" not in html and "coincide" not in html, name
-    assert "coincide" not in chart(line(0, y))
-    late = chart(line(0, y, first=1001), smooth=False)
-    assert f'<path d="M{LEFT} ' in late, "a run that starts late fills the chart"
+        assert widths(line(0, y), other) == [0, 0], name
+        assert "coincide" not in figure(Chart("Loss", [line(0, y), other]), "loss")
 
 
-def test_validation_has_dots_and_training_is_smoothed() -> None:
-    html = chart(line(0, [3.0, 2.0, 2.5, 1.0]), line(0, [2.0, 1.5], dashed=True))
-    drawings = len(re.findall(r'<g class="ax [^>]*><path', html))
-    assert (
-        drawings
-        and html.count('class="raw c0"') == html.count('class="val c0"') == html.count('class="dots c0"') == drawings
-    )
-    assert html.count("sm-light") == html.count("sm-strong") == drawings
-
-
-def test_axes_on_which_lines_are_the_same_share_a_drawing() -> None:
-    html = chart(line(0, [3.0, 2.0]))
-    numbers, lines = (re.findall(rf'<g class="ax ([^>]*)"><{tag}', html) for tag in ("line", "path"))
-    assert numbers == [f"ax-{axis}" for axis in AXES] and lines == [" ".join(numbers)]
-    uneven = line(0, [3.0, 2.0, 1.0])
-    uneven.x["hours"][1] = 2.9 / 3600  # type: ignore[index]
-    assert re.findall(r'<g class="ax ([^>]*)"><path', chart(uneven)) == ["ax-step ax-samples", "ax-hours"]
-
-
-def test_marks_that_cannot_be_told_apart_are_left_out() -> None:
-    marks = [
-        RunMark(0, "saved", {"step": step, "samples": np.nan, "hours": step / 3600}, f"checkpoint after step {step}")
-        for step in range(1, 1001)
+def test_marks_that_cannot_be_distinguished_are_left_out(tmp_path: Path) -> None:
+    log = [
+        start_line("dp2", 1000),
+        *(f"saving step {step}: x" for step in range(1, 1001)),
+        "resuming from x: 500 steps done",
     ]
-    marks += [RunMark(0, "restart", dict.fromkeys(AXES, 500.0), "resumed")] * 2
-    html = chart(line(0, [1.0] * 1000), marks=marks)
-    (step, samples, _) = re.findall('<g class="ax [^>]*>((?:<path|<g).*?)(?=<g class="ax|</svg>)', html)
-    assert 40 <= step.count("checkpoint after") <= 60 and step.count("resumed") == 1
-    assert samples.count("checkpoint after") == 0, "where they were is not known"
+    log += [start_line("tp2", 1000), *(f"saving step {step}: x" for step in range(501, 1001))]
+    found = marks_of(RunRecord(write_run(tmp_path / "one", map(train_row, range(1, 1001)), log=log)), 3)
+    saved, restarts = ([mark for mark in found if mark["kind"] == kind] for kind in ("checkpoint", "restart"))
+    assert MOST_MARKS * 0.9 <= len(saved) <= MOST_MARKS and all(mark["run"] == 3 for mark in found)
+    assert [mark["words"] for mark in restarts] == ["resumed after 500 steps under tp2 instead of dp2"]
+    assert restarts[0]["x"] == {"step": 500, "samples": 64_000, "hours": pytest.approx(50 / 3600, rel=1e-5)}
+    unknown = write_run(tmp_path / "two", [train_row(1, samples=None)], log=["saving step 1: x"])
+    assert marks_of(RunRecord(unknown), 0)[0]["x"]["samples"] is None
+
+
+def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
+    rows = [
+        train_row(step, weight_decay=0.1, drop_path=0.2, image_size=96 + 32 * (step > 5), top1=0.5)
+        for step in range(1, 9)
+    ]
+    html, data = charts([RunRecord(write_run(tmp_path / "one", rows))])
+    found = {chart["place"]: chart for chart in data["charts"]}
+    assert {"chart-Weight decay-0", "chart-Drop-path-0", "chart-Image size-0"} <= set(found)
+    assert found["chart-Image size-0"]["whole"] and found["chart-Image size-0"]["lines"][0]["y"][-1] == 128
+    (training,) = found["chart-Top-1-0"]["lines"]
+    assert training["name"] == "training" and training["y"][0] == 50 and len(html) == len(found) == 10
 
 
 def test_the_description_names_the_key_points() -> None:
-    html = chart(line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4))
-    assert "run 1: from 3.00 at step 1 to 2.00 at step 4; lowest 1.00 at step 3, highest 3.00 at step 1." in html
-    assert "run 2: no finite value." in html
-    assert "<td>1.00 <small>at 3</small></td>" in html
+    html = figure(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"), "loss")
+    first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4."
+    assert f'aria-label="Loss. {first} run 2: no finite value."' in html
+    assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td>–</td><td>4</td>" in html
 
 
 def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:

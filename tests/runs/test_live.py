@@ -87,7 +87,8 @@ def test_idle_connections_are_few_and_end(run: Path, monkeypatch: pytest.MonkeyP
         thread.join()
 
 
-def test_slow_clients_do_not_block_others(server: LiveReport) -> None:
+def test_slow_clients_do_not_block_others(server: LiveReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live._Handler, "timeout", 60.0)
     slow = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(CONNECTIONS)]
     for one in slow:
         one.sendall(b"GET / HTTP/1.1\r\n")

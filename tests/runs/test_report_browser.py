@@ -1,117 +1,242 @@
-"""Reports in headless Chromium: no errors on the console, charts that are visible, switches that work."""
+"""Reports in headless Chromium: values under the pointer, zoom, switches, themes, widths, markup that stays inert."""
 
 import json
 import threading
-from html import unescape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.browser import chromium, opened
+from helpers.browser import Browser, Tab, browser
 from helpers.run_folders import eval_row, start_line, train_row, write_run
+from vitpar.runs import live
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.live import serve
 from vitpar.runs.page import report
 
-LOOK = """<script>
-const found = {};
-const visible = selector => [...document.querySelectorAll(selector)].filter(one => one.getClientRects().length).length;
-const press = id => document.getElementById(id).click();
-found.charts = visible('figure.chart svg');
-for (const axis of ['step', 'samples', 'hours']) {
-  press('x-' + axis);
-  found[axis] = visible('.ax:not(.ax-' + axis + ')');
-  found[axis + ' drawn'] = visible('.ax-' + axis);
-}
-for (const name of ['off', 'light', 'strong']) {
-  press('smooth-' + name);
-  found[name] = [visible('.sm-light'), visible('.sm-strong')];
-}
-for (const theme of ['light', 'dark']) {
-  press('theme-' + theme);
-  found['theme ' + theme] = getComputedStyle(document.body).backgroundColor;
-}
-found.wider = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-found.width = window.innerWidth;
-found.cut = [];
-found.overlapping = [];
-for (const svg of document.querySelectorAll('figure.chart svg')) {
-  const all = svg.getBoundingClientRect();
-  const texts = [...svg.querySelectorAll('text')].filter(text => text.getClientRects().length);
-  const boxes = texts.map(text => text.getBoundingClientRect());
-  boxes.forEach((one, index) => {
-    const words = texts[index].textContent;
-    if (one.left < all.left - 1 || one.right > all.right + 1) found.cut.push(words);
-    if (boxes.slice(index + 1).some(two => one.left < two.right - 1 && two.left < one.right - 1
-      && one.top < two.bottom - 3 && two.top < one.bottom - 3)) found.overlapping.push(words);
-  });
-}
-parent.postMessage(JSON.stringify(found), '*');
-</script></body>"""
-"""Script that presses all buttons, and reports to the page around it what can be seen."""
-AROUND = """<script>addEventListener('message', event => { document.body.dataset.found = event.data; });</script>
-<iframe src="looked.html" width="WIDTH" height="1000"></iframe>"""
-"""Page around it, since the windows of a headless browser have a minimum width."""
+DRAWN = "document.documentElement.dataset.drawn"
+RANGES = "[...document.querySelectorAll('.plot')].map(plot => plot._fullLayout.xaxis.range)"
+CUT = """[...document.querySelectorAll('.plot')].flatMap(plot => {
+  const all = plot.getBoundingClientRect();
+  return [...plot.querySelectorAll('text')].filter(text => {
+    const one = text.getBoundingClientRect();
+    return one.width && (one.left < all.left - 1 || one.right > all.right + 1);
+  }).map(text => text.textContent);
+})"""
+LOSS = "document.querySelector('.plot')"
 
 
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chromium()
-    return tmp_path_factory.mktemp("chromium")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
-def run_at(folder: Path, steps: int = 3000, mesh: str = "pp2xdp2") -> Path:
-    rows = [train_row(step, mfu=0.123, loss_scale=65536.0, step_ms=1e5 + step) for step in range(1, steps + 1)]
-    log = [start_line(mesh, steps), *(f"saving step {step}: x" for step in range(500, steps + 1, 500)), "done  x"]
-    return write_run(
-        folder, rows + [eval_row(step) for step in range(500, steps + 1, 500)], mesh=mesh, log=log, microbatches=4
+def run_at(folder: Path, steps: int = 300, mesh: str = "pp2xdp2", **changed: Any) -> Path:
+    rows = [
+        train_row(step, mfu=0.123, loss_scale=65536.0, step_ms=1e5 + step, **changed) for step in range(1, steps + 1)
+    ]
+    log = [start_line(mesh, steps), *(f"saving step {step}: x" for step in range(50, steps + 1, 50)), "done  x"]
+    rows += [eval_row(step) for step in range(50, steps + 1, 50)]
+    return write_run(folder, rows, mesh=mesh, log=log, microbatches=4)
+
+
+def shown(chrome: Browser, html: str, folder: Path, **more: Any) -> Tab:
+    """Return a tab with the page, after its charts were drawn."""
+    (folder / "page.html").write_text(html)
+    tab = chrome.open(f"file://{folder}/page.html", **more)
+    tab.wait(DRAWN)
+    return tab
+
+
+def press(tab: Tab, name: str) -> None:
+    """Press a button and wait for the charts."""
+    tab.run(f"delete {DRAWN}; document.getElementById('{name}').click()")
+    tab.wait(DRAWN)
+
+
+def place(tab: Tab, share: float) -> tuple[float, float]:
+    """Return a point in the first chart. share: its position from left to right."""
+    box = tab.run(
+        f"{LOSS}.scrollIntoView({{block: 'center'}}); (({{x, y, width, height}}) => [x, y, width, height])"
+        f"({LOSS}.querySelector('.nsewdrag').getBoundingClientRect())"
     )
+    return box[0] + share * box[2], box[1] + 0.5 * box[3]
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_report_works_in_a_browser(width: int, profile: Path, tmp_path: Path) -> None:
+def drag(tab: Tab, start: float, end: float) -> None:
+    """Zoom into a part of the first chart."""
+    (x, y), (to, _) = place(tab, start), place(tab, end)
+    tab.run(f"delete {DRAWN}")
+    tab.mouse("Moved", x, y)
+    tab.mouse("Pressed", x, y, 1)
+    for step in range(1, 5):
+        tab.mouse("Moved", x + (to - x) * step / 4, y, 1)
+    tab.mouse("Released", to, y, 1)
+    tab.wait(DRAWN)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)])
+def test_a_report_fits_and_follows_the_theme(width: int, dark: bool, chrome: Browser, tmp_path: Path) -> None:
     runs = [RunRecord(run_at(tmp_path / name)) for name in ("one", "another-run-with-a-long-name")]
     html = report(runs, made_by="vitpar")
-    (tmp_path / "page.html").write_text(html)
-    _, messages = opened(f"file://{tmp_path}/page.html", profile)
-    assert messages == []
-    without = html.replace('http-equiv="Content-Security-Policy"', 'name="none"').replace("</body>", LOOK)
-    (tmp_path / "looked.html").write_text(without)
-    (tmp_path / "around.html").write_text(f"<body>{AROUND.replace('WIDTH', str(width))}</body>")
-    document, messages = opened(f"file://{tmp_path}/around.html", profile)
-    assert messages == []
-    found: dict[str, Any] = json.loads(unescape(document.partition('data-found="')[2].partition('"')[0]))
-    charts = html.count("<figcaption>")
-    assert found["charts"] == charts == 10
-    for axis in ("step", "samples", "hours"):
-        assert found[axis] == 0 and found[f"{axis} drawn"] == 2 * charts, "the numbers and the lines of one axis"
-    assert found["off"] == [0, 0]
-    assert found["light"][0] > 0 == found["light"][1] and found["strong"][1] > 0 == found["strong"][0]
-    assert found["theme dark"] == "rgb(18, 20, 22)"
-    assert found["width"] == width and (found["wider"], found["cut"], found["overlapping"]) == (0, [], [])
+    tab = shown(chrome, html, tmp_path, width=width, dark=dark)
+    assert tab.run("document.querySelectorAll('.plot .nsewdrag').length") == html.count("<figcaption>") == 10
+    for _ in range(2):
+        assert tab.run("document.documentElement.scrollWidth <= innerWidth") and tab.run("innerWidth") == width
+        assert tab.run(CUT) == []
+        page, text, line = (
+            tab.run(script)
+            for script in (
+                "getComputedStyle(document.body).backgroundColor",
+                f"getComputedStyle({LOSS}.querySelector('.xtick text')).fill",
+                f"{LOSS}.data.find(line => line.name === 'run 1').line.color",
+            )
+        )
+        light = ("rgb(255, 255, 255)", "rgb(0, 0, 0)", "#2f5bd0")
+        assert (page, text, line) == (("rgb(18, 20, 22)", "rgb(255, 255, 255)", "#5b8cff") if dark else light)
+        dark = not dark
+        press(tab, "theme-dark" if dark else "theme-light")
+    assert tab.complaints == []
 
 
-def test_a_page_of_a_stranger_cannot_run_scripts(profile: Path, tmp_path: Path) -> None:
-    """If a text were not escaped, the content security policy would still stop its script."""
-    html = report([RunRecord(run_at(tmp_path / "one", 600))])
-    attack = "<script>document.body.dataset.stolen = 'yes'</script></body>"
-    (tmp_path / "page.html").write_text(html.replace("</body>", attack))
-    document, messages = opened(f"file://{tmp_path}/page.html", profile)
-    assert 'data-stolen="yes"' not in document and any("Content Security Policy" in text for text in messages)
+def test_the_pointer_shows_all_values_at_a_step(chrome: Browser, tmp_path: Path) -> None:
+    one, two = run_at(tmp_path / "one", 100), run_at(tmp_path / "two", 100)  # their lines are equal
+    tab = shown(chrome, report([RunRecord(one), RunRecord(two)]), tmp_path)
+
+    def hovered() -> list[str]:
+        for move in (-1, 0):
+            x, y = place(tab, 0.5)
+            tab.mouse("Moved", x + move, y)
+        tab.wait("document.querySelector('.hoverlayer text')")
+        return tab.run("[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent)")
+
+    expected = f"{train_row(50)['loss']:.4f}", f"{eval_row(50)['loss']:.4f}"
+    found = hovered()
+    assert found[0] == "step 50" and found[-1] == "checkpoint after step 50"
+    assert [text.split(" (")[0] for text in found[1:3]] == [f"run {number} : {expected[0]}" for number in (1, 2)]
+    assert found[3:5] == [f"run {number}, validation : {expected[1]} at step 50" for number in (1, 2)]
+    widths = tab.run(f"{LOSS}.data.filter(line => line.customdata).map(line => line.line.width)")
+    assert widths[0] > widths[1] + 2, "equal lines are all visible"
+    tab.mouse("Moved", 1, 1)
+    press(tab, "smooth-off")
+    press(tab, "x-samples")
+    assert hovered()[:2] == ["6,400 samples", f"run 1 : {expected[0]}"]
 
 
-def test_a_live_page_reloads_itself(profile: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "mine", [train_row(1)])
+def test_zoom_is_that_of_all_charts_until_it_is_reset(chrome: Browser, tmp_path: Path) -> None:
+    tab = shown(chrome, report([RunRecord(run_at(tmp_path / "one"))]), tmp_path)
+    complete = tab.run(RANGES)
+    assert len({tuple(one) for one in complete}) == 1
+    drag(tab, 0.25, 0.75)
+    zoomed = tab.run(RANGES)
+    assert len({tuple(one) for one in zoomed}) == 1
+    low, high = complete[0]
+    assert zoomed[0] == pytest.approx([low + (high - low) / 4, low + 3 * (high - low) / 4], abs=3)
+    press(tab, "theme-dark")
+    assert tab.run(RANGES) == zoomed
+    drag(tab, 0.50, 0.52)
+    low, high = tab.run(RANGES)[0]
+    assert high - low < 8 and tab.run(f"{LOSS}._fullLayout.xaxis.dtick") == 1, "a step has no fractions"
+    x, y = place(tab, 0.5)
+    tab.run(f"delete {DRAWN}")
+    for clicks in (1, 2):
+        tab.mouse("Pressed", x, y, clicks)
+        tab.mouse("Released", x, y, clicks)
+    tab.wait(DRAWN)
+    assert tab.run(RANGES) == complete
+
+
+def test_switches_choose_lines_axes_and_scales(chrome: Browser, tmp_path: Path) -> None:
+    runs = [RunRecord(run_at(tmp_path / name, loss=loss)) for name, loss in (("one", 1.0), ("two", 2.0))]
+    tab = shown(chrome, report(runs), tmp_path)
+    lines = f"{LOSS}.data.filter(line => line.visible && line.name).map(line => line.name)"
+    both = ["run 1", "run 2", "run 1, validation", "run 2, validation"]
+    press(tab, "smooth-off")
+    assert sorted(tab.run(lines)) == sorted(both)
+    press(tab, "run-1")
+    assert sorted(tab.run(lines)) == [both[0], both[2]]
+    press(tab, "kind-training")
+    assert tab.run(lines) == [both[2]]
+    press(tab, "run-1")
+    press(tab, "kind-training")
+    symbols = f"{LOSS}.querySelectorAll('.scatterlayer .trace.scatter path.point').length"
+    dots = tab.run(symbols)
+    press(tab, "marks")
+    assert tab.run(symbols) == dots - 12, "6 checkpoints of each run"
+    for name, scale in (("log", "log"), ("linear", "linear"), ("usual", "linear")):
+        press(tab, f"scale-{name}")
+        assert tab.run(f"{LOSS}._fullLayout.yaxis.type") == scale
+    press(tab, "x-hours")
+    assert tab.run(f"{LOSS}._fullLayout.xaxis.title.text") == "hours of training"
+    assert tab.run(RANGES)[0][1] == pytest.approx(sum(1e5 + step for step in range(1, 301)) / 3.6e6, rel=0.02)
+
+
+def test_long_runs_keep_spikes_and_gaps(chrome: Browser, tmp_path: Path) -> None:
+    rows = [train_row(step, loss=1.0 if step < 6000 or step > 6500 else None) for step in range(1, 10_001)]
+    rows[1234]["loss"] = 40.0
+    html = report([RunRecord(write_run(tmp_path / "one", rows, steps=10_000))] * 3)
+    assert len(html.encode()) < 6e6
+    tab = shown(chrome, html, tmp_path)
+    y, x = tab.run(f"[{LOSS}.data[0].y, {LOSS}.data[0].x]")
+    assert x[y.index(40.0)] == 1235 and len(y) < 3000
+    assert all(one is None for one, step in zip(y, x, strict=True) if 6000 <= step <= 6500) and y.count(None) == 1
+
+
+HOSTILE = (
+    '<a href="https://x.invalid">a</a><img src=x onerror="document.title=1"></script><script>document.title=2</script>'
+)
+
+
+def test_markup_from_files_stays_inert(chrome: Browser, tmp_path: Path) -> None:
+    metric = {"name": "top1", "title": HOSTILE, "share": True, "higher": True}
+    lines = [start_line("dp2", 60).replace("dp2", HOSTILE), "resuming from x: 20 steps done"]
+    lines += [start_line("dp2", 60).replace("dp2", HOSTILE), f"warning: {HOSTILE}"]
+    rows = [*map(train_row, range(1, 61)), eval_row(30), eval_row(60)]
+    run = write_run(tmp_path / HOSTILE.replace("/", "\u2215"), rows, log=lines, metrics=[metric], torch=HOSTILE)
+    html = report([RunRecord(run), RunRecord(run)], made_by=HOSTILE)
+    tab = shown(chrome, html, tmp_path)
+    for share in (0.33, 0.34):  # the restart, whose words are those of a file
+        tab.mouse("Moved", *place(tab, share))
+    words = tab.wait(
+        "[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent).find(text => "
+        "text.startsWith('resumed'))"
+    )
+    assert words.startswith("resumed after 20 steps under <a href=")
+    assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title").startswith("vitpar")
+    assert tab.run("document.scripts.length") == 5, "data, library packed and unpacked, and two scripts"
+    assert tab.run("performance.getEntriesByType('resource').length") == 0 and tab.complaints == []
+
+
+def test_a_script_that_was_not_escaped_would_not_run(chrome: Browser, tmp_path: Path) -> None:
+    html = report([RunRecord(run_at(tmp_path / "one", 60))])
+    attack = "<script>document.body.dataset.stolen = 'yes'</script><img src='https://example.invalid/x'></body>"
+    tab = shown(chrome, html.replace("</body>", attack), tmp_path)
+    assert tab.run("document.body.dataset.stolen ?? 'no'") == "no"
+    assert sum("Content Security Policy" in text for text in tab.complaints) >= 2
+
+
+def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REST", 0.0)
+    run = write_run(tmp_path / "mine", [train_row(step) for step in range(1, 41)], log=[start_line("dp2", 60)])
     with serve([run], 0) as server:
-        version = server.page()[1]
-        stale = server.page()[0].replace(version.encode(), b"stale"), "stale"
-        answers, real = [stale], server.page
-        server.page = lambda: answers.pop() if answers else real()  # type: ignore[method-assign]
         thread = threading.Thread(target=server.run)
         thread.start()
-        document, messages = opened(server.url, profile, milliseconds=8000)
+        tab = chrome.open(server.url)
+        tab.wait(DRAWN)
+        charts = tab.run("window.same = document.querySelector('.plot'); document.querySelectorAll('.plot').length")
+        press(tab, "smooth-off")
+        tab.run("document.querySelector('details').open = true")
+        drag(tab, 0.25, 0.75)
+        zoomed = tab.run(RANGES)[0]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in (*map(train_row, range(41, 51)), eval_row(50))))
+        tab.wait("document.querySelector('main').innerText.includes('50 of 60')")
+        tab.wait(f"{LOSS}.data[0].y.length === 50")
+        tab.wait(f"document.querySelectorAll('.plot .nsewdrag').length === {charts + 2}")
+        assert tab.run(RANGES) == [zoomed] * (charts + 2), "of new charts too"
+        assert tab.run("same === document.querySelector('.plot') && document.querySelector('details').open")
+        assert tab.run("document.getElementById('smooth-off').checked") and tab.complaints == []
         server.shutdown()
         thread.join()
-    assert answers == [] and f'data-version="{version}"' in document
-    assert [text for text in messages if "favicon" not in text] == []

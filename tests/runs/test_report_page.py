@@ -1,6 +1,8 @@
 """Pages of reports: well-formed, self-contained, small, and good for odd runs."""
 
+import base64
 import fcntl
+import gzip
 import json
 import re
 from pathlib import Path
@@ -11,11 +13,15 @@ import pytest
 
 from helpers.html_pages import Page
 from helpers.run_folders import eval_row, start_line, train_row, write_run
+from vitpar.errors import DataError
+from vitpar.pages import plotly
 from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.page import MOST_RUNS, report
+from vitpar_cli.report import report as write_report
 
 CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Samples/s")
+SCRIPTS = 4  # two that run, two of data
 CURVES += ("Time waiting for data", "Peak memory of rank 0, GB")
 
 
@@ -33,9 +39,14 @@ def titles(page: Page, html: str) -> list[str]:
     return re.findall("<figcaption>(.*?)</figcaption>", html)
 
 
+def plots(page: Page) -> list[dict[str, str | None]]:
+    """Return the attributes of the places of charts."""
+    return [one for one in page.all("div") if one.get("class") == "plot"]
+
+
 def label(page: Page, title: str) -> str:
     """Return the description of the chart called `title`."""
-    (found,) = [text for svg in page.all("svg") if (text := svg["aria-label"]) and text.startswith(f"{title}. ")]
+    (found,) = [text for plot in plots(page) if (text := plot["aria-label"]) and text.startswith(f"{title}. ")]
     return found
 
 
@@ -44,7 +55,8 @@ def test_a_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     assert page.outside == [] and not page.all("link") and not page.all("iframe")
     (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     assert policy and "default-src 'none'" in policy and "'unsafe-eval'" not in policy
-    assert "vitpar 1.2.3" in page.text and len(page.all("script")) == 1
+    assert "script-src 'sha256-" in policy and "connect-src 'none'" in policy and "'self'" not in policy
+    assert "vitpar 1.2.3" in page.text and len(page.all("script")) == SCRIPTS
 
 
 def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
@@ -75,14 +87,13 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
 def test_every_metric_has_a_chart_with_words(tmp_path: Path) -> None:
     page, html = page_of(write_run(tmp_path / "mine", usual_rows()))
     assert titles(page, html) == list(CURVES)
-    charts = page.all("svg")
-    assert all(svg["role"] == "img" and svg["aria-label"] for svg in charts)
+    assert all(plot["role"] == "img" and plot["aria-label"] for plot in plots(page))
     assert label(page, "Loss") == (
-        "Loss. training: from 2.3000 at step 1 to 0.6734 at step 60; lowest 0.6734 at step 60, highest 2.3000 at step "
-        "1. validation: from 0.8876 at step 15 to 0.5856 at step 60; lowest 0.5856 at step 60, highest 0.8876 at step "
-        "15."
+        "Loss. training: first 2.3000 at step 1, lowest 0.6734 at step 60, highest 2.3000 at step 1, last 0.6734 at "
+        "step 60. validation: first 0.8876 at step 15, lowest 0.5856 at step 60, highest 0.8876 at step 15, last "
+        "0.5856 at step 60."
     )
-    assert label(page, "Time waiting for data").startswith("Time waiting for data. training: from 25.0 % at step 1")
+    assert label(page, "Time waiting for data").startswith("Time waiting for data. training: first 25.0 % at step 1")
     recorded = usual_rows(mfu=0.4, loss_scale=1024.0)
     page, html = page_of(write_run(tmp_path / "gpu", recorded))
     assert set(titles(page, html)) == {*CURVES, "Model FLOPs utilisation (MFU)", "Loss scale"}
@@ -96,7 +107,7 @@ def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
     assert html.count("<figcaption>") == len(CURVES)
     assert "setting 1 dp2 2 tp2 3 fsdp2 train.seed not set 3 not set optimizer.name not set lamb not set" in page.text
     for number in range(3):
-        assert html.count(f'class="val c{number}"') and f"run {number + 1}, validation: from" in label(page, "Loss")
+        assert f"run {number + 1}, validation: first" in label(page, "Loss")
     alike = page_of(runs[0], runs[2])[0].text
     assert "Differences between the recipes All settings are equal." in alike
 
@@ -112,21 +123,8 @@ def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
     (run / "recipe.toml").write_text(recipe)
     for runs in ((run,), (run, other)):
         page, _ = page_of(*runs, made_by=hostile, version=hostile)
-        assert len(page.all("script")) == 1 and not page.all("img") and page.outside == []
+        assert len(page.all("script")) == SCRIPTS and not page.all("img") and page.outside == []
         assert page.text.count(hostile) > 5
-
-
-def test_spikes_stay_visible_on_every_axis(tmp_path: Path) -> None:
-    rows = [train_row(step, loss=1.0) for step in range(1, 20_001)]
-    rows[12_344]["loss"] = 40.0
-    page, html = page_of(write_run(tmp_path / "mine", rows))
-    chart = html.partition("<figcaption>Loss<")[2].partition("</figure>")[0]
-    raw = re.findall(r'<path d="([^"]+)" class="raw c0"', chart)
-    assert raw, "the loss is drawn"
-    for path in raw:
-        heights = np.array([float(number) for number in re.findall(r"v(-?[\d.]+)", path)])
-        assert heights.min() < -150 or heights.max() > 150, "the line goes up to the spike and down again"
-    assert "highest 40.0000 at step 12,345" in label(page, "Loss")
 
 
 def long_run(folder: Path, steps: int) -> Path:
@@ -143,9 +141,9 @@ def long_run(folder: Path, steps: int) -> Path:
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    assert 100_000 < len(page_of(long_run(tmp_path / "one", 100_000))[1].encode()) < 700_000
+    assert 2e6 < len(page_of(long_run(tmp_path / "one", 100_000))[1].encode()) < 3e6
     runs = [RunRecord(long_run(tmp_path / "many", 10_000))] * MOST_RUNS
-    assert len(report(runs).encode()) < 2_000_000
+    assert len(report(runs).encode()) < 6e6
 
 
 ODD: dict[str, tuple[list[Any], str]] = {
@@ -173,8 +171,8 @@ def test_odd_runs_have_good_pages(kind: str, tmp_path: Path) -> None:
     rows, expected = ODD[kind]
     page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
     assert expected in page.text
-    drawn = " ".join(re.findall(r'[ \w]+="[^"]*"', re.sub(r'aria-label="[^"]*"', "", html)))
-    assert not re.search(r"\b(nan|inf)\b", drawn), "drawings have finite coordinates"
+    packed = html.partition('id="data">')[2].partition("<")[0]
+    assert json.loads(gzip.decompress(base64.b64decode(packed)))["colours"]
 
 
 def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
@@ -184,17 +182,14 @@ def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
         for line in (f"resuming from x: {step} steps done", start_line("dp2", 3001), f"saving step {step}: x")
     ]
     page, html = page_of(write_run(tmp_path / "mine", usual_rows(3001), log=lines))
-    assert len(html) < 500_000 and "2,995 earlier; after step 2,996 under dp2" in page.text
+    assert len(html) < 2_500_000 and "2,995 earlier; after step 2,996 under dp2" in page.text
 
 
 def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
     lines = [start_line("dp2", 60), "saving step 20: x", "resuming from x: 20 steps done", start_line("tp2", 60)]
     lines += ["saving step 40: x", "saving step 60: x", "done  x"]
-    page, html = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2"))
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2"))
     assert "restarts after step 20 under tp2" in page.text and "3 saved" in page.text
-    chart = html.partition("<figcaption>Loss<")[2].partition("</figure>")[0]
-    assert "<title>resumed after 20 steps under tp2 instead of dp2</title>" in chart
-    assert "<title>checkpoint after step 40</title>" in chart
 
 
 @pytest.mark.parametrize(
@@ -227,3 +222,13 @@ def test_states_and_waits_follow_from_the_files(tmp_path: Path) -> None:
     rows = [train_row(1, step_ms=200.0, data_ms=50.0), train_row(2, data_ms=10.0), train_row(3, data_ms=150.0)]
     share = waiting_share(RunRecord(write_run(tmp_path / "waits", [*rows, train_row(4, step_ms=50.0, data_ms=99.0)])))
     np.testing.assert_allclose(share, [0.25, 0.8, 0.8, 1.0])
+
+
+def test_without_plotly_a_report_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "mine", [train_row(1)])
+    monkeypatch.setattr(plotly, "find_spec", lambda name: None)
+    plotly.library.cache_clear()
+    for live in (False, True):
+        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install 'vitpar\[report\]'"):
+            write_report([run], out=None if live else tmp_path / "page.html", live=live)
+    assert not (tmp_path / "page.html").exists()

@@ -1,61 +1,57 @@
-"""Downsampling keeps spikes, breaks lines at gaps, and smooths without inventing values."""
+"""Thinning keeps spikes and breaks lines at gaps; smoothing invents no values."""
 
 import itertools
 
 import numpy as np
 
-from vitpar.runs.sampling import envelope, smoothed
+from vitpar.runs.metrics import Column
+from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
+
+
+def drawn(x: Column, y: Column, columns: int = 400) -> tuple[list[float], list[int]]:
+    """Return the values of a line that are drawn, and the places of those before which it is interrupted."""
+    rows, breaks = drawn_rows(x, y, shared_steps([(x, y)], columns), columns)
+    return y[rows].tolist(), np.flatnonzero(breaks).tolist()
 
 
 def test_every_spike_stays() -> None:
     draw = np.random.default_rng(0)
-    x = np.arange(100_000.0)
-    y = draw.normal(size=len(x))
+    x, y = np.arange(100_000.0), draw.normal(size=100_000)
     spikes = {12_345: 1e6, 12_346: -1e6, 99_999: 50.0, 0: -77.0}
     for index, value in spikes.items():
         y[index] = value
-    found = envelope(x, y, 0, x[-1], 400)
-    assert len(found.x) <= 800 and set(spikes.values()) <= set(found.y.tolist())
-    assert (np.diff(found.x) >= 0).all(), "in the order of x"
+    kept = shared_steps([(x, y)], 400)
+    assert len(kept) <= 802 and set(spikes) <= set(kept.tolist())
     edges = np.linspace(0, x[-1], 401)
-    edges[-1] += 1  # the last column includes its end
+    edges[-1] += 1  # the last part includes its end
     for low, high in itertools.pairwise(edges):
-        inside, kept = y[(x >= low) & (x < high)], found.y[(found.x >= low) & (found.x < high)]
-        assert (kept.min(), kept.max()) == (inside.min(), inside.max())
-    assert found.starts.sum() == 1
+        inside, those = y[(x >= low) & (x < high)], y[kept.astype(int)][(kept >= low) & (kept < high)]
+        assert (those.min(), those.max()) == (inside.min(), inside.max())
+    assert drawn(x, y)[1] == []
 
 
 def test_missing_values_and_gaps_interrupt_a_line() -> None:
     for bad in (np.nan, np.inf, -np.inf):
         y = np.arange(6.0)
         y[3] = bad
-        found = envelope(np.arange(6.0), y, 0, 5, 400)
-        assert found.y.tolist() == [0, 1, 2, 4, 5] and found.starts.tolist() == [1, 0, 0, 1, 0]
+        assert drawn(np.arange(6.0), y) == ([0, 1, 2, 4, 5], [3])
     x = np.array([1, 2, 3, 4, 60, 61, 62.0])
-    assert envelope(x, x, 0, 62, 400).starts.tolist() == [1, 0, 0, 0, 1, 0, 0]
-    assert envelope(50 * x[:4], x[:4], 0, 200, 400).starts.sum() == 1
+    assert drawn(x, x)[1] == [4] and drawn(50 * x[:4], x[:4])[1] == []
     long = np.concatenate([np.arange(40_000.0), np.arange(60_000.0, 100_000.0)])
-    assert envelope(long, long, 0, 1e5, 400).starts.sum() == 2
+    values, breaks = drawn(long, long)
+    assert len(breaks) == 1 and values[breaks[0] - 1 : breaks[0] + 1] == [39_999, 60_000]
     x = np.arange(100_000.0)
-    found = envelope(x, np.where(x % 2 == 0, x, np.nan), 0, x[-1], 400)
-    assert len(found.x) <= 800 and found.starts.sum() <= 2, "many missing values do not make many pieces"
-
-
-def test_smoothed_lines_have_one_point_in_each_column() -> None:
-    x = np.arange(10_000.0)
-    found = envelope(x, np.sin(x / 1000), 0, x[-1], 100, spikes=False)
-    assert len(found.x) == 100 and (np.diff(found.x) > 0).all()
-    np.testing.assert_array_equal(found.y, np.sin(found.x / 1000))
+    values, breaks = drawn(x, np.where((x < 30_000) | (x > 50_000), x % 7, np.nan))
+    assert len(breaks) == 1, "a long piece without values is a gap"
+    values, breaks = drawn(x, np.where(x % 2 == 0, x, np.nan))
+    assert len(values) <= 802 and breaks == [], "many missing values do not make many pieces"
 
 
 def test_short_series_are_kept_complete() -> None:
     for n, y in ((1, np.array([2.3])), (60, np.sin(np.arange(60.0)))):
-        found = envelope(np.arange(float(n)), y, 0, n - 1, 400)
-        np.testing.assert_array_equal(found.y, y)
-        assert found.starts.tolist() == [1.0] + [0.0] * (n - 1)
-    empty: list[tuple[list[float], list[float]]] = [([], []), ([1.0], [np.nan]), ([np.nan], [1.0])]
-    for x, none in empty:
-        assert len(envelope(np.array(x), np.array(none), 0, 1, 400).x) == 0
+        assert drawn(np.arange(float(n)), y) == (y.tolist(), [])
+    for x, none in (([], []), ([1.0], [np.nan])):
+        assert drawn(np.array(x, dtype=float), np.array(none, dtype=float)) == ([], [])
 
 
 def test_smoothing_is_the_mean_of_a_centred_window() -> None:

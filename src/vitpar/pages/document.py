@@ -1,7 +1,7 @@
 """Self-contained HTML page: style, switches, tables. It loads nothing from the network.
 
 Texts from files are escaped by whoever makes the HTML. A content security policy backs that up: the browser runs only
-the script of this module, and loads nothing but embedded images.
+scripts whose hash the page names, and loads nothing but embedded images.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 """
 """Style of all pages."""
 SCRIPT = """
-for (const input of document.querySelectorAll('.switch input')) {
+for (const input of document.querySelectorAll('.switch input[type=radio]')) {
   try {
     const kept = sessionStorage.getItem(input.name);
     if (kept) input.checked = kept === input.id;
@@ -59,44 +59,57 @@ for (const input of document.querySelectorAll('.switch input')) {
     try { sessionStorage.setItem(input.name, input.id); } catch {}
   });
 }
-const version = document.documentElement.dataset.version;
-if (version) setInterval(async () => {
-  try {
-    const answer = await fetch('version');
-    if (answer.ok && await answer.text() !== version) location.reload();
-  } catch {}
-}, 3000);
 """
-"""Script of all pages: it keeps the state of switches when a page is reloaded, and reloads a page with a version when
-the server has another one."""
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "style-src 'unsafe-inline'",
-        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'",
-        "img-src data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
+"""Script of all pages: it keeps the state of switches when a page is reloaded."""
+
+
+def policy(scripts: Sequence[str], live: bool = False) -> str:
+    """Return the content security policy of a page that runs exactly these scripts.
+
+    live: whether the page asks its server for news.
+    """
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    source = "'self'" if live else "'none'"
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "style-src 'unsafe-inline'",
+            f"script-src {hashes}",
+            "img-src data: blob:",
+            f"connect-src {source}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
     )
-)
-"""Content security policy of all pages."""
 
 
-def document(title: str, parts: Sequence[str], style: str = "", version: str = "") -> str:
+def document(
+    title: str,
+    parts: Sequence[str],
+    style: str = "",
+    script: str = "",
+    others: Sequence[str] = (),
+    version: str = "",
+) -> str:
     """Return a complete HTML page with the given title and parts of its body.
 
     style: rules in addition to `STYLE`.
+    script: script in addition to `SCRIPT`, which runs after it.
+    others: further scripts that `script` may run.
     version: state of what a live page shows; empty for a page in a file.
     """
+    scripts = [SCRIPT, script] if script else [SCRIPT]
     head = (
-        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
+        '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
+        f'content="{escape(policy([*scripts, *others], bool(version)))}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}{style}</style>"
     )
     live = f' data-version="{escape(version)}"' if version else ""
-    theme = f'<div class="theme">{switch("theme", "theme", {"auto": "auto", "light": "light", "dark": "dark"})}</div>'
-    body = f"{theme}{''.join(parts)}<script>{SCRIPT}</script>"
+    theme = switch("theme", "theme", {"auto": "auto", "light": "light", "dark": "dark"})
+    run = "".join(f"<script>{one}</script>" for one in scripts)
+    body = f'<div class="theme">{theme}</div>{"".join(parts)}{run}'
     return f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import block_index, is_block
+from vitpar.pages.document import table
 from vitpar.strategy import Plan, Strategy, place_of_rank, stage_layers, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks
@@ -30,7 +31,7 @@ def layer_map(config: ModelConfig, plan: Plan) -> str:
             where = [str(stage), _listed(members)] if plan.pipeline_degree > 1 else [_listed(members)]
             rows.append([*where, _layers(layers, config), f"<code>{escape(str(strategy))}</code>"])
     heads = ["stage", "ranks", "layers", "strategy"][plan.pipeline_degree == 1 :]
-    return _table(heads, rows)
+    return table(heads, rows, slice(0, 0))
 
 
 def rank_grid(plan: Plan) -> str:
@@ -90,10 +91,3 @@ def _layers(names: Sequence[str], config: ModelConfig) -> str:
     middle = [f"{words} ({', '.join(groups)})" for words in middle] if groups else middle
     first, last = ([name] if name in names else [] for name in (config.first_layer.name, config.last_layer.name))
     return ", ".join([*first, *middle, *last])
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"
-
-    return f'<div class="scroll"><table>{row("th", heads)}{"".join(row("td", cells) for cells in rows)}</table></div>'

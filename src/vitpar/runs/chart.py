@@ -1,27 +1,22 @@
-"""Charts of series over steps, samples and hours, as SVG. Rules of style choose the axis and the smoothing.
-
-A chart contains a drawing for each axis, so a page needs no script to switch between them.
-"""
+"""Charts of series over steps: the data that the page's script draws, a description, and a table of key points."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 import numpy as np
 
-from vitpar.runs.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, HorizontalAxis, VerticalAxis, Words
+from vitpar.pages.document import table
 from vitpar.runs.metrics import Column
-from vitpar.runs.sampling import Points, envelope, smoothed
+from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
-AXES = {"step": "step", "samples": "samples", "hours": "hours of training"}
-"""Horizontal axes, and their names in a chart."""
+AXES = ("step", "samples", "hours")
+"""Horizontal axes."""
 SMOOTHING = {"off": 0.0, "light": 0.03, "strong": 0.12}
 """Width of the window of smoothing, as a fraction of all rows, by the name of its button."""
-USUAL_SMOOTHING = "light"
-"""Smoothing that is chosen at first."""
 COLOURS = (
     ("#2f5bd0", "#5b8cff"),
     ("#c44e00", "#ff7d33"),
@@ -34,12 +29,14 @@ COLOURS = (
 
 They have no other meaning in charts (``vitpar.pages.svg.COLOURS``).
 """
-COLUMNS = WIDTH - LEFT - RIGHT
-"""Pixel columns of a chart of few runs."""
 SAME = 0.01
-"""Largest difference of lines that coincide, as a fraction of their range. They are drawn in turns, dash by dash."""
-DASH = 7
-"""Length of such a dash, in units of the view box."""
+"""Largest difference of lines that coincide, as a fraction of their range. They are drawn with different widths."""
+LOG_SPAN = 50.0
+"""Ratio of the largest to the usual smallest value above which a chart may have a logarithmic axis."""
+KEY_POINTS = ("first", "lowest", "highest", "last")
+"""Points of a line that its description and the table name."""
+DIGITS = 6
+"""Significant digits of numbers in the page."""
 
 
 @dataclass(frozen=True)
@@ -51,107 +48,166 @@ class Line:
     name: str
     """Name in texts, such as `run 1, validation`."""
     x: Mapping[str, Column]
-    """Position of every point on each of `AXES`."""
+    """Position of every row on each of `AXES`."""
     y: Column
     """Values; those that are not finite interrupt the line."""
-    dashed: bool = False
-    """Whether it is dashed, with a dot at every point."""
+    evaluated: bool = False
+    """Whether it is of evaluations: dashed, with a dot at every point."""
 
 
 @dataclass(frozen=True)
-class RunMark:
-    """An event of a run, marked in its charts."""
-
-    run: int
-    """Number of the run."""
-    kind: str
-    """Kind of the event, a key of `MARKS`."""
-    x: Mapping[str, float]
-    """Position on each of `AXES`."""
-    words: str
-    """Description."""
-
-
-MARKS = {"saved": "▲", "restart": "↻"}
-"""Symbols of marked events."""
-
-
-@dataclass(frozen=True)
-class LineChart:
+class Chart:
     """A chart of several lines."""
 
     title: str
     """Title."""
     lines: Sequence[Line]
     """Lines, of which at least one has a finite value."""
-    words: Words
-    """Formats a value with its unit, for texts."""
-    tick: Words
-    """Formats a value at the vertical axis."""
+    digits: str = ".3g"
+    """Format of values in texts, as Python and d3 read it."""
+    unit: str = ""
+    """Unit after values, with a space before it."""
+    scale: float = 1.0
+    """Factor from values to the unit."""
     smooth: bool = True
-    """Whether lines without dots are smoothed."""
+    """Whether lines of training are smoothed."""
     zero: bool = False
     """Whether the vertical axis starts at 0."""
     log: bool = False
     """Whether the vertical axis is logarithmic if values span a large range."""
     share: bool = False
-    """Whether values are shares, from 0 to 1."""
-    note: str = ""
+    """Whether values are shares, from 0 to 1: the axis ends at 1 at most."""
+    whole: bool = False
+    """Whether values are counts."""
+    note: str = field(default="")
     """Sentence below the chart."""
-    difference: Words = "{:.2g}".format
-    """Formats a small difference of two values."""
-    marks: Sequence[RunMark] = field(default=())
-    """Events of the runs."""
+
+    def words(self, value: float) -> str:
+        """Return a value with its unit."""
+        return f"{value * self.scale:{self.digits}}{self.unit}"
 
 
-def draw(chart: LineChart, columns: int = COLUMNS) -> str:
-    """Return the chart as HTML: title, drawing, and a table of key points.
+def figure(chart: Chart, place: str) -> str:
+    """Return the HTML of a chart: title, place of the drawing with its description, notes, table of key points.
 
-    columns: pixel columns; fewer make a smaller page.
+    place: name of the place, for the page's script.
     """
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
-    vertical = VerticalAxis(values, chart.tick, zero=chart.zero, log=chart.log, share=chart.share)
-    dashes, difference = _turns(chart.lines)
-    drawn: dict[str, list[str]] = {}
-    for axis in AXES:
-        for body in _drawings(
-            chart, axis, vertical, columns, dashes
-        ):  # lines over steps and samples are often the same
-            drawn.setdefault(body, []).append(f"ax-{axis}")
-    groups = "".join(f'<g class="ax {" ".join(names)}">{body}</g>' for body, names in drawn.items())
+    _, difference = coinciding(chart.lines)
     same = "" if difference is None else "The lines of the runs are equal."
     if difference:
-        same = f"The lines of the runs coincide: they differ by at most {chart.difference(difference)}."
-    words = f"{chart.title}. {' '.join(_sentence(chart, line) for line in chart.lines)} {same}".rstrip()
-    note = "".join(f'<p class="note">{escape(text)}</p>' for text in (chart.note, same) if text)
+        apart = f"{difference * chart.scale:.2g}{chart.unit}"
+        same = f"The lines of the runs coincide: they differ by at most {apart}."
+    points = {line.name: _key_points(chart, line) for line in chart.lines}
+    said = (
+        f"{name}: {', '.join(f'{what} {value}' for what, value in zip(KEY_POINTS, values, strict=True))}."
+        if values
+        else f"{name}: no finite value."
+        for name, values in points.items()
+    )
+    words = " ".join(filter(None, (f"{chart.title}.", *said, same)))
+    notes = "".join(f'<p class="note">{escape(text)}</p>' for text in (chart.note, same) if text)
+    missing = (str(int((~np.isfinite(line.y)).sum())) for line in chart.lines)
+    rows = [
+        [escape(text) for text in (name, *(values or ["–"] * len(KEY_POINTS)), lost)]
+        for (name, values), lost in zip(points.items(), missing, strict=True)
+    ]
     return (
         f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(words)}">{vertical.drawn}{groups}</svg>'
-        f"{note}<details><summary>Key points</summary>{_key_points(chart)}</details></figure>"
+        f'<div class="plot" id="{escape(place)}" role="img" aria-label="{escape(words)}"></div>{notes}'
+        f"<details><summary>Key points</summary>{table(('line', *KEY_POINTS, 'missing'), rows, slice(0, 0))}</details>"
+        "</figure>"
     )
 
 
-def _turns(lines: Sequence[Line]) -> tuple[dict[int, str], float | None]:
-    """Return attributes of style by index of a line, so that lines that coincide all stay visible.
+def _key_points(chart: Chart, line: Line) -> list[str]:
+    """Return the values of `KEY_POINTS` with their steps; nothing if no value is finite."""
+    fine = np.flatnonzero(np.isfinite(line.y))
+    if not len(fine):
+        return []
+    y = line.y[fine]
+    indices = fine[[0, int(y.argmin()), int(y.argmax()), -1]].tolist()
+    return [f"{chart.words(float(line.y[index]))} at step {line.x['step'][index]:,.0f}" for index in indices]
+
+
+def data_of(chart: Chart, place: str, columns: int) -> dict[str, Any]:
+    """Return what the page's script draws of a chart, as JSON.
+
+    place: as for `figure`.
+    columns: parts of the axis of which a long line keeps the smallest and the largest value.
+    """
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
+    positive = bool((values > 0).all())
+    widths, _ = coinciding(chart.lines)
+    shared = {
+        evaluated: shared_steps(
+            [(line.x["step"], line.y) for line in chart.lines if line.evaluated == evaluated], columns
+        )
+        for evaluated in (False, True)
+    }
+    # Training rows at evaluated steps are kept, so that both values are shown together.
+    shared[False] = np.union1d(shared[False], shared[True])
+    return {
+        "place": place,
+        "digits": chart.digits.replace("g", "~g"),
+        "unit": chart.unit,
+        "zero": chart.zero,
+        "most": chart.scale if chart.share else None,
+        "least": 0.01 * chart.scale if chart.share else None,
+        "whole": chart.whole,
+        "positive": positive,
+        "log": chart.log and positive and float(values.max()) > LOG_SPAN * float(np.quantile(values, 0.05)),
+        "lines": [
+            _line(chart, line, widths.get(number, 0), shared[line.evaluated], columns)
+            for number, line in enumerate(chart.lines)
+        ],
+    }
+
+
+def _line(chart: Chart, line: Line, wider: int, shared: Column, columns: int) -> dict[str, Any]:
+    """Return the data of a line. A missing value interrupts it."""
+    rows, breaks = drawn_rows(line.x["step"], line.y, shared, columns)
+    places = np.flatnonzero(breaks)
+    smooth = {} if line.evaluated or not chart.smooth else {name: share for name, share in SMOOTHING.items() if share}
+
+    def values(column: Column, inserted: Column | float = np.nan) -> list[float | None]:
+        return numbers(np.insert(column[rows], places, inserted))
+
+    return {
+        "run": line.run,
+        "name": line.name,
+        "evaluated": line.evaluated,
+        "wider": wider,
+        "x": {axis: values(line.x[axis], line.x[axis][rows][places - 1]) for axis in AXES},
+        "y": values(line.y * chart.scale),
+        "smooth": {name: values(smoothed(line.y, share) * chart.scale) for name, share in smooth.items()},
+    }
+
+
+def numbers(column: Column) -> list[float | None]:
+    """Return numbers for JSON, with `DIGITS` digits; integers are exact, and None stands for what is not finite."""
+    return [
+        None if not np.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+        for value in column.tolist()
+    ]
+
+
+def coinciding(lines: Sequence[Line]) -> tuple[dict[int, int], float | None]:
+    """Return how many lines are drawn over each of those that coincide, by its index: it is that much wider.
 
     Also returns the largest difference between the lines, if all coincide with those of the same kind; else None.
     """
-    dashes: dict[int, str] = {}
+    widths: dict[int, int] = {}
     differences = []
-    for dashed in (False, True):
-        group = [index for index, line in enumerate(lines) if line.dashed == dashed]
+    for evaluated in (False, True):
+        group = [index for index, line in enumerate(lines) if line.evaluated == evaluated]
         if not group:
             continue
         apart = _difference([lines[index] for index in group])
         differences.append(apart)
         if apart is not None:
-            for turn, index in enumerate(group):
-                gap = DASH * (len(group) - 1)
-                dashes[index] = (
-                    f' style="stroke-dasharray:{DASH} {gap};stroke-dashoffset:{-DASH * turn};stroke-linecap:butt"'
-                )
+            widths |= {index: len(group) - 1 - turn for turn, index in enumerate(group)}
     known = [apart for apart in differences if apart is not None]
-    return dashes, max(known) if len(known) == len(differences) else None
+    return widths, max(known) if len(known) == len(differences) else None
 
 
 def _difference(lines: Sequence[Line]) -> float | None:
@@ -166,136 +222,3 @@ def _difference(lines: Sequence[Line]) -> float | None:
     values = values[:, fine[0]]
     apart = float((values.max(axis=0) - values.min(axis=0)).max())
     return apart if apart <= SAME * float(values.max() - values.min()) else None
-
-
-def _drawings(
-    chart: LineChart, axis: str, vertical: VerticalAxis, columns: int, dashes: Mapping[int, str]
-) -> tuple[str, ...]:
-    """Return the SVG of one axis, and that of the lines and marks over it.
-
-    dashes: attributes of style by index of a line.
-    """
-    ends = [line.x[axis][np.isfinite(line.x[axis])] for line in chart.lines]
-    known = np.concatenate([*ends, np.array([mark.x[axis] for mark in chart.marks if np.isfinite(mark.x[axis])])])
-    if not len(known):
-        return (f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">not recorded</text>',)
-    low, high = min(0.0, float(known.min())), float(known.max())
-    if float(known.min()) > 0.5 * high:  # a run that was resumed in another folder starts late
-        low = float(known.min())
-    if high - low <= 1e-9 * abs(high):  # one place, or huge ones that 64 bits hardly distinguish
-        high = low + max(1.0, 1e-6 * abs(low))
-    horizontal = HorizontalAxis(low, high, AXES[axis])
-    marks = [(mark, float(horizontal.at(np.array([mark.x[axis]]))[0])) for mark in chart.marks]
-    many = any(line.run for line in chart.lines)
-    parts = [_mark(mark, x, many) for mark, x in _thinned(marks)]
-
-    def path(line: Line, y: Column, most: int, spikes: bool = True) -> tuple[str, Column, Column]:
-        points = envelope(line.x[axis], y, horizontal.low, horizontal.high, most, spikes=spikes)
-        x, y = horizontal.at(points.x), vertical.at(points.y)
-        return _path(x, y, points), x, y
-
-    for index, line in enumerate(chart.lines):
-        colour, style = f"c{line.run}", dashes.get(index, "")
-        drawn, x, y = path(line, line.y, columns // 2 if line.dashed else columns)
-        if line.dashed:
-            dots = "".join(f"M{px:.1f} {py:.1f}h0" for px, py in zip(x, y, strict=True))
-            parts.append(f'<path d="{drawn}" class="val {colour}"{style}/><path d="{dots}" class="dots {colour}"/>')
-        elif not chart.smooth:
-            parts.append(f'<path d="{drawn}" class="smooth {colour}"{style}/>')
-        else:
-            parts.append(f'<path d="{drawn}" class="raw {colour}"{style}/>')
-            for name, share in SMOOTHING.items():
-                if share:
-                    drawn, _, _ = path(line, smoothed(line.y, share), columns // 3, spikes=False)
-                    parts.append(f'<path d="{drawn}" class="smooth sm sm-{name} {colour}"{style}/>')
-    return horizontal.drawn, "".join(parts)
-
-
-def _thinned(marks: Sequence[tuple[RunMark, float]]) -> list[tuple[RunMark, float]]:
-    """Return the marks that can be distinguished: of a run and kind at most one in 9 units of width.
-
-    marks: each with its horizontal position in the drawing.
-    """
-    kept, last = [], dict[tuple[int, str], float]()
-    for mark, x in sorted(marks, key=lambda pair: pair[1]):
-        if not math.isfinite(x) or not LEFT <= x <= WIDTH - RIGHT:
-            continue
-        if x - last.get((mark.run, mark.kind), -math.inf) >= 9:
-            last[mark.run, mark.kind] = x
-            kept.append((mark, x))
-    return kept
-
-
-def _mark(mark: RunMark, x: float, many: bool) -> str:
-    """Return the SVG of a mark: a triangle at the axis for a checkpoint, a line for a restart.
-
-    many: whether there are several runs. They often save at the same steps, so each has its own height.
-    """
-    title = f"<title>{escape(mark.words)}</title>"
-    if mark.kind == "restart":
-        return (
-            f'<g class="restart c{mark.run}"><line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text x="{x:.1f}" y="{TOP - 6}" text-anchor="middle">{MARKS["restart"]}</text>{title}</g>'
-        )
-    y = HEIGHT - BOTTOM - 1 - 5 * mark.run * many
-    return f'<path d="M{x - 2.5:.1f} {y}h5l-2.5-4.5z" class="saved c{mark.run}">{title}</path>'
-
-
-def _path(x: Column, y: Column, points: Points) -> str:
-    """Return the `d` of a path through points, in tenths of a unit, relative where that is shorter."""
-    tens_x, tens_y = np.rint(10 * x).astype(int).tolist(), np.rint(10 * y).astype(int).tolist()
-    commands, last_x, last_y = [], 0, 0
-    for px, py, start in zip(tens_x, tens_y, points.starts.tolist(), strict=True):
-        if start:
-            commands.append(f"M{px / 10:g} {py / 10:g}h0")  # a point alone is a dot, with round ends
-        elif px == last_x:
-            commands.append(f"v{(py - last_y) / 10:g}")
-        else:
-            down = (py - last_y) / 10
-            commands.append(f"l{(px - last_x) / 10:g}{' ' * (down >= 0)}{down:g}")
-        last_x, last_y = px, py
-    return "".join(commands)
-
-
-def _sentence(chart: LineChart, line: Line) -> str:
-    """Return a sentence that describes a line."""
-    extremes = _extreme_points(line)
-    if not extremes:
-        return f"{line.name}: no finite value."
-    first, last, low, high = extremes
-    steps = line.x["step"]
-
-    def said(index: int) -> str:
-        return f"{chart.words(float(line.y[index]))} at step {steps[index]:,.0f}"
-
-    if first == last:
-        return f"{line.name}: {said(first)}."
-    return f"{line.name}: from {said(first)} to {said(last)}; lowest {said(low)}, highest {said(high)}."
-
-
-def _extreme_points(line: Line) -> tuple[int, int, int, int] | None:
-    """Return the indices of the first, last, smallest and largest finite value; None if there is none."""
-    fine = np.flatnonzero(np.isfinite(line.y))
-    if not len(fine):
-        return None
-    values = line.y[fine]
-    return int(fine[0]), int(fine[-1]), int(fine[values.argmin()]), int(fine[values.argmax()])
-
-
-def _key_points(chart: LineChart) -> str:
-    """Return a table of the first, smallest, largest and last value of every line."""
-    rows = []
-    for line in chart.lines:
-        extremes = _extreme_points(line)
-        cells = ["–"] * 4
-        if extremes:
-            first, last, low, high = extremes
-            cells = [
-                f"{escape(chart.words(float(line.y[index])))} <small>at {line.x['step'][index]:,.0f}</small>"
-                for index in (first, low, high, last)
-            ]
-        missing = int((~np.isfinite(line.y)).sum())
-        rows.append(f"<tr><td>{escape(line.name)}</td>{''.join(f'<td>{cell}</td>' for cell in (*cells, missing))}</tr>")
-    heads = ("line", "first", "lowest", "highest", "last", "missing")
-    head = "".join(f"<th>{words}</th>" for words in heads)
-    return f'<div class="scroll"><table class="points"><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -3,67 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from vitpar.runs.axes import compact
-from vitpar.runs.chart import AXES, COLUMNS, Line, LineChart, RunMark, draw
+from vitpar.runs.chart import AXES, COLOURS, Chart, Line, data_of, figure, numbers
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.metrics import Column
 from vitpar.tasks import Metric
-from vitpar.text import count, size
+from vitpar.text import count, shown
 
-MANY_RUNS = 3
-"""Number of runs above which lines have fewer points, so that the page stays small."""
+COLUMNS, MANY_RUNS = 400, 3
+"""Parts of a long line that keep their smallest and largest value, and number of runs above which they are half."""
+MOST_MARKS = 60
+"""Maximum number of marks of a kind and run in a chart: more could not be distinguished."""
 
 
-def charts(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the HTML of the charts for which a run has values."""
-    marks = [mark for number, run in enumerate(runs) for mark in marks_of(run, number)]
+def charts(runs: Sequence[RunRecord]) -> tuple[list[str], dict[str, Any]]:
+    """Return the HTML of the charts for which a run has values, and what the page's script draws in them."""
+    drawn = [chart for chart in _all(runs) if any(np.isfinite(line.y).any() for line in chart.lines)]
     columns = COLUMNS if len(runs) <= MANY_RUNS else COLUMNS // 2
-    return [draw(chart, columns) for chart in _all(runs, marks) if _has_values(chart)]
+    titles = [chart.title for chart in drawn]
+    places = [f"chart-{title}-{titles[:number].count(title)}" for number, title in enumerate(titles)]
+    data = {
+        "colours": COLOURS[: len(runs)],
+        "marks": [mark for number, run in enumerate(runs) for mark in marks_of(run, number)],
+        "charts": [data_of(*pair, columns) for pair in zip(drawn, places, strict=True)],
+    }
+    return list(map(figure, drawn, places)), data
 
 
-def _all(runs: Sequence[RunRecord], marks: Sequence[RunMark]) -> list[LineChart]:
+def _all(runs: Sequence[RunRecord]) -> list[Chart]:
     def train(name: str) -> list[Line]:
         return [_train_line(runs, number, run.metrics.train[name]) for number, run in enumerate(runs)]
 
-    def share(title: str, lines: Sequence[Line], note: str = "") -> LineChart:
-        return LineChart(
-            title,
-            lines,
-            percent,
-            percent_tick,
-            zero=True,
-            share=True,
-            note=note,
-            difference=lambda value: f"{value * 100:.2g} %",
-            marks=marks,
-        )
+    def share(title: str, lines: Sequence[Line], note: str = "") -> Chart:
+        return Chart(title, lines, ",.1f", " %", 100.0, zero=True, share=True, note=note)
 
     losses = [*train("loss"), *_eval_lines(runs, "loss", "validation")]
     waits = [_train_line(runs, number, waiting_share(run)) for number, run in enumerate(runs)]
     about = "Share of a step's time that the rank which waits longest waits for its images."
+    rates = train("images_per_second")
     return [
-        LineChart("Loss", losses, _loss, compact, log=True, marks=marks),
+        Chart("Loss", losses, ",.4f" if _most(losses) < 1e6 else ".4g", log=True),
         *(
-            share(_titled(metric), lines)
-            if metric.share
-            else LineChart(_titled(metric), lines, _short, compact, marks=marks)
+            share(_titled(metric), lines) if metric.share else Chart(_titled(metric), lines)
             for metric, lines in _metric_lines(runs)
         ),
-        LineChart("Learning rate", train("lr"), _short, _short, smooth=False, zero=True, marks=marks),
-        LineChart("Gradient norm, before clipping", train("grad_norm"), _short, compact, log=True, marks=marks),
-        LineChart("Loss scale", train("loss_scale"), compact, compact, smooth=False, log=True, marks=marks),
-        LineChart("Samples/s", train("images_per_second"), _rate, compact, zero=True, marks=marks),
+        Chart("Learning rate", train("lr"), smooth=False, zero=True),
+        Chart("Weight decay", train("weight_decay"), smooth=False, zero=True),
+        Chart("Drop-path", train("drop_path"), smooth=False, zero=True),
+        Chart("Image size", train("image_size"), ",.0f", " px", smooth=False, whole=True),
+        Chart("Gradient norm, before clipping", train("grad_norm"), log=True),
+        Chart("Loss scale", train("loss_scale"), ",.6g", smooth=False, log=True),
+        Chart("Samples/s", rates, ",.0f" if _most(rates) >= 100 else ",.1f", zero=True),
         share("Model FLOPs utilisation (MFU)", train("mfu")),
         share("Time waiting for data", waits, about),
-        _memory(train("memory_bytes"), marks),
+        _memory(train("memory_bytes")),
     ]
 
 
-def _has_values(chart: LineChart) -> bool:
-    return any(np.isfinite(line.y).any() for line in chart.lines)
+def _most(lines: Sequence[Line]) -> float:
+    """Return the largest finite absolute value of lines; 0 if there is none."""
+    return max((float(np.abs(line.y[np.isfinite(line.y)]).max(initial=0.0)) for line in lines), default=0.0)
 
 
 def _name(runs: Sequence[RunRecord], number: int) -> str:
@@ -79,12 +81,11 @@ def _train_line(runs: Sequence[RunRecord], number: int, values: Column) -> Line:
 def _eval_lines(runs: Sequence[RunRecord], name: str, what: str = "") -> list[Line]:
     lines = []
     for number, run in enumerate(runs):
-        if name not in run.metrics.eval:
+        if not np.isfinite(run.metrics.eval.get(name, np.empty(0))).any():
             continue
         words = ", ".join(filter(None, (_name(runs, number), what))) or "validation"
-        lines.append(
-            Line(number, words, {axis: run.metrics.eval[axis] for axis in AXES}, run.metrics.eval[name], dashed=True)
-        )
+        x = {axis: run.metrics.eval[axis] for axis in AXES}
+        lines.append(Line(number, words, x, run.metrics.eval[name], evaluated=True))
     return lines
 
 
@@ -92,7 +93,7 @@ def _metric_lines(runs: Sequence[RunRecord]) -> Iterator[tuple[Metric, list[Line
     """Yield the metrics of the runs' tasks, each with its lines."""
     metrics = {metric.name: metric for run in runs for metric in run.task_metrics}
     for name, metric in metrics.items():
-        having = [number for number, run in enumerate(runs) if name in run.metrics.eval]
+        having = [number for number, run in enumerate(runs) if name in run.metrics.eval]  # the same task
         trained = [_train_line(runs, number, runs[number].metrics.train[name]) for number in having]
         evaluated = [line for line in _eval_lines(runs, name, "validation") if line.run in having]
         yield metric, [line for line in trained if np.isfinite(line.y).any()] + evaluated
@@ -117,19 +118,25 @@ def waiting_share(run: RunRecord) -> Column:
     return np.repeat(np.clip(share, 0.0, 1.0), lengths)
 
 
-def marks_of(run: RunRecord, number: int) -> list[RunMark]:
-    """Return the checkpoints and restarts of a run."""
-    marks = [("saved", step, f"checkpoint after step {step:,}") for step in run.log.saves]
-    plans = [start.plan for start in run.log.starts]
-    for before, start in zip(["", *plans], run.log.starts, strict=False):
+def marks_of(run: RunRecord, number: int) -> list[dict[str, Any]]:
+    """Return the checkpoints and restarts of a run that can be distinguished, for the page's script."""
+    marks = [("checkpoint", step, f"checkpoint after step {step:,}") for step in run.log.saves]
+    plans = [shown(start.plan) for start in run.log.starts]
+    for before, plan, start in zip(["", *plans], plans, run.log.starts, strict=False):
         if start.after:
-            under = f" under {start.plan}" + (f" instead of {before}" if before not in ("", start.plan) else "")
+            under = f" under {plan}" + (f" instead of {before}" if before not in ("", plan) else "")
             marks.append(("restart", start.after, f"resumed after {count(start.after, 'step')}{under}"))
-    steps = np.array([step for _, step, _ in marks], dtype=np.float64)
-    places = {axis: run.metrics.at(axis, steps) for axis in AXES}
+    apart = max((step for _, step, _ in marks), default=0) / MOST_MARKS
+    kept, last = [], dict[str, float]()
+    for kind, step, words in sorted(marks, key=lambda mark: mark[1]):
+        if step - last.get(kind, -np.inf) >= apart:
+            last[kind] = step
+            kept.append((kind, step, words))
+    steps = np.array([step for _, step, _ in kept], dtype=np.float64)
+    places = {axis: numbers(run.metrics.at(axis, steps)) for axis in AXES}
     return [
-        RunMark(number, kind, {axis: float(places[axis][index]) for axis in AXES}, words)
-        for index, (kind, _, words) in enumerate(marks)
+        {"run": number, "kind": kind, "words": words, "x": {axis: places[axis][index] for axis in AXES}}
+        for index, (kind, _, words) in enumerate(kept)
     ]
 
 
@@ -138,26 +145,7 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def percent_tick(share: float) -> str:
-    """Return a share as a percentage with few digits: 0.2 becomes `20 %`."""
-    return f"{share * 100:.3g} %"
-
-
-def _loss(value: float) -> str:
-    return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.{0 if value >= 100 else 1}f} samples/s"
-
-
-def _memory(lines: Sequence[Line], marks: Sequence[RunMark]) -> LineChart:
+def _memory(lines: Sequence[Line]) -> Chart:
     """Return the chart of memory, in GB or MB."""
-    most = max((float(np.nanmax(line.y)) for line in lines if np.isfinite(line.y).any()), default=0.0)
-    unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
-    title = f"Peak memory of rank 0, {unit}"
-    return LineChart(title, lines, size, lambda value: compact(value / scale), smooth=False, zero=True, marks=marks)
+    unit, scale, digits = ("GB", 1e-9, ",.3g") if _most(lines) >= 1e9 else ("MB", 1e-6, ",.0f")
+    return Chart(f"Peak memory of rank 0, {unit}", lines, digits, f" {unit}", scale, smooth=False, zero=True)

@@ -24,8 +24,6 @@ HOST = "127.0.0.1"
 """Address that the server listens on."""
 CONNECTIONS = 8
 """Maximum number of connections that are served at a time; a further one ends the oldest."""
-GRACE = 0.5
-"""Seconds that a new connection waits for the end of the oldest."""
 SECONDS = 5.0
 """Seconds that a connection may wait for its client."""
 REST = 5.0
@@ -50,8 +48,7 @@ class LiveReport(ThreadingHTTPServer):
         self._page, self._version, self._again = b"", "", 0.0
         self._running: set[Path] = set()
         self._making = threading.Lock()
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        self._open: dict[Any, None] = {}  # connections, the oldest first
+        self._open: list[Any] = []  # connections, the oldest first
         self._changing = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
@@ -100,29 +97,18 @@ class LiveReport(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread. If there are too many, the oldest is ended, whose client is slow."""
-        free = self._free.acquire(blocking=False)
-        if not free:
-            with self._changing, suppress(OSError):
-                next(iter(self._open)).shutdown(SHUT_RDWR)
-            free = self._free.acquire(timeout=GRACE)
-        if free:
-            with self._changing:
-                self._open[request] = None
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._changing:
+            if len(self._open) >= CONNECTIONS:
+                with suppress(OSError):
+                    self._open.pop(0).shutdown(SHUT_RDWR)
+            self._open.append(request)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection, in its thread."""
-        try:
-            self.finish_request(request, client_address)
-        except Exception:
-            self.handle_error(request, client_address)
-        finally:
-            with self._changing:
-                del self._open[request]
-            self.shutdown_request(request)
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was served."""
+        with self._changing, suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         """Ignore clients that go away."""

@@ -22,7 +22,7 @@ Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
 TRAIN = (
     *("step", "samples", "loss", "lr", "grad_norm", "loss_scale", "step_ms", "data_ms", "images_per_second"),
-    *("mfu", "memory_bytes", "skipped"),
+    *("mfu", "memory_bytes", "skipped", "weight_decay", "drop_path", "image_size"),
 )
 """Columns of rows about training steps."""
 EVAL = ("step", "loss")

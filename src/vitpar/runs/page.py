@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from html import escape
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from vitpar.pages.document import document, facts, switch, table
-from vitpar.runs.chart import AXES, COLOURS, MARKS, SMOOTHING, USUAL_SMOOTHING
+from vitpar.pages.plotly import drawing, library, packed, packed_library
+from vitpar.runs.chart import AXES, COLOURS, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences
 from vitpar.runs.pictures import config_of, plan_pictures
@@ -28,6 +30,8 @@ MOST_RESTARTS = 5
 """Number of the newest restarts that the summary names."""
 MOST_COMMAND = 4000
 """Characters of a command that are shown."""
+DASHED = '<b class="k dash"></b>validation'
+"""Key of lines of evaluations."""
 
 
 def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", version: str = "") -> str:
@@ -40,20 +44,31 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
     Raises DataError for a run whose log or metrics cannot be read.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    drawn = charts(runs)
+    drawn, data = charts(runs)
     parts = [
         f"<h1>{escape(title)}</h1>",
         _summary(runs),
         "<h2>Charts</h2>",
         _controls(runs, drawn),
-        f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step has been recorded yet.</p>",
+        f'<div class="charts{" many" * (len(runs) > 3)}">{"".join(drawn)}</div>'
+        if drawn
+        else "<p>No step has been recorded yet.</p>",
+        "<noscript><p>The charts need JavaScript. The tables of key points do not.</p></noscript>" if drawn else "",
         extra,
         _plans(runs),
         _differences(runs),
         _reproduce(runs),
         f'<p class="note">{escape(made_by)}</p>' if made_by else "",
+        _block("data", packed(json.dumps(data, allow_nan=False, separators=(",", ":")))),
     ]
-    return document(f"vitpar report: {title}", parts, _style(len(runs)) + (SHEET_STYLE if extra else ""), version)
+    body = [f"<main>{''.join(parts)}</main>", _block("library", packed_library())]
+    style = _style(len(runs)) + (SHEET_STYLE if extra else "")
+    return document(f"vitpar report: {title}", body, style, drawing(), [library()], version)
+
+
+def _block(name: str, content: str) -> str:
+    """Return data for the page's script."""
+    return f'<script type="application/octet-stream" id="{name}">{content}</script>'
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
@@ -154,17 +169,23 @@ def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
     """Return the switches and the legend of the charts."""
     if not drawn:
         return ""
-    keys = [f"<span>{_key(number, run)}</span>" for number, run in enumerate(runs)] if len(runs) > 1 else []
-    marked = [f"<span>{MARKS['saved']} checkpoint</span>"] * any(run.log.saves for run in runs)
-    marked += [f"<span>{MARKS['restart']} resumed</span>"] * any(s.after for run in runs for s in run.log.starts)
-    lines = ["<span><b class='k thick'></b>smoothed</span>", "<span><b class='k thin'></b>every step</span>"]
-    lines += ["<span><b class='k dash'></b>validation</span>"] * any(len(run.metrics.eval["step"]) for run in runs)
+    marked = any(run.log.saves or any(start.after for start in run.log.starts) for run in runs)
+    evaluated = any(len(run.metrics.eval["step"]) for run in runs)
+    toggles = [_toggle(f"run-{number}", _key(number, run)) for number, run in enumerate(runs)] if len(runs) > 1 else []
+    toggles += [_toggle("kind-training", '<b class="k"></b>training'), _toggle("kind-validation", DASHED)] * evaluated
+    toggles += [_toggle("marks", "▲ checkpoints, ▼ restarts")] * marked
     return (
         '<div class="controls">'
         f"{switch('x', 'over', {axis: axis for axis in AXES})}"
-        f"{switch('smooth', 'smoothing', {name: name for name in SMOOTHING}, USUAL_SMOOTHING)}"
-        f'<div class="legend">{"".join([*keys, *lines, *marked])}</div></div>'
+        f"{switch('smooth', 'smoothing', {name: name for name in SMOOTHING}, 'light')}"
+        f"{switch('scale', 'scale', {'usual': 'usual', 'linear': 'linear', 'log': 'logarithmic'})}"
+        f'<fieldset class="switch toggles"><legend>show</legend>{"".join(toggles)}</fieldset></div>'
     )
+
+
+def _toggle(name: str, html: str) -> str:
+    """Return a button that shows or hides lines."""
+    return f'<label><input type="checkbox" id="{name}" checked>{html}</label>'
 
 
 def _key(number: int, run: RunRecord) -> str:
@@ -264,40 +285,30 @@ def _style(runs: int) -> str:
         f".c{number} {{ --run: light-dark({light}, {dark}); }}"
         for number, (light, dark) in enumerate(COLOURS[: max(1, runs)])
     )
-    axes = "".join(f":root:has(#x-{axis}:checked) .ax-{axis}{{display:inline}}" for axis in AXES)
-    smooth = "".join(
-        f":root:has(#smooth-{name}:checked) .sm-{name}{{display:inline}}" for name, share in SMOOTHING.items() if share
-    )
-    return STYLE + colours + axes + smooth
+    return STYLE + colours
 
 
 STYLE = """
 body { max-width: 1120px; } .scroll svg { max-width: 900px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: .6rem 1.6rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem 1.6rem; }
 .chart { margin: 0; min-width: 0; } .chart figcaption { font-weight: 600; font-size: 14px; }
-.chart svg { min-width: 0; } .chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
-.chart summary { opacity: .8; } .points small { white-space: nowrap; opacity: .8; }
-.controls { position: sticky; top: 0; z-index: 1; background: var(--page); padding: .3rem 0; display: flex;
+.chart .plot { height: 240px; } .many .plot { height: 320px; }
+.chart .plot svg { min-width: 0; width: auto; display: inline; }
+.chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
+.chart summary { opacity: .8; } .chart table { font-size: 12px; }
+.controls { position: sticky; top: 0; z-index: 10; background: var(--page); padding: .3rem 0; display: flex;
   flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
-.controls .legend { margin: 0; align-items: center; flex-basis: 100%; }
-i[class^="c"] { background: var(--run); border: 0; }
+.toggles { flex-wrap: wrap; }
+.toggles label { max-width: 18rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.toggles label:has(input:not(:checked)) { background: none; opacity: .5; text-decoration: line-through; }
+i[class^="c"] { background: var(--run); border: 0; display: inline-block; width: .8em; height: .8em;
+  margin-right: .35em; }
 .k { display: inline-block; width: 1.6em; margin-right: .35em; vertical-align: middle; border-top: 2px solid; }
-.k.thin { border-top-width: 1px; opacity: .5; } .k.dash { border-top-style: dashed; }
-.ax, .sm { display: none; }
-@supports not selector(:has(*)) { .ax-step, .sm-light { display: inline; } }
- svg .tick { stroke: currentColor; opacity: .5; }
-svg .raw, svg .smooth, svg .val, svg .dots { fill: none; stroke: var(--run); stroke-linejoin: round;
-  stroke-linecap: round; }
-svg .raw { stroke-width: 1; opacity: .35; } svg .smooth { stroke-width: 1.8; }
-:root:has(#smooth-off:checked) svg .raw { opacity: 1; stroke-width: 1.3; }
-svg .val { stroke-width: 1.6; stroke-dasharray: 5 3; } svg .dots { stroke-width: 5; }
-svg .saved { fill: var(--run); opacity: .7; } svg .restart line { stroke: var(--run); stroke-dasharray: 2 3; }
-svg .restart text { fill: var(--run); }
+.k.dash { border-top-style: dashed; }
 .summary td, .summary th { min-width: 8.5rem; vertical-align: top; overflow-wrap: anywhere; }
 .summary td:first-child { min-width: 0; white-space: nowrap; opacity: .75; }
 .state { font-weight: 600; } .running::before { content: "▶ "; } .complete::before { content: "✓ "; }
 .stopped::before { content: "■ "; } .failed::before { content: "✗ "; }
-@media (max-width: 520px) { .chart svg text { font-size: 14.5px; } .chart svg .small { font-size: 13.5px; }
-  body { padding: 0 .75rem; } }
+@media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 """
 """Rules of style of reports, besides those of all pages."""

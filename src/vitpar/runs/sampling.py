@@ -1,78 +1,62 @@
-"""Downsampling and smoothing of long series for charts that are a few hundred pixels wide."""
+"""Thinning and smoothing of long series for charts that are some hundred pixels wide."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.runs.metrics import Column
 
-Indices = NDArray[np.int64]
-"""Indices of rows."""
-
 GAP = 5.0
 """Distance of two rows, in medians of the distances, above which a line is interrupted."""
+Flags = NDArray[np.bool_]
+"""One truth value for each row."""
 
 
-@dataclass(frozen=True)
-class Points:
-    """Points of a line, in the order of x."""
+def shared_steps(series: Sequence[tuple[Column, Column]], columns: int) -> Column:
+    """Return the steps at which the lines of a chart keep their rows.
 
-    x: Column
-    """Positions on the horizontal axis."""
-    y: Column
-    """Finite values."""
-    starts: Column
-    """1 where a piece of the line starts, 0 where a point is joined with the one before."""
+    These are all steps, or for long lines those of the smallest and the largest value of each line in each of `columns`
+    parts of the axis. So every spike stays visible, and lines keep the same steps: their values can be compared.
 
-
-def envelope(x: Column, y: Column, low: float, high: float, columns: int, *, spikes: bool = True) -> Points:
-    """Return at most two points of a line for each pixel column: its smallest and its largest value, in their order.
-
-    So every spike stays visible. If there are more points than that, x is the middle of the column. Pieces are
-    separated where values are missing or not finite, and by gaps in x.
-
-    low, high: ends of the horizontal axis.
-    spikes: False for a line that was smoothed, which needs only one value of each column.
+    series: (steps, values) of each line. The steps of a line ascend.
     """
-    fine = np.isfinite(x) & np.isfinite(y)
-    bad_before = np.cumsum(~fine)[fine]
-    x, y = x[fine], y[fine]
-    if not len(x):
-        return Points(x, y, x)
-    order = np.argsort(x, kind="stable")
-    x, y, bad_before = x[order], y[order], bad_before[order]
-    width = (high - low) / columns if high > low else 1.0
-    column = np.clip((x - low) / width, 0, columns - 1).astype(int)
-    dense = len(x) > 2 * columns
-    kept: Indices = np.arange(len(x), dtype=np.int64)
-    if dense:
-        first = np.flatnonzero(np.append(True, column[1:] != column[:-1]))
-        kept = _extremes(y, first) if spikes else (first + np.append(first[1:], len(y)) - 1) // 2
-    usual = float(np.median(np.diff(x))) if len(x) > 1 else 0.0
-    x, y, bad_before, column = x[kept], y[kept], bad_before[kept], column[kept]
-    if dense and spikes:
-        x = low + (column + 0.5) * width
-    apart = np.diff(column)
-    broken = (np.diff(bad_before) > 0) & (apart > 1) | (np.diff(x) > GAP * usual) & (apart > 2)
-    if len(fine) <= 2 * columns:  # every missing value can be seen
-        broken |= np.diff(bad_before) > 0
-    return Points(x, y, np.append(1.0, broken))
+    steps = [step for step, _ in series if len(step)]
+    if not steps or max(map(len, steps)) <= 2 * columns:
+        return np.unique(np.concatenate([*steps, np.empty(0)]))
+    low, high = min(step[0] for step in steps), max(step[-1] for step in steps)
+    kept = []
+    for step, y in series:
+        fine = np.isfinite(y)
+        part = _parts(step[fine], low, high, columns)
+        order = np.lexsort((y[fine], part))
+        last = np.append(part[1:] != part[:-1], True)[: len(part)]
+        first = np.append(True, last[:-1])[: len(part)]
+        kept.append(step[fine][order][first | last])
+        kept += [step[:1], step[-1:]]
+    return np.unique(np.concatenate(kept))
 
 
-def _extremes(y: Column, first: Indices) -> Indices:
-    """Return the indices of the smallest and the largest value of each group, in ascending order.
+def drawn_rows(step: Column, y: Column, shared: Column, columns: int) -> tuple[NDArray[np.int64], Flags]:
+    """Return the indices of the rows of a line that are drawn, and before which of them the line is interrupted.
 
-    first: index of the first value of each group.
+    It is interrupted where values are missing or not finite, and by gaps in the steps; in a thinned line only where
+    that can be seen.
+
+    shared: result of `shared_steps`.
     """
-    ends = np.append(first[1:], len(y))
-    pairs = (
-        (start + int(y[start:end].argmin()), start + int(y[start:end].argmax()))
-        for start, end in zip(first.tolist(), ends.tolist(), strict=True)
-    )
-    return np.unique(np.fromiter((index for pair in pairs for index in pair), dtype=np.int64))
+    fine = np.flatnonzero(np.isfinite(y))
+    if not len(fine):
+        return fine, np.zeros(0, dtype=np.bool_)
+    kept = np.isin(step[fine], shared)
+    jumps = np.diff(step[fine])
+    broken = (np.diff(fine) > 1) | (jumps > GAP * float(np.median(np.diff(step))) if len(step) > 1 else False)
+    if not kept.all():
+        broken &= jumps > 2 * (shared[-1] - shared[0]) / columns
+    pieces = np.append(0, np.cumsum(broken))[kept]
+    return fine[kept], np.append(False, np.diff(pieces) > 0)[: len(pieces)]
 
 
 def smoothed(y: Column, share: float) -> Column:
@@ -90,3 +74,9 @@ def smoothed(y: Column, share: float) -> Column:
     counts = np.append(0, np.cumsum(fine))
     total = np.maximum(counts[right] - counts[left], 1)
     return np.where(fine, (sums[right] - sums[left]) / total, np.nan)
+
+
+def _parts(step: Column, low: float, high: float, columns: int) -> NDArray[np.int64]:
+    """Return the part of the axis from `low` to `high` that each step is in."""
+    width = (high - low) / columns if high > low else 1.0
+    return np.clip((step - low) / width, 0, columns - 1).astype(np.int64)

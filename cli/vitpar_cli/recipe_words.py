@@ -26,6 +26,8 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
         layers = count(len(header.config.modules), "linear layer")
         trained = "the head" if lora.train is None else lora.train.strip() or "nothing else"
         yield "adapters", f"rank {lora.rank}, alpha {lora.alpha:g} on {layers}; with them trains {trained}"
+    if recipe.distill.teacher is not None:
+        yield "teacher", teacher_words(recipe)
     if header.task.INPUT == "images":
         yield "augment", augment_words(recipe)
     if recipe.train.image_sizes is not None:
@@ -55,6 +57,13 @@ def optimizer_words(recipe: Recipe) -> str:
     if recipe.train.clip_grad_norm:
         words.append(f"gradients clipped at norm {recipe.train.clip_grad_norm:g}")
     return ", ".join(words)
+
+
+def teacher_words(recipe: Recipe) -> str:
+    """Return text such as `runs/teacher under fsdp4: soft targets, alpha 0.5, tau 3`."""
+    distill = recipe.distill
+    tau = "" if distill.kind == "hard" else f", tau {distill.tau:g}"
+    return f"{distill.teacher} under {distill.plan}: {distill.kind} targets, alpha {distill.alpha:g}{tau}"
 
 
 def lr_words(recipe: Recipe, samples: int) -> str:

@@ -14,7 +14,7 @@ from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
-from vitpar_cli.recipe_words import augment_words, optimizer_words
+from vitpar_cli.recipe_words import augment_words, optimizer_words, teacher_words
 
 RECIPE = Recipe.model_validate(
     {
@@ -125,6 +125,9 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert augment_words(padded) == "crop with padding 4, flip 0.5, cifar10"
     decaying = read_recipe(None, {"data.path": "x", "train.steps": 1, "optimizer.weight_decay_end": 0.4})
     assert optimizer_words(decaying) == "adamw, weight decay 0.05 to 0.4, gradients clipped at norm 1"
+    taught = {"distill.teacher": "runs/one", "distill.kind": "logits", "distill.tau": 3, "distill.plan": "fsdp"}
+    words = teacher_words(read_recipe(None, {"data.path": "x", "train.steps": 1, **taught}))
+    assert words == "runs/one under fsdp: logits targets, alpha 0.5, tau 3"
 
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:

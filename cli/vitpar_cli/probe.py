@@ -77,12 +77,12 @@ def probe(
             "with one model"
         )
     names = known.about.get("classes")
-    names = [str(name) for name in names] if isinstance(names, list) else None
-    classes = max(int(known.labels.max()), int(asked.labels.max())) + 1
-    classes = max(classes, len(names or ()))
+    classes = max(int(known.labels.max()) + 1, int(asked.labels.max()) + 1, len(names or ()))
+    if neighbours is not None and max(counts) > len(known.labels):
+        raise RecipeError(
+            f"--neighbours is '{neighbours}', but '{train}' has {count(len(known.labels), 'image')}: ask for fewer"
+        )
     counts = tuple(k for k in counts if k <= len(known.labels))
-    if neighbours is not None and not counts:
-        raise RecipeError(f"--neighbours is '{neighbours}', but '{train}' has {count(len(known.labels), 'image')}")
 
     import torch
 

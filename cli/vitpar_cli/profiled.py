@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,51 +41,21 @@ NumClasses = Annotated[
     int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: the data's, or 1000]")
 ]
 ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
-_CLUSTER = "Failures and money"
-Mtbf = Annotated[
-    float | None,
-    typer.Option(
-        "--mtbf",
-        metavar="HOURS",
-        min=1e-3,
-        max=1e12,
-        help="Mean hours between failures of one device, such as 50000: predict checkpoints and useful time.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-HourPrice = Annotated[
-    float | None,
-    typer.Option(
-        "--price",
-        metavar="AMOUNT",
-        min=0,
-        max=1e12,
-        help="Price of an hour of one device, in any currency: predict the cost of the training.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Stall = Annotated[
-    float | None,
-    typer.Option(
-        "--stall",
-        metavar="SECONDS",
-        min=1e-6,
-        max=1e6,
-        help="Seconds that training waits for a checkpoint, for --mtbf; a run's log.txt has them.  \\[default: 1]",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-Restart = Annotated[
-    float | None,
-    typer.Option(
-        "--restart",
-        metavar="SECONDS",
-        min=0,
-        max=1e6,
-        help="Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]",
-        rich_help_panel=_CLUSTER,
-    ),
-]
+
+
+def _condition(flag: str, metavar: str, least: float, most: float, text: str) -> Any:
+    """Return an option about the cluster, for use in ``Annotated``."""
+    return typer.Option(flag, metavar=metavar, min=least, max=most, help=text, rich_help_panel="Failures and money")
+
+
+_FAILURES = "Mean hours between failures of one device, such as 50000: predict checkpoints and useful time."
+_PRICE = "Price of an hour of one device, in any currency: predict the cost of the training."
+_STALL = "Seconds that training waits for a checkpoint, for --mtbf; a run's log.txt has them.  \\[default: 1]"
+_RESTART = "Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]"
+Mtbf = Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILURES)]
+HourPrice = Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)]
+Stall = Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)]
+Restart = Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)]
 
 
 def conditions(

@@ -146,7 +146,7 @@ def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Com
         "--rates",
         "0.01,1,5",
         "--neighbours",
-        "1,5,1000",
+        "1,5",
         "--epochs",
         "50",
     )
@@ -162,5 +162,7 @@ def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Com
     assert "linear, rate 5" in shown.stdout and "best" in shown.stdout and "1 neighbour " in shown.stdout
     refused = vitpar(*words, "--out", "probed")
     assert refused.returncode == 2 and "'probed' exists and is not empty" in refused.stderr
+    refused = vitpar("probe", "train.parquet", "val.parquet", "--neighbours", "1,1000")
+    assert refused.returncode == 2 and "--neighbours is '1,1000', but 'train.parquet' has" in refused.stderr
     refused = vitpar("probe", "train.parquet", "gone.parquet", "--rates", "a")
     assert refused.returncode == 2 and "--rates is 'a': give numbers above 0" in refused.stderr

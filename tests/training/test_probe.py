@@ -69,6 +69,11 @@ def test_each_classifier_is_that_of_torch_alone(standardize: bool) -> None:
         assert probed.train == pytest.approx(accuracy(probed.weight, probed.bias, TRAIN))
 
 
+def test_a_classifier_that_diverges_is_not_the_best() -> None:
+    ordinary, diverged = train_classifiers(TRAIN, VAL, CLASSES, LinearProbe((0.1, 1e38), 3, 100), CPU)
+    assert not diverged.weight.isfinite().all() and diverged.val == diverged.train == 0 < ordinary.val
+
+
 def test_long_training_reaches_the_optimum_of_scikit_learn() -> None:
     decay = 0.01
     settings = LinearProbe((0.5,), 3000, 240, weight_decay=decay)
@@ -142,4 +147,4 @@ def test_features_are_read_as_they_were_written(tmp_path: Path) -> None:
         file.add(["a"] * 240, TRAIN.labels.tolist(), TRAIN.embeddings)
     found = read_features(tmp_path / "f.parquet")
     assert torch.equal(found.embeddings, TRAIN.embeddings) and torch.equal(found.labels, TRAIN.labels)
-    assert json.dumps(found.about) == '{"weights": "there"}'
+    assert json.dumps(found.about) == '{"weights": "there", "classes": null}'

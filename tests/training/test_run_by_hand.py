@@ -128,12 +128,17 @@ def test_evaluations_are_due_by_step_or_by_time(every: str, steps: list[int], tm
     assert [row["step"] for row in rows_of(tmp_path / "run", "eval")] == steps
 
 
-@pytest.mark.parametrize("mesh", ["pp2xtp2", "tp2xdp2+sp", "tp4+2d"])
-def test_schedules_do_not_depend_on_the_plan(mesh: str, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
-    """Under pp the shapes between stages change with the image size; evaluations in between have the model's."""
+@pytest.mark.parametrize(("mesh", "batch"), [("pp2xtp2", 12), ("tp2xdp2+sp", 12), ("tp4+2d", 12), ("tp4", 2)], ids=str)
+def test_schedules_do_not_depend_on_the_plan(
+    mesh: str, batch: int, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    """Under pp the shapes between stages change with the image size; evaluations in between have the model's.
+
+    Two of the ranks of tp4 decode no image of a batch of two.
+    """
     more = {"parallel.schedule": "interleaved1f1b", "parallel.virtual_stages": 2} if "pp" in mesh else {}
     data = pack_small(tmp_path)
-    settings = {**SETTINGS, **SCHEDULES, "train.eval_every": 1, "augment.cutmix": 1.0}
+    settings = {**SETTINGS, **SCHEDULES, "train.eval_every": 1, "augment.cutmix": 1.0, "train.batch_size": batch}
     for plan, changed in (("dp1", {}), (mesh, more)):
         pool = ranks(parse(plan).world_size)
         pool.run(train, recipe_of(data, plan, **settings, **changed), tmp_path / plan)

@@ -31,8 +31,8 @@ _SHUFFLE = 0x5F1E  # separates shuffles from sample keys, which hash the same nu
 _ROUNDS = 8  # of the Feistel network
 
 SCRAMBLE = tuple((shift, factor - (factor >> 63 << 64)) for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)))
-"""Steps of `Draws` that make a number from the state of a stream, for arithmetic with signed 64-bit numbers: shift a
-copy by so many bits to the right, without the sign, and combine it by exclusive or; then multiply."""
+"""Steps of `Draws` that make a number from the state of a stream, as (shift, factor) for signed 64-bit arithmetic: XOR
+the number with its logical right shift, then multiply by the factor."""
 STEP = _GOLDEN - (1 << 64)
 """Number, signed, that `Draws` adds to the state of a stream for each number."""
 Samples = NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Input of a rank: from packed or streamed images to the device tensors of a step, as the recipe says."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -42,7 +42,6 @@ from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.schedules import Schedules
 
 CHANNELS = 3
 """Channels that images are decoded to."""
@@ -176,20 +175,22 @@ class ImageInput:
                 self._held_val[val] = held[1]
         return message
 
-    def train_batches(self, images: ImageSet, start: int = 0) -> Loader:
+    def train_batches(self, images: ImageSet, start: int = 0, sizes: Callable[[int], int] | None = None) -> Loader:
         """Return a loader of all global batches after `start` samples, without end.
 
         It loads this rank's share of the images.
+
+        sizes: as in `LoaderSettings`.
 
         Raises DataError for a stream with fewer shards than ranks that decode.
         """
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            seed, settings = self._recipe.train.seed, self._settings(self._decoded, len(images))
+            seed, settings = self._recipe.train.seed, self._settings(self._decoded, sizes)
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
-        settings, cache = self._settings(self._needed(), len(images)), self._cached.get(images)
+        settings, cache = self._settings(self._needed(), sizes), self._cached.get(images)
         if (stored := self._held_train.get(images)) is not None:
             return HeldTrainLoader(images, self._train, stored, order=order, start=start, **settings)
         return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
@@ -253,7 +254,7 @@ class ImageInput:
         if not self._decoded:
             return StepInput(None, targets, keys)
         needed, compute = self._needed(), self._model.precision.compute
-        images = self._gathered(batch.images, len(needed))
+        images = self._gathered(batch, len(needed))
         if mixed is None:
             images = self.normalize(images, compute)
         else:
@@ -278,7 +279,7 @@ class ImageInput:
 
     def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return this rank's images, None where the model takes none, and the targets of its outputs."""
-        pixels = self._gathered(batch.images, len(self._eval_rows))
+        pixels = self._gathered(batch, len(self._eval_rows))
         images = None
         if self._model.takes_images:
             taken = pixels if self._taken is None else pixels[self._taken]
@@ -301,7 +302,7 @@ class ImageInput:
         """
         if not self._model.takes_images:
             return None
-        pixels = self._gathered(batch.images, len(self._eval_rows))
+        pixels = self._gathered(batch, len(self._eval_rows))
         taken = self._taken if self.task.LOCAL_TARGETS else None
         return self.normalize(pixels if taken is None else pixels[taken], self._model.precision.compute)
 
@@ -371,14 +372,10 @@ class ImageInput:
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
-    def _settings(self, rows: Sequence[int], trained: int | None = None) -> LoaderSettings:
-        """Return the settings of a loader for this rank's share of `rows`.
-
-        trained: samples of the training set; None for evaluation.
-        """
-        sizes = None if trained is None else Schedules.of(self._recipe, trained, self._model.config).image_size
+    def _settings(self, rows: Sequence[int], sizes: Callable[[int], int] | None = None) -> LoaderSettings:
+        """Return the settings of a loader for this rank's share of `rows`. sizes: as in `LoaderSettings`."""
         return {
-            "sizes": sizes and (lambda done: sizes(done // self._model.batch_size + 1)),
+            "sizes": sizes,
             "batch_size": self._model.batch_size,
             "rows": self._share(rows),
             "workers": self.workers,
@@ -394,12 +391,9 @@ class ImageInput:
         begin = share * dist.get_rank(self._peers)
         return list(rows[begin : begin + share])
 
-    def _gathered(self, images: Tensor | DrawnBatch | None, number: int) -> Tensor:
-        """Return all `number` images, on the device.
-
-        images: this rank's share of them; None for none.
-        """
-        size = self._model.config.image_size
+    def _gathered(self, batch: Batch, number: int) -> Tensor:
+        """Return all `number` images, on the device. batch: has this rank's share of them."""
+        images, size = batch.images, batch.size
         if isinstance(images, DrawnBatch):
             mine = images.made(self.to_device(images.packed))
         else:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -48,8 +48,11 @@ class Input(Protocol):
     def cache(self, train: Any, val: Any = None) -> str | None:
         """Keep prepared samples in memory from now on, if the recipe says so, and return a message."""
 
-    def train_batches(self, data: Any, start: int = 0) -> Batches:
-        """Return a loader of all global batches after `start` samples, without end."""
+    def train_batches(self, data: Any, start: int = 0, sizes: Callable[[int], int] | None = None) -> Batches:
+        """Return a loader of all global batches after `start` samples, without end.
+
+        sizes: function from the samples before a batch to the side of its images in pixels; None for the model's.
+        """
 
     def train_step(self, batch: Any) -> StepInput:
         """Return the input of a step."""

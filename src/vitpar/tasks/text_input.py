@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,7 +37,8 @@ class TextInput:
     def cache(self, *sets: TextSet | None) -> None:
         """Keep nothing: files of text are small, and the system caches them."""
 
-    def train_batches(self, data: TextSet, start: int = 0) -> TextLoader:
+    def train_batches(self, data: TextSet, start: int = 0, sizes: Callable[[int], int] | None = None) -> TextLoader:
+        assert sizes is None, "text has no images"
         order = order_of(self._recipe, len(data))
         return TextLoader(data, order=order, batch_size=self._model.batch_size, start=start, workers=self.workers)
 

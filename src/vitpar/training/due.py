@@ -41,9 +41,10 @@ class Due:
 class Agenda:
     """Schedule of what is due.
 
+    run: lengths of the run, which intervals refer to.
     first: the first step of this process.
     eval_every: interval between evaluations; None for none, not even after the last step.
-    log_every: steps between rows that are shown.
+    log_every: interval between rows that are shown.
     """
 
     def __init__(self, saver: Saver, run: Run, *, first: int, eval_every: Interval | None, log_every: Interval) -> None:

@@ -217,7 +217,7 @@ class Trainer:
         log = StepLog(self.recipe, self.config, self.model, self.task.TRAINING_METRICS, self.done)
         last: Evaluation | None = None
         log.resume_clock()
-        loader = self.input.train_batches(self.train_set, start=self.samples)
+        loader = self.input.train_batches(self.train_set, self.samples, self.schedules.sizes)
         # With several ranks the launching process prints the notice once.
         notice = STOPPING if dist.get_world_size() == 1 else ""
         with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:

@@ -27,6 +27,6 @@ class PlannedTeacher:
     def elements(self, ranks: int) -> int:
         """Return the parameters that the fullest of `ranks` ranks stores.
 
-        Raises StrategyError if the plan does not fit so many ranks.
+        Raises StrategyError if the plan does not fit this number of ranks.
         """
         return sum(layer_parameters(self.config, teacher_plan(self.distill, ranks)).values())

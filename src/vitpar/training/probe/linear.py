@@ -110,9 +110,10 @@ def _scale(x: Tensor, standardize: bool) -> tuple[Tensor, Tensor]:
 
 
 def _accuracies(given: Features, weight: Tensor, bias: Tensor, device: torch.device) -> Tensor:
-    """Return the share of images that each classifier gets right, [classifiers]."""
+    """Return the share of images that each classifier gets right, [classifiers]; 0 for one that has diverged."""
     right = torch.zeros(len(weight), dtype=torch.int64, device=device)
     for rows, labels in zip(given.embeddings.split(_CHUNK), given.labels.split(_CHUNK), strict=True):
         logits = rows.to(device) @ weight.mT + bias[:, None]
         right += (logits.argmax(-1) == labels.to(device)).sum(1)
-    return right / len(given.labels)
+    finite = weight.isfinite().flatten(1).all(1) & bias.isfinite().all(1)
+    return right.where(finite, 0) / len(given.labels)

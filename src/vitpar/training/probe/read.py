@@ -100,4 +100,8 @@ def _about(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
         about = parse_json(text.decode()) if len(text) <= MAX_JSON_BYTES else {}
     except ValueError:
         about = {}
-    return about if isinstance(about, dict) else {}
+    if not isinstance(about, dict):
+        return {}
+    names = about.get("classes")
+    known = isinstance(names, list) and len(names) <= MAX_CLASSES and all(isinstance(name, str) for name in names)
+    return {**about, "classes": names if known else None}

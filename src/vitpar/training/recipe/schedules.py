@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vitpar.errors import ModelError, RecipeError
@@ -49,6 +50,12 @@ class Schedules:
             _drop_path(recipe.train.drop_path_schedule, run, config),
             None if recipe.train.image_sizes is None else _image_size(recipe.train.image_sizes, run, config),
         )
+
+    @property
+    def sizes(self) -> Callable[[int], int] | None:
+        """Function from the samples seen before a batch to the side of its images, in pixels; None if constant."""
+        size = self.image_size
+        return None if size is None else lambda seen: size(seen // size.run.batch_size + 1)
 
     def other(self, name: str, step: int) -> float:
         """Return the value of `others` called `name`."""

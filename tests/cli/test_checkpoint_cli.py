@@ -112,6 +112,28 @@ def test_export_writes_readable_weights(options: list[str], prefix: str, size: s
         assert all(torch.equal(read[name], tensor) for name, tensor in load_file(path).items())
 
 
+def test_exported_adapters_merge_into_the_weights_that_they_adapt(runs: Path) -> None:
+    """A run's adapters, merged into its initial weights by the import, give the weights that the run saved."""
+    base, adapted = runs / "plain" / "weights", runs / "adapted"
+    lora = {"model.weights": str(base), "lora.rank": 2, "lora.alpha": 4.0, "train.ema_decay": None}
+    join(ALONE, "cpu")
+    train(torch.device("cpu"), recipe_of(runs / "packed", "dp1", **lora), adapted)
+    leave()
+    vitpar("export", str(runs / "plain"), "--format", "timm", "--out", str(runs / "base"))
+    said = vitpar("export", str(adapted), "--adapters", "--format", "timm", "--out", str(runs / "adapters"))
+    assert f"at step {2 * STEPS} written to" in said
+    merge = ["--adapters", str(runs / "adapters"), "--out", str(runs / "merged")]
+    vitpar("import", str(runs / "base"), *merge)
+    merged, saved, first = (
+        {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for folder in (runs / "merged", adapted / "weights", base)
+    )
+    assert merged.keys() == saved.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=0)
+    assert any((first[name] - tensor).abs().max() > 1e-5 for name, tensor in saved.items() if "blocks" in name)
+
+
 IMPOSSIBLE = [
     (["list", "."], "has no checkpoints"),
     (["verify", "gone/checkpoints/step_3"], "there is no folder 'gone/checkpoints/step_3'"),

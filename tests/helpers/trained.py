@@ -83,7 +83,7 @@ def train(device: torch.device, recipe: Recipe, run_dir: Path, **more: Any) -> N
 def rows(run: Path, kind: str = "train", after: int = 0) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl of one kind after step `after`, without timings and memory."""
     every = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    timed = ("time", "step_ms", "data_ms", "images_per_second", "memory_bytes")
+    timed = ("time", "step_ms", "data_ms", "images_per_second", "memory_bytes", "memory_by_rank")
     kept = [row for row in every if row["kind"] == kind and row["step"] > after]
     return [{key: value for key, value in row.items() if key not in timed} for row in kept]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.limits import MAX_COUNT, MAX_MEASURE
+from vitpar.limits import MAX_COUNT, MAX_MEASURE, MAX_RANKS
 from vitpar.runs.lines import lines_of, row_of
 
 Column = NDArray[np.float64]
@@ -25,6 +25,10 @@ TRAIN = (
     *("mfu", "memory_bytes", "skipped", "weight_decay", "drop_path", "image_size"),
 )
 """Columns of rows about training steps."""
+GROUPED = ("grad_norms", "update_ratios")
+"""Objects in rows about training steps, with a number for each group of layers."""
+MOST_GROUPS, MOST_NAME = 32, 64
+"""Maximum number of groups in a file, and of characters in the name of one; others are left out."""
 EVAL = ("step", "loss")
 """Columns of rows about evaluations. Those of the task's metrics follow, here and in `TRAIN`."""
 
@@ -34,11 +38,14 @@ class Metrics:
     """Metrics of a run. The columns of one kind are equally long, and sorted by step."""
 
     train: Mapping[str, Column]
-    """Columns `TRAIN` and `hours`: hours of training up to the row, without evaluations, saving and pauses."""
+    """Columns `TRAIN`, those of `GROUPED` as grad_norms/embed, and `hours`: hours of training up to the row, without
+    evaluations, saving and pauses."""
     eval: Mapping[str, Column]
     """Columns `EVAL`, `samples` and `hours`; the last two are those of the training row at that step."""
     damaged: int
     """Lines that could not be read."""
+    memory: Column
+    """Peak memory of each rank in bytes, of the last row that has it; empty if none has."""
 
     @property
     def steps(self) -> int:
@@ -73,21 +80,38 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
     """Return the metrics of rows. None stands for a line that is no row. names: metrics of the task."""
     kinds = {"train": dict.fromkeys((*TRAIN, *names)), "eval": dict.fromkeys((*EVAL, *names))}
     columns = {kind: {name: array("d") for name in known} for kind, known in kinds.items()}
-    damaged = 0
+    damaged, memory, most = 0, np.empty(0), len(columns["train"]) + MOST_GROUPS * len(GROUPED)
     for row in found_rows:
         kind = row.get("kind") if row is not None else None
         step = _number(row.get("step")) if row is not None else np.nan
         if row is None or not 0 <= step <= MAX_COUNT:
             damaged += 1
         elif isinstance(kind, str) and kind in columns:
+            groups = _by_group(row) if kind == "train" else {}
+            for name in groups:
+                if name not in columns[kind] and len(columns[kind]) < most:
+                    columns[kind][name] = array("d", [np.nan] * len(columns[kind]["step"]))
             for name, column in columns[kind].items():
-                column.append(_number(row.get(name)))
+                column.append(_number(groups.get(name, row.get(name))))
+            if isinstance(row.get("memory_by_rank"), list):
+                memory = np.array([_number(value) for value in row["memory_by_rank"][:MAX_RANKS]])
     train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
     train["hours"] = _hours(train["step_ms"])
-    collected = Metrics(train, evals, damaged)
+    collected = Metrics(train, evals, damaged, memory)
     for axis in ("samples", "hours"):
         evals[axis] = collected.at(axis, evals["step"])
     return collected
+
+
+def _by_group(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of groups of layers in a row, by names such as grad_norms/embed."""
+    return {
+        f"{key}/{name}": value
+        for key in GROUPED
+        if isinstance(groups := row.get(key), dict)
+        for name, value in groups.items()
+        if len(name) <= MOST_NAME
+    }
 
 
 def rows(path: Path) -> Iterator[dict[str, Any] | None]:

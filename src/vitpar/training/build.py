@@ -32,6 +32,7 @@ from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import teacher_fingerprint
+from vitpar.training.signals import LayerSignals
 from vitpar.training.step import TrainStep, nothing
 from vitpar.training.teacher import Teacher, teacher_of
 from vitpar.weights.folder import fingerprint
@@ -82,6 +83,7 @@ class TrainingComponents:
         self,
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,
+        signals: LayerSignals | None = None,
     ) -> TrainStep:
         """Return the training step of these components. The arguments are those of `TrainStep`."""
         return TrainStep(
@@ -92,6 +94,7 @@ class TrainingComponents:
             ema=self.ema,
             non_finite=self.non_finite,
             teacher=self.teacher,
+            signals=signals,
             after_gradients=after_gradients,
             before_update=before_update,
         )

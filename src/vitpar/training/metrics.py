@@ -26,10 +26,13 @@ from vitpar.tasks import Metric
 if TYPE_CHECKING:
     from vitpar.data import Batch
     from vitpar.training.recipe import Recipe
+    from vitpar.training.signals import LayerSignals
     from vitpar.training.step import Stepped
 
 WARM_UP_STEPS = 1
 """Steps excluded from the mean rate: the first allocates, connects and compiles."""
+GROWN = 1.01
+"""Growth of a rank's peak memory after which a row has the peaks of all ranks."""
 
 
 class _Step(NamedTuple):
@@ -53,6 +56,8 @@ class _Step(NamedTuple):
     """Further metrics of the step."""
     measured: Tensor | None
     """This rank's part of the sums for the task's metrics, not read from the device yet."""
+    signals: Tensor | None
+    """This rank's part of the sums for groups of layers, not read from the device yet; None at most steps."""
 
 
 class Worst(NamedTuple):
@@ -77,15 +82,23 @@ class StepLog:
     saving are not counted. Times of a step are means over its log interval.
 
     metrics: metrics that the loss measures (``Task.TRAINING_METRICS``).
+    signals: those of groups of layers.
     done: steps that an earlier process made.
     """
 
     def __init__(
-        self, recipe: Recipe, config: ModelConfig, model: ParallelModel, metrics: Sequence[Metric], done: int = 0
+        self,
+        recipe: Recipe,
+        config: ModelConfig,
+        model: ParallelModel,
+        metrics: Sequence[Metric],
+        signals: LayerSignals,
+        done: int = 0,
     ) -> None:
         self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
-        self._metrics = metrics
+        self._metrics, self._signals = metrics, signals
+        self._memory: list[float] = []
         self._flops_of: dict[int, int] = {}
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
@@ -121,6 +134,7 @@ class StepLog:
                 data_seconds=self._data_seconds,
                 extra=stepped.extra,
                 measured=stepped.measured,
+                signals=stepped.signals,
             )
         )
         if self._model.device.type == "cuda":
@@ -138,13 +152,18 @@ class StepLog:
         """
         losses = torch.stack([step.loss for step in self._pending]).double()
         sums = torch.stack([self._sums(step) for step in self._pending])
-        everything = torch.cat([losses[:, None], sums], dim=1)
+        steps = torch.cat([losses[:, None], sums], dim=1)
+        signals = [step.signals for step in self._pending if step.signals is not None]
+        memory = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        memory[dist.get_rank()] = memory_bytes(self._model.device)
+        parts = [steps, *signals, memory.to(steps.device)]
+        everything = torch.cat([part.flatten() for part in parts])
         all_reduce_(everything)
+        steps, *signals, memory = everything.cpu().split([part.numel() for part in parts])  # waits for the device
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # the rank that waits longest delays all others
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
-        totals = everything.tolist()  # waits for the device, so that the clock below includes its work
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
         counted = sum(step.number > self._warm_from for step in self._pending)
@@ -169,10 +188,23 @@ class StepLog:
                 **self._means(counted, sums),
                 **step.extra,
             }
-            for step, (loss, counted, *sums), norm, wait in zip(self._pending, totals, norms, waited, strict=True)
+            for step, (loss, counted, *sums), norm, wait in zip(
+                self._pending, steps.view(len(self._pending), -1).tolist(), norms, waited, strict=True
+            )
         ]
+        logged = [row for row, step in zip(rows, self._pending, strict=True) if step.signals is not None]
+        for row, part in zip(logged, signals, strict=True):
+            row |= self._signals.row(part.view(3, -1).tolist())
+        if self._grown(memory.tolist()):
+            rows[-1]["memory_by_rank"] = self._memory = memory.long().tolist()
         self._pending.clear()
         return rows, worst
+
+    def _grown(self, memory: Sequence[float]) -> bool:
+        """Return whether the peak of a rank has grown since the last row with all peaks. memory: bytes of each rank."""
+        if not self._memory:
+            return True
+        return any(now > GROWN * before for now, before in zip(memory, self._memory, strict=True))
 
     def _sums(self, step: _Step) -> Tensor:
         """Return this rank's number of counted samples, then the sum of each metric."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitpar.training.faults.non_finite import NonFinite
     from vitpar.training.optim.average import EMA
     from vitpar.training.optim.loss_scale import LossScaler
+    from vitpar.training.signals import LayerSignals
     from vitpar.training.teacher import Teacher
 
 
@@ -35,6 +36,8 @@ class Stepped(NamedTuple):
     """Further metrics of the step, such as whether it was skipped."""
     measured: Tensor | None = None
     """This rank's part of the sums that the loss measured (``ParallelModel.measured``)."""
+    signals: Tensor | None = None
+    """This rank's part of ``LayerSignals.sums``; None at steps without signals."""
 
 
 def nothing(*_: object) -> None:
@@ -50,6 +53,7 @@ class TrainStep:
     scaler: scale of the loss, in fp16.
     non_finite: decides whether a step is skipped; None skips none.
     teacher: gives logits for the targets; None for none.
+    signals: of groups of layers; None for none.
     after_gradients: called with the step's number after backward.
     before_update: called before parameters change.
     """
@@ -64,13 +68,14 @@ class TrainStep:
         ema: EMA | None = None,
         non_finite: NonFinite | None = None,
         teacher: Teacher | None = None,
+        signals: LayerSignals | None = None,
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,
     ) -> None:
         self.model, self.optimizer, self.ema = model, optimizer, ema
         self._limit, self._scaler, self._non_finite = clip_grad_norm, scaler, non_finite
         self._after_gradients, self._before_update = after_gradients, before_update
-        self._teacher = teacher
+        self._teacher, self._signals = teacher, signals
 
     def __call__(
         self,
@@ -102,6 +107,8 @@ class TrainStep:
             norm = norm / scale if self._scaler else norm
             extra = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
+            signals = self._signals if self._signals and self._signals.wanted(number) else None
+            before = signals.sample() if signals else None
             if not extra.get("skipped") and not self.optimizer.one_pass:
                 clip_(gradients, norm, self._limit, scale)
         with phase("update"):
@@ -115,7 +122,8 @@ class TrainStep:
                 self.optimizer.step(lr)
                 if self.ema:
                     self.ema.update(number)
-        return Stepped(loss, norm, extra, model.measured)
+        sums = signals.sums(parts, scale, before) if signals and before is not None else None
+        return Stepped(loss, norm, extra, model.measured, sums)
 
 
 class Garbage:

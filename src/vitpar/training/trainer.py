@@ -33,6 +33,7 @@ from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run, teacher_fingerprint
 from vitpar.training.saving.saver import Saver, TrainingState, texts
+from vitpar.training.signals import LayerSignals
 from vitpar.training.step import Garbage, Stepped, nothing
 from vitpar.training.tracked import Tracked
 from vitpar.weights.folder import save_weights
@@ -86,8 +87,12 @@ class Trainer:
         if self.checks:
             self.watchdog.doing = self.checks.doing
         self._make_folder()
+        every = self.lr.run.length(self.recipe.train.log_every)
+        self.signals = LayerSignals(self.model, self.optimizer, every)
         self._step = trained.step(
-            after_gradients=self.checks.gradients if self.checks else nothing, before_update=self.saver.writer.staged
+            after_gradients=self.checks.gradients if self.checks else nothing,
+            before_update=self.saver.writer.staged,
+            signals=self.signals,
         )
         try:
             cached = self._begin(trained)
@@ -214,7 +219,8 @@ class Trainer:
             eval_every=None if self.val_set is None else train.eval_every,
             log_every=train.log_every,
         )
-        log = StepLog(self.recipe, self.config, self.model, self.task.TRAINING_METRICS, self.done)
+        metrics = self.task.TRAINING_METRICS
+        log = StepLog(self.recipe, self.config, self.model, metrics, self.signals, self.done)
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, self.samples, self.schedules.sizes)

@@ -82,6 +82,16 @@ class ShardedOptimizer:
             for _, shard in self._pairs.values():
                 shard.grad_dtype = None  # gradients may have 16 bits
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trained parameters with elements here, by name; with optimizers that are not elementwise, empty ones too."""
+        return {name: parameter for name, (parameter, _) in self._pairs.items()}
+
+    @property
+    def shards(self) -> dict[str, Tensor]:
+        """Local parts of `parameters`, as plain tensors that share their memory."""
+        return {name: shard for name, (_, shard) in self._pairs.items()}
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that exist and have elements here, by parameter name, sharded like the parameters."""
         return {name: p.grad for name, (p, s) in self._pairs.items() if p.grad is not None and s.numel()}

@@ -22,7 +22,7 @@ TRAIN_KEYS = [
     *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "top1", "time"),
 ]
 DETAILS = ("grad_norms", "update_ratios", "memory_by_rank")
-"""What not every row has: numbers of groups of layers, and of all ranks."""
+"""Keys that only some rows have: numbers of groups of layers, and of all ranks."""
 EVAL_KEYS = ["kind", "step", "samples", "loss", "top1", "top5", "ece", "time"]
 
 

@@ -11,6 +11,7 @@ from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from helpers.trained import LAYERWISE, assembled, recipe_of, train
 from vitpar import model_config
+from vitpar.training.device_load import device_load
 from vitpar.training.signals import layer_groups
 
 LR = 0.1
@@ -54,6 +55,15 @@ def test_signals_are_those_of_the_global_model(
         weights = torch.cat([before[name].double().flatten() for name in names]).norm()
         assert norm == pytest.approx(float(moved) / LR, rel=1e-4)
         assert rows[1]["update_ratios"][group] == pytest.approx(float(moved / weights), rel=1e-4)
+
+
+def test_load_of_a_gpu_is_read_where_nvml_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 87)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 650_500)
+    assert device_load(torch.device("cpu")) is None
+    assert device_load(torch.device("cuda", 0)) == (0.87, 650.5)
+    monkeypatch.undo()
+    assert device_load(torch.device("cuda", 1)) is None, "there is no GPU, or no NVML"
 
 
 @pytest.mark.parametrize(

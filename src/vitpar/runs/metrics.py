@@ -22,7 +22,7 @@ Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
 TRAIN = (
     *("step", "samples", "loss", "lr", "grad_norm", "loss_scale", "step_ms", "data_ms", "images_per_second"),
-    *("mfu", "memory_bytes", "skipped", "weight_decay", "drop_path", "image_size"),
+    *("mfu", "memory_bytes", "skipped", "weight_decay", "drop_path", "image_size", "gpu_utilization", "gpu_watts"),
 )
 """Columns of rows about training steps."""
 GROUPED = ("grad_norms", "update_ratios")

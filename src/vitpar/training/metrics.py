@@ -22,6 +22,7 @@ from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.tasks import Metric
+from vitpar.training.device_load import device_load
 
 if TYPE_CHECKING:
     from vitpar.data import Batch
@@ -98,7 +99,7 @@ class StepLog:
         self._warm_from = done + WARM_UP_STEPS
         self._recipe, self._config, self._model = recipe, config, model
         self._metrics, self._signals = metrics, signals
-        self._memory: list[float] = []
+        self._memory: list[int] = []
         self._flops_of: dict[int, int] = {}
         self._pending: list[_Step] = []
         self._begun = self._waiting = time.perf_counter()
@@ -150,17 +151,8 @@ class StepLog:
 
         mine: state of this rank. It is reduced in the same message as the waiting times.
         """
-        losses = torch.stack([step.loss for step in self._pending]).double()
-        sums = torch.stack([self._sums(step) for step in self._pending])
-        steps = torch.cat([losses[:, None], sums], dim=1)
-        signals = [step.signals for step in self._pending if step.signals is not None]
-        memory = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        memory[dist.get_rank()] = memory_bytes(self._model.device)
-        parts = [steps, *signals, memory.to(steps.device)]
-        everything = torch.cat([part.flatten() for part in parts])
-        all_reduce_(everything)
-        steps, *signals, memory = everything.cpu().split([part.numel() for part in parts])  # waits for the device
-        waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=losses.device)
+        steps, signals, memory, gpus = self._summed()  # waits for the device
+        waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=self._model.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # the rank that waits longest delays all others
         norms = torch.stack([step.norm for step in self._pending]).tolist()
         worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
@@ -186,21 +178,42 @@ class StepLog:
                 "mfu": mfu,
                 "memory_bytes": memory_bytes(self._model.device),
                 **self._means(counted, sums),
+                **gpus,
                 **step.extra,
             }
-            for step, (loss, counted, *sums), norm, wait in zip(
-                self._pending, steps.view(len(self._pending), -1).tolist(), norms, waited, strict=True
-            )
+            for step, (loss, counted, *sums), norm, wait in zip(self._pending, steps, norms, waited, strict=True)
         ]
         logged = [row for row, step in zip(rows, self._pending, strict=True) if step.signals is not None]
         for row, part in zip(logged, signals, strict=True):
-            row |= self._signals.row(part.view(3, -1).tolist())
-        if self._grown(memory.tolist()):
-            rows[-1]["memory_by_rank"] = self._memory = memory.long().tolist()
+            row |= self._signals.row(part)
+        if self._grown(memory):
+            rows[-1]["memory_by_rank"] = self._memory = memory
         self._pending.clear()
         return rows, worst
 
-    def _grown(self, memory: Sequence[float]) -> bool:
+    def _summed(self) -> tuple[list[list[float]], list[list[list[float]]], list[int], dict[str, float]]:
+        """Add up what all ranks know of the pending steps, in one message. Collective; waits for the device.
+
+        Returns loss, number of counted samples and sums of metrics of every step; sums of the steps that have signals;
+        the peak memory of each rank; and what rows say about GPUs.
+        """
+        losses = torch.stack([step.loss for step in self._pending]).double()
+        steps = torch.cat([losses[:, None], torch.stack([self._sums(step) for step in self._pending])], dim=1)
+        signals = [step.signals for step in self._pending if step.signals is not None]
+        ranks = torch.zeros(dist.get_world_size() + 3, dtype=torch.float64)
+        ranks[dist.get_rank()] = memory_bytes(self._model.device)
+        if load := device_load(self._model.device):
+            ranks[-3:] = torch.tensor([1.0, *load])
+        parts = [steps, *signals, ranks.to(steps.device)]
+        message = torch.cat([part.flatten() for part in parts])
+        all_reduce_(message)
+        steps, *signals, ranks = message.cpu().split([part.numel() for part in parts])
+        *memory, known, used, watts = ranks.tolist()
+        gpus = {"gpu_utilization": round(used / known, 4), "gpu_watts": round(watts, 1)} if known else {}
+        by_step = steps.view(len(self._pending), -1).tolist()
+        return by_step, [part.view(3, -1).tolist() for part in signals], list(map(int, memory)), gpus
+
+    def _grown(self, memory: Sequence[int]) -> bool:
         """Return whether the peak of a rank has grown since the last row with all peaks. memory: bytes of each rank."""
         if not self._memory:
             return True

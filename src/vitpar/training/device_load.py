@@ -1,0 +1,35 @@
+"""Load of a GPU, as nvidia-smi shows it, where the package nvidia-ml-py is installed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class DeviceLoad(NamedTuple):
+    """Load of one GPU."""
+
+    utilization: float
+    """Share of the last second or less in which a kernel ran."""
+    watts: float
+    """Electrical power."""
+
+
+def device_load(device: torch.device) -> DeviceLoad | None:
+    """Return the load of `device`; None for a CPU, and where NVML does not tell it. Takes about a millisecond."""
+    if device.type != "cuda" or not _answers(device):
+        return None
+    return DeviceLoad(torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000)
+
+
+@cache
+def _answers(device: torch.device) -> bool:
+    """Return whether NVML tells the load of `device`: not if it is not installed, without rights, in some containers."""
+    try:
+        torch.cuda.utilization(device)
+        torch.cuda.power_draw(device)
+    except Exception:  # NVML's errors are classes of a package that may be missing
+        return False
+    return True

@@ -26,7 +26,7 @@ def device_load(device: torch.device) -> DeviceLoad | None:
 
 @cache
 def _answers(device: torch.device) -> bool:
-    """Return whether NVML tells the load of `device`: not if it is not installed, without rights, in some containers."""
+    """Return whether NVML tells the load of `device`: it needs its package, and rights that containers may lack."""
     try:
         torch.cuda.utilization(device)
         torch.cuda.power_draw(device)

@@ -119,7 +119,9 @@ def two_ranks() -> list[dict[str, str]]:
     return [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
-def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any) -> list[Any]:
+def in_forks(
+    function: Callable[..., Any], environments: Iterable[dict[str, str]], *args: Any, seconds: float = 100.0
+) -> list[Any]:
     """Return what ``function(*args)`` returns in a fork of the server for each environment; all run at once.
 
     Unlike ranks of a pool they are in no world yet. `clean_environment` is added to each environment.
@@ -134,7 +136,7 @@ def in_forks(function: Callable[..., Any], environments: Iterable[dict[str, str]
     values = []
     try:
         for rank, (_, end) in enumerate(forks):
-            fine, value = end.recv() if end.poll(100.0) else (False, "it did not answer")
+            fine, value = end.recv() if end.poll(seconds) else (False, "it did not answer")
             if not fine:
                 raise RankError(f"fork {rank} of {len(forks)}:\n{value}")
             values.append(value)

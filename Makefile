@@ -14,7 +14,7 @@ PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-tools test-full test-torch soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-tools test-full test-torch test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -40,7 +40,7 @@ demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
 test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
-	$(PYTEST) -m 'not slow and not soak and not tools'
+	$(PYTEST) -m 'not slow and not soak and not tools and not clusters'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
 	$(PYTEST) -m slow
@@ -53,6 +53,10 @@ test-full: test test-slow test-tools  ## All tests
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
+
+test-clusters: $(READY)  ## Real launchers on two hosts in this machine: OpenMPI, SLURM, torchrun; needs root and Debian
+	tests/clusters/install.sh
+	$(BIN)/python -m pytest -m clusters -rpsfE --no-fold-skipped tests/clusters
 
 soak: $(READY)   ## Hours of tests: 200 faults, searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python -m pytest -m soak tests

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from vitpar.launch import find_world
+from vitpar.launch.stop_request import stop_at_once
 from vitpar.text import either
 from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
@@ -162,6 +163,9 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     asked = o.request(train, locals())
+    world = find_world()
+    if world and world.size > 1 and not dry_run:
+        stop_at_once()
     if not dry_run:
         outlive_reader()  # log.txt of the run has what it prints
     from vitpar.training.prepare import prepare

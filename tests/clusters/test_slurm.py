@@ -1,41 +1,45 @@
-"""vitpar under SLURM on two hosts: srun, and the shipped script that resumes."""
+"""vitpar under SLURM on two hosts: srun, and the shipped script, which resumes after a preemption."""
 
 from pathlib import Path
 
 import pytest
 
-from helpers.cluster import steps
+from helpers.cluster import last_step, until
 from helpers.paths import ROOT
 from helpers.slurm import Slurm
 
-pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(900)]
 SCRIPT = ROOT / "experiments" / "train.sbatch"
-ONE_EACH = ("--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+HERE = ("--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 
 
 def test_srun_trains(slurm: Slurm, digits: Path) -> None:
-    said = slurm.command(
-        "srun",
-        "-N",
-        "2",
-        "-n",
-        "2",
-        "--distribution=block",
-        "--wait=60",
-        "python",
-        "-m",
-        "vitpar_cli.main",
-        "train",
-        "--recipe",
-        "recipe.toml",
-        "--mesh",
-        "dp2",
-        "--steps",
-        "5",
-        "--run-dir",
-        "srun",
-        "--resume",
-        "auto",
-        place=digits,
-    )
-    assert steps(digits / "srun") == 5, said
+    srun = ("srun", "-N", "2", "-n", "2", "--distribution=block", "--wait=60")
+    words = ("--recipe", "recipe.toml", "--mesh", "dp", "--steps", "5", "--run-dir", "srun", "--resume", "auto")
+    said = slurm.command(*srun, "python", "-m", "vitpar_cli.main", "train", *words, place=digits)
+    assert last_step(digits / "srun") == 5 and "dp2 on cpu" in said, said
+
+
+def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm: Slurm, digits: Path) -> None:
+    job = slurm.submit(digits, SCRIPT, HERE, "--recipe", "recipe.toml", "--mesh", "dp", "--steps", "100000")
+    run, output = digits / "runs" / f"vitpar-{job}", digits / f"vitpar-{job}.out"
+
+    def said() -> str:
+        return f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"
+
+    until(lambda: last_step(run) > 3, 180, said)
+    # A job of more priority takes both hosts for a while.
+    slurm.command("sbatch", "-p", "high", "-N", "2", "--exclusive", "--wrap", "srun sleep 3", place=digits)
+    until(lambda: slurm.job(job)["JobState"] == "PENDING", 120, said)
+    saved = last_step(run)
+    assert f"stopped by SIGTERM after step {saved}" in output.read_text() and "requeued to resume" in output.read_text()
+    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # not two minutes later, as after a requeue
+    until(lambda: last_step(run) > saved, 240, said)
+    assert f"resuming from runs/vitpar-{job}/checkpoints/step_{saved}" in output.read_text()
+    assert slurm.job(job)["Restarts"] == "1"
+
+    slurm.command("scancel", job)
+    until(lambda: slurm.job(job)["JobState"] == "CANCELLED", 120, said)
+    last = last_step(run)
+    assert last > saved and (run / "checkpoints" / f"step_{last}" / "index.json").exists(), said()
+    assert output.read_text().count("requeued to resume") == 1

@@ -1,40 +1,82 @@
 """vitpar under torchrun on two hosts: a lost host, a cut link, and a slow one."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from helpers.cluster import Cluster, ended, steps
+from helpers.cluster import Cluster, ended, last_step, until
 from helpers.ranks import free_port
 
 pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
 ELASTIC = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SILENT_S = 10
+"""Seconds after which a silent rank is lost, in place of two minutes."""
+PROGRAM = f"""
+from vitpar.training.faults import watchdog
+watchdog.LOST_S = {SILENT_S}
+from vitpar_cli.main import main
+main()
+"""
 
 
 class Run:
-    """A run under a torchrun on each host, in docs/machines.md's words."""
+    """A run under a torchrun on each host, in docs/machines.md's words, with a rank each."""
 
-    def __init__(self, cluster: Cluster, place: Path, name: str, *words: str, nodes: str = "1:2") -> None:
+    def __init__(self, cluster: Cluster, place: Path, name: str, *words: str) -> None:
         self.cluster, self.path = cluster, place / name
-        port = free_port()
+        (place / "program.py").write_text(PROGRAM)
         command = [
-            *("torchrun", f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", f"--rdzv-id={name}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=n1:{port}", "--rdzv-conf=last_call_timeout=5"),
-            *("-m", "vitpar_cli.main", "train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", name),
+            *("torchrun", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", f"--rdzv-id={name}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=n1:{free_port()}", "--rdzv-conf=last_call_timeout=10"),
+            *("program.py", "train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", name),
             *("--resume", "auto", *words),
         ]
         self.agents = {host: cluster.start(host, command, place, **ELASTIC) for host in ("n1", "n2")}
 
+    @property
     def log(self) -> str:
-        try:
-            return (self.path / "log.txt").read_text()
-        except FileNotFoundError:
-            return ""
+        return (self.path / "log.txt").read_text() if self.path.exists() else ""
 
 
-def test_torchrun_trains(hosts: Cluster, digits: Path) -> None:
-    run = Run(hosts, digits, "torchrun", "--steps", "5")
-    for agent in run.agents.values():
-        code, text = ended(agent)
-        assert code == 0, text
-    assert steps(run.path) == 5 and "dp2 on cpu" in run.log()
+def test_torchrun_trains_over_a_slow_link(hosts: Cluster, digits: Path) -> None:
+    hosts.slow("n2", "50ms", "10mbit")
+    try:
+        run = Run(hosts, digits, "slow", "--steps", "5")
+        for agent in run.agents.values():
+            code, text = ended(agent)
+            assert code == 0, text
+    finally:
+        hosts.slow("n2")
+    assert last_step(run.path) == 5 and "dp2 on cpu" in run.log
+
+
+@pytest.mark.parametrize("fault", ["killed", "cut"])
+def test_run_goes_on_without_a_lost_host(hosts: Cluster, digits: Path, fault: str) -> None:
+    """The other host resumes from the last checkpoint, and fills the open degree with its rank."""
+    run = Run(hosts, digits, fault, "--steps", "100000", "--set", "checkpoint.every=20")
+    until(lambda: last_step(run.path) > 25, 180, lambda: run.log)
+    before = last_step(run.path)
+    assert "dp2 on cpu" in run.log
+    if fault == "killed":
+        for pid in hosts.pids("n2"):
+            os.kill(pid, signal.SIGKILL)
+    else:
+        hosts.cut("n2")
+    try:
+        until(lambda: "dp1 on cpu" in run.log and last_step(run.path) > before + 20, 240, lambda: run.log)
+        assert "resuming from" in run.log
+        if fault == "cut":
+            sentence = f"error: rank 1 on n2 was silent towards rank 0 for {SILENT_S} s: "
+            assert sentence in run.log
+            # Its rank ends, and its agent waits for the rendezvous on n1.
+            until(lambda: len(hosts.pids("n2")) == 1)
+            run.agents["n2"].kill()
+            _, text = ended(run.agents["n2"])
+            assert f"error: rank 0 on n1 was silent towards rank 1 for {SILENT_S} s: " in text, text
+    finally:
+        hosts.connect("n2")
+        for agent in run.agents.values():
+            agent.kill()
+        hosts.clear()

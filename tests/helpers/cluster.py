@@ -104,66 +104,56 @@ class Cluster:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
-    def run(self, host: str, *command: str, place: Path | None = None, timeout: float = 120) -> str:
-        """Run a command on a host, and return its output. Raises AssertionError with its errors if it fails."""
-        done = subprocess.run(
-            self.on(host, *command),
-            cwd=place,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout
-
     def environment(self) -> dict[str, str]:
         """Return the environment of commands: vitpar on the CPU, with gloo on the link."""
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
-        # Many ranks share few cores here: they must not spin.
         return clean_environment() | {"PATH": path, "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0"}
 
     def cut(self, host: str) -> None:
         """Cut the link of a host. Nothing tells either end."""
-        # Not `link set down`: the other end of a veth pair would lose its carrier, which a cut behind a switch does not.
+        # Not `link set down`: the host's end would lose its carrier, as it does not where a switch is in between.
         self.ip("ctl", f"link set {host} nomaster")
+
+    def slow(self, host: str, delay: str = "", rate: str = "") -> None:
+        """Give what a host sends a delay and a rate; without them remove both. Skips the test if the kernel cannot."""
+        where = ["tc", "-n", self.prefix + host, "qdisc"]
+        change = (
+            ["add", "dev", "eth0", "root", "netem", "delay", delay, "rate", rate]
+            if delay
+            else ["del", "dev", "eth0", "root"]
+        )
+        done = subprocess.run([*where, *change], capture_output=True, text=True)
+        if delay and done.returncode:
+            pytest.skip(f"no slow link: the kernel has no netem ({done.stderr.strip()})")
 
     def connect(self, host: str) -> None:
         """Restore the link of a host."""
         self.ip("ctl", f"link set {host} master eth0")
 
-    def pids(self, host: str, containing: str = "") -> list[int]:
-        """Return the processes of a host whose command line contains a text, oldest first."""
+    def pids(self, host: str) -> list[int]:
+        """Return the processes of a host."""
         with suppress(OSError):
             wanted = os.stat(f"/run/netns/{self.prefix}{host}").st_ino
             found = []
             for path in Path("/proc").glob("[0-9]*"):
                 with suppress(OSError):
-                    words = (path / "cmdline").read_text(errors="replace").replace("\0", " ")
-                    if words and containing in words and os.stat(path / "ns" / "net").st_ino == wanted:
+                    if (path / "cmdline").read_bytes() and os.stat(path / "ns" / "net").st_ino == wanted:
                         found.append(int(path.name))
-            return sorted(found)
+            return found
         return []
 
-    def ranks(self, host: str) -> list[int]:
-        """Return the ranks of `vitpar train` on a host, without their launcher."""
-        return [pid for pid in self.pids(host, "-m vitpar_cli.main train") if not _is_launcher(pid)]
-
-    def lose(self, host: str) -> None:
-        """Kill all processes of a host and cut its link, as if its machine lost power."""
-        self.cut(host)
-        for pid in self.pids(host):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """End all processes of the hosts and remove them."""
+    def clear(self) -> None:
+        """End all processes of the hosts."""
         end = time.monotonic() + 10
         while (left := [pid for host in ADDRESSES for pid in self.pids(host)]) and time.monotonic() < end:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
+
+    def close(self) -> None:
+        """End all processes of the hosts and remove them."""
+        self.clear()
         for host in ADDRESSES:
             subprocess.run(["ip", "netns", "del", self.prefix + host], capture_output=True)
 
@@ -172,13 +162,7 @@ def ip(command: str) -> None:
     subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
 
-def _is_launcher(pid: int) -> bool:
-    """Return whether a process starts ranks, such as mpirun, srun, torchrun or a shell."""
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return "python" not in Path(words[0]).name or "torch.distributed.run" in words
-
-
-def steps(run_dir: Path) -> int:
+def last_step(run_dir: Path) -> int:
     """Return the last step in a run's metrics; 0 if there is none."""
     rows = metrics(run_dir)
     return max((row["step"] for row in rows), default=0)

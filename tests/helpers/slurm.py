@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 class Slurm:
-    """SLURM on the hosts of a cluster, whose end ends it. Skips the test where it is not installed or does not start."""
+    """SLURM on the hosts of a cluster, which ends with them. Skips the test where it is not installed."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, folder = cluster, cluster.folder / "slurm"
@@ -112,10 +113,9 @@ class Slurm:
         )
         return done.stdout + done.stderr
 
-    def submit(self, place: Path, script: Path, *words: str) -> str:
-        """Submit a script with `sbatch WORDS…`, whose words precede it up to `--`, and return the job's number."""
-        cut = words.index("--")
-        said = self.command("sbatch", "--parsable", *words[:cut], str(script), *words[cut + 1 :], place=place)
+    def submit(self, place: Path, script: Path, options: Sequence[str], *words: str) -> str:
+        """Submit a script with options of sbatch and words for the script, and return the job's number."""
+        said = self.command("sbatch", "--parsable", *options, str(script), *words, place=place)
         assert re.fullmatch(r"\d+\n", said), said
         return said.strip()
 

@@ -144,13 +144,18 @@ for task in $(jobs -p); do wait "$task"; this=$?; [ $this -gt $code ] && code=$t
 exit $code
 """
 
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> calls
+[ "$1" != show ] || echo "JobId=7 JobName=job JobState=${JOB_STATE:-RUNNING} Reason=None"
+"""
+
 
 @pytest.fixture
 def cluster(place: Path) -> Iterator[dict[str, str]]:
     """Yield the environment of a batch script on a simulated cluster of two hosts."""
     tools = place / "tools"
     tools.mkdir(exist_ok=True)
-    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*" >> calls\n')):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     for name in ("calls", "tasks"):
@@ -166,7 +171,7 @@ SBATCH = ("bash", str(ROOT / "experiments" / "train.sbatch"))
 
 
 def test_slurm_script_requeues_only_a_preempted_run(place: Path, cluster: dict[str, str]) -> None:
-    """Exit code 75 means that the run has saved a checkpoint and can resume; errors must not be repeated."""
+    """Exit code 75 means that the run has saved and can resume; errors and cancelled jobs must not be repeated."""
     words, calls = ["--mesh", "pp2: embed=dp2, *=fsdp2"], place / "calls"
     for code in (0, 75, 1, 2):
         calls.unlink(missing_ok=True)
@@ -175,7 +180,12 @@ def test_slurm_script_requeues_only_a_preempted_run(place: Path, cluster: dict[s
         first, *rest = calls.read_text().splitlines()
         assert first.startswith("srun --distribution=block --wait=60 --cpus-per-task=1 ")
         assert first.endswith(f" -m vitpar_cli.main train --run-dir runs/job-7 --resume auto {' '.join(words)}")
-        assert rest == ["scontrol requeue 7"] * (code == 75)
+        assert rest == ["scontrol show job 7", "scontrol requeue 7"] * (code == 75)
+    calls.unlink()
+    subprocess.run(
+        [*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": "75", "JOB_STATE": "COMPLETING"}, timeout=60
+    )
+    assert "requeue" not in calls.read_text()
 
 
 @pytest.mark.slow
@@ -200,7 +210,7 @@ def test_slurm_script_resumes_after_a_preemption(place: Path, cluster: dict[str,
     done = subprocess.run(more, cwd=place, env=cluster, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"resuming from runs/job-7/checkpoints/step_{saved}" in done.stdout
-    assert calls.read_text().count("scontrol") == 1
+    assert calls.read_text().count("scontrol requeue") == 1
 
 
 # Two hosts with a cable between them

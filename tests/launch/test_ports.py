@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -98,12 +97,14 @@ def test_local_launcher_listens_on_loopback_only() -> None:
     assert len(found) == 3 and all(found) and all(LOCAL.issuperset(addresses) for addresses in found), found
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_occupied_port_is_one_error_line(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port_is_one_error_line(rank: int, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that holds the port accepts connections but never answers."""
     monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
     with socket.create_server((LOOPBACK, 0)) as other:
-        world = World(rank, 2, rank, 2, "openmpi", LOOPBACK, other.getsockname()[1])
+        local = (rank, 2) if hosts == 1 else (0, 1)
+        world = World(rank, 2, *local, "openmpi", LOOPBACK, other.getsockname()[1])
         with pytest.raises(
             LaunchError, match=rf"rank {rank} of 2 cannot use port \d+ .* set MASTER_PORT to a free port"
         ):
@@ -112,5 +113,32 @@ def test_occupied_port_is_one_error_line(rank: int, monkeypatch: pytest.MonkeyPa
 
 def test_missing_rank_0_is_one_error_line() -> None:
     world = World(1, 2, 1, 2, "slurm", LOOPBACK, int(free_port()))
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 waited 0\.2 s for rank 0 at 127\.0\.0\.1:\d+: check that all"):
-        meeting.loopback_store(world, timedelta(seconds=0.2))
+    error = (
+        r"rank 1 of 2 waited 0\.2 s for rank 0 at 127\.0\.0\.1:\d+ \(Connection refused\): check that rank 0 started"
+    )
+    with pytest.raises(LaunchError, match=error):
+        meeting.meeting_place(world, 0.2)
+
+
+def came(store: dist.Store, world: World) -> str:
+    with pytest.raises(LaunchError) as refused:
+        meeting.roll_call(store, world, 0.3)
+    return str(refused.value)
+
+
+def test_roll_call_names_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that came get the same sentence; if rank 0 itself stops, they say so."""
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(meeting.time, "sleep", lambda seconds: None)
+    first, second, third = (World(rank, 5, rank, 5, "slurm", "n1", 29500) for rank in (0, 1, 3))
+    store = dist.HashStore()
+    assert came(store, second) == (
+        "rank 1 of 5: rank 0 at n1:29500 has stopped answering: check its process and machine, then start again"
+    )
+    store = dist.HashStore()
+    store.set("vitpar/here/3", "")
+    said = came(store, first)
+    assert said.startswith(
+        "ranks 1, 2 and 4 of 5 did not come to n1:29500 within 0.3 s: check that their processes run"
+    )
+    assert came(store, third) == said

@@ -14,7 +14,7 @@ from helpers.ranks import in_forks, two_ranks
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
 from vitpar.checkpoint import Writer, load_tensors
-from vitpar.launch import World, find_world, join, joined, leave
+from vitpar.launch import World, find_world, join, joined, leave, process_group
 from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
 
 
@@ -31,6 +31,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, environment: None) -> list[dict[st
             dist.group.WORLD.bound_device_id = settings["device_id"]  # as init_process_group does for NCCL
 
     monkeypatch.setattr(dist, "init_process_group", record)
+    monkeypatch.setattr(process_group, "meeting_place", lambda world, seconds: dist.HashStore())
+    monkeypatch.setattr(process_group, "roll_call", lambda store, world, seconds: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     return given
@@ -55,7 +57,7 @@ def test_several_gpus_get_nccl_and_one_gloo_group(two_gpus: list[dict[str, Any]]
 def test_one_gpu_starts_no_nccl(two_gpus: list[dict[str, Any]]) -> None:
     join(World(0, 1, 0, 1, "none"), "cuda")
     (given,) = two_gpus
-    assert (given["backend"], given["device_id"], given["init_method"]) == ("gloo", None, None)
+    assert (given["backend"], given["device_id"]) == ("gloo", None)
     assert cpu_group() is dist.group.WORLD
     leave()
 

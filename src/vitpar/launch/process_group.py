@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vitpar.errors import LaunchError
 from vitpar.launch.report import reporting, watch_parent
 from vitpar.launch.resources import allow_open_files, cpu_share, keep_freed_memory
-from vitpar.launch.store import loopback_store, meeting
+from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
 from vitpar.launch.world import Device, World, find_world
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     Sets torch.distributed's environment variables and default process group, the current GPU, and the number of CPU
     threads (`share_cores`). On a CPU, lets the allocator keep freed memory (`keep_freed_memory`).
 
-    timeout: seconds to wait for other ranks, here and in every collective.
+    timeout: seconds to wait for other ranks in every collective, and here, but here at most MEET_S.
     store: where the ranks meet, such as a part of a `meeting_place` for each of several worlds in succession. None
     makes one.
 
@@ -68,11 +68,11 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     limit = timedelta(seconds=timeout)
     with meeting(world):
         # A world of one needs no network: no port can be in use, and no firewall in the way.
-        store = dist.HashStore() if world.size == 1 else store or loopback_store(world, limit)
+        store = store or meeting_place(world, min(timeout, MEET_S)) or dist.HashStore()
+        roll_call(store, world, min(timeout, MEET_S))
         dist.init_process_group(
             "nccl" if nccl else "gloo",
             store=store,
-            init_method="env://" if store is None else None,
             rank=world.rank,
             world_size=world.size,
             timeout=limit,

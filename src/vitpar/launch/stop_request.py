@@ -1,4 +1,13 @@
-"""Signals that ask a process to end: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C."""
+"""Signals that ask a process to end: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C.
+
+| while a rank | SIGUSR1 | SIGTERM |
+|---|---|---|
+| starts Python | kills it | kills it |
+| imports and reads its command | waits, since `vitpar_cli` blocks it | kills it |
+| starts, under srun, mpirun or torchrun | ends it with SAVED (`stop_at_once`) | the same |
+| starts, under vitpar's own launcher | waits | kills it |
+| trains | ends the run after it saved (`StopRequest`) | the same |
+"""
 
 from __future__ import annotations
 
@@ -9,10 +18,61 @@ from types import FrameType, TracebackType
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """These signals."""
+_EARLY = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of schedulers."""
 SAVED = 75
 """Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
 STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now"
 """Notice on stderr at the first Ctrl-C of a run that saves."""
+
+
+def stop_at_once() -> None:
+    """Make SIGTERM and SIGUSR1 end this process with SAVED until a StopRequest takes them: nothing is lost before it.
+
+    For ranks that a launcher of others started, whose scheduler may start the job again. Also ends a rank that waits in
+    C code, where handlers of Python do not run.
+    """
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    for number in _EARLY:
+        signal.signal(number, _nothing)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    # Children have the pipe, and other reasons to be ended. A signal waits until a child has left it.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_leave_pipe)
+    _unblock()
+
+    def wait() -> None:
+        while (number := os.read(heard, 1)[0]) not in _EARLY:
+            pass
+        os.write(2, f"stopped by {signal.Signals(number).name} before the first step\n".encode())
+        os._exit(SAVED)
+
+    threading.Thread(target=wait, name="vitpar-stop", daemon=True).start()
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _EARLY)
+
+
+def _leave_pipe() -> None:
+    _take_over()
+    _unblock()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _take_over() -> None:
+    """End what `stop_at_once` began."""
+    for number in _EARLY:
+        if signal.getsignal(number) is _nothing:
+            signal.set_wakeup_fd(-1)
+            signal.signal(number, signal.SIG_DFL)
 
 
 class StopRequest:
@@ -31,8 +91,12 @@ class StopRequest:
         self._only_note, self._notice = only_note, notice
 
     def __enter__(self) -> StopRequest:
-        alone = threading.current_thread() is threading.main_thread()
-        self._former = {number: signal.signal(number, self._note) for number in ASKING} if alone else {}
+        if threading.current_thread() is not threading.main_thread():
+            self._former = {}
+            return self
+        _take_over()
+        self._former = {number: signal.signal(number, self._note) for number in ASKING}
+        _unblock()
         return self
 
     def __exit__(

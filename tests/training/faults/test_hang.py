@@ -1,6 +1,7 @@
 """Hung runs: each responsive rank notices, the run ends with one error line, and each rank dumps its stacks to disk."""
 
 import os
+import platform
 import re
 import runpy
 import signal
@@ -19,8 +20,9 @@ from helpers.command_line import run, started
 from helpers.killed_runs import alive, lines, ranks_of, wait_for
 from helpers.ranks import exits, two_ranks
 from helpers.trained import recipe_text
-from vitpar.launch import ALONE, join
-from vitpar.training.faults.hang import Answer, behind, sentence
+from vitpar.launch import ALONE, find_world, join
+from vitpar.training.faults import watchdog
+from vitpar.training.faults.hang import Answer, behind, lost_sentence, sentence
 from vitpar.training.faults.watchdog import COMPUTING, WAITING, Watchdog
 from vitpar.training.recipe import read_recipe
 from vitpar.training.saving.resume import changes
@@ -158,6 +160,26 @@ def test_stacks_are_not_written_through_symlinks(known: bool, tmp_path: Path) ->
         assert dump.parent.name.startswith("vitpar-hang-") and dump.parent.stat().st_mode & 0o777 == 0o700
 
 
+def silent() -> None:
+    """Run two ranks; rank 1 gives no signs of life, as behind a cut link."""
+    watchdog.LOST_S, watchdog.LISTEN_S = 0.5, 0.1
+    world = find_world()
+    assert world is not None
+    join(world, "cpu")
+    with Watchdog(10) as dog:
+        if world.rank == 1:
+            dog._ended.set()
+        time.sleep(3.0 if world.rank else 100.0)
+    os._exit(0)
+
+
+def test_silent_rank_is_named_with_its_host_long_before_the_run_counts_as_hung() -> None:
+    codes, texts = zip(*exits(silent, two_ranks()), strict=True)
+    assert codes[0] == 1, texts
+    named = f"error: rank 1 on {platform.node()} was silent towards rank 0 for 0.5 s: its process is stopped, or "
+    assert texts[0].startswith(named) and texts[0].count("\n") == 1, texts
+
+
 def test_hang_minutes_0_starts_no_watchdog_and_may_change_on_resume(place: Path) -> None:
     with Watchdog(0) as off:
         assert not hasattr(off, "_world")
@@ -187,6 +209,9 @@ def test_behind_finds_the_rank_that_blocks_the_others() -> None:
 
 def test_hang_message_lists_ranks_phases_and_stack_folders() -> None:
     answers = {rank: answer(rank, 5) for rank in range(4)}
+    assert lost_sentence({1: "n2", 2: "n3", 3: "n3"}, 0, 120).startswith(
+        "ranks 1-3 on n2 and n3 were silent towards rank 0"
+    )
     said = sentence(answers, 4, 10)
     assert "10 minutes; ranks 0-3 were computing step 7, which one blocks the others is unknown; " in said
     assert said.endswith("; stacks are in 'run/hang'")

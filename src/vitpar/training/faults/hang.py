@@ -17,7 +17,7 @@ import torch.distributed as dist
 from vitpar.text import ranks
 
 _MOST_FOLDERS = 4
-"""Most folders that the sentence names."""
+"""Most folders, and most hosts, that a sentence names."""
 _POINT_TO_POINT = "mesh_pp"
 """Description of the groups for sends between stages. Their members do not call the same operations."""
 
@@ -142,3 +142,20 @@ def sentence(answers: Mapping[int, Answer], world: int, minutes: float) -> str:
     more = f" and {len(folders) - _MOST_FOLDERS} more" if len(folders) > _MOST_FOLDERS else ""
     where_stacks = f"; stacks are in {said}{more}" if folders else ""
     return f"the run hangs: no progress for {minutes:g} minutes; {', '.join(parts)}{where_stacks}"
+
+
+def lost_sentence(silent: Mapping[int, str], rank: int, seconds: float) -> str:
+    """Return the sentence for the user about lost ranks.
+
+    silent: hosts of the lost ranks; rank 0's is the address of the store.
+    rank: the rank that noticed.
+    seconds: time without a sign of life.
+    """
+    hosts = sorted(set(filter(None, silent.values())))
+    named = hosts[:_MOST_FOLDERS] + ["others"] * (len(hosts) > _MOST_FOLDERS)
+    on = f" on {' and '.join(named)}" if hosts else ""
+    verb, whose = ("was", "its process is") if len(silent) == 1 else ("were", "their processes are")
+    return (
+        f"{ranks(silent)}{on} {verb} silent towards rank {rank} for {seconds:g} s: {whose} stopped, or the machine or "
+        f"its network is down; check that host, then start the run again with --resume auto"
+    )

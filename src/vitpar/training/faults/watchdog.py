@@ -7,12 +7,17 @@
 
 Ranks communicate through the store where they met, since collectives are what hangs. A rank that is stopped, or whose
 machine is gone, gives no answer: the others say so. The first sentence that a rank puts into the store is used by all.
+
+The listening thread also gives a sign of life with each poll. Rank 0 ends the run if another rank gives none for LOST_S
+seconds, and another rank ends if the store does not answer for as long. Sockets do not tell: without traffic a cut link
+looks like a slow peer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -27,8 +32,9 @@ import torch.distributed as dist
 
 from vitpar.errors import FaultError
 from vitpar.launch import report_failure
+from vitpar.launch.world_group import barrier, broadcast_json
 from vitpar.text import log_line
-from vitpar.training.faults.hang import Answer, dump, issued, leave, sentence
+from vitpar.training.faults.hang import Answer, dump, issued, leave, lost_sentence, sentence
 
 T = TypeVar("T")
 STARTING = "starting"
@@ -45,6 +51,8 @@ A factor of the later patience, and the least seconds.
 """
 LISTEN_S = 2.0
 """Most seconds between two polls of the store."""
+LOST_S = 120.0
+"""Seconds without a sign of life after which a rank counts as lost."""
 ANSWER_S = 5.0
 """Seconds that a rank has to answer after it noticed that another calls."""
 _PREFIX = "vitpar/hang"
@@ -63,6 +71,8 @@ class Watchdog:
         self._place = (STARTING, 0)
         self._ended = threading.Event()
         self._called = False
+        self._polls = 0
+        self._silent: dict[int, str] = {}
         self.settled = False
         """Whether the first step is done. The trainer sets it."""
         self.folder: Path | None = None
@@ -79,10 +89,14 @@ class Watchdog:
         if self._world > 1:
             # Each thread has its own client: a waiting call blocks all other calls of the same client.
             store = dist.distributed_c10d._get_default_store()
+            # torchrun may keep a store when it restarts the ranks, so keys are new.
+            prefix = f"{_PREFIX}/{broadcast_json(os.urandom(8).hex())}"
             self._store, heard = (
-                dist.PrefixStore(_PREFIX, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+                dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
                 for _ in range(2)
             )
+            self._store.set(f"alive/{self._rank}", f"- {platform.node()}")
+            barrier()  # so that rank 0 finds the signs of all
             threads.append(threading.Thread(target=self._listen, args=(heard,), name="vitpar-listen", daemon=True))
         for thread in threads:
             thread.start()
@@ -114,13 +128,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         seen, seconds = self._place, 0.0
+        polls, unanswered = self._polls, 0.0
         tick = min(1.0, self._minutes * 60 / 20)
-        while not self._called:
+        while not self._called and not self._silent:
             if self._ended.wait(tick):
                 return
             # Count ticks instead of reading the clock: a process suspended for an hour has not waited for an hour.
             seconds = seconds + tick if self._place is seen else 0.0
             seen = self._place
+            unanswered = unanswered + tick if self._polls == polls else 0.0
+            polls = self._polls
+            if unanswered >= LOST_S and self._world > 1:
+                self._silent = {0: os.environ.get("MASTER_ADDR", "")}
             if seconds >= (self._minutes * 60 if self.settled else self._start_seconds):
                 break
         try:
@@ -129,11 +148,23 @@ class Watchdog:
             os._exit(1)
 
     def _listen(self, store: dist.Store) -> None:
+        host, signs, quiet = platform.node(), list[bytes](), [0] * self._world
+        keys = [f"alive/{rank}" for rank in range(self._world)]
         with suppress(dist.DistError):  # the process with the store is gone, so this rank will end too
             while not self._ended.wait(self._listen_every):
+                store.set(keys[self._rank], f"{self._polls} {host}")
                 if store.check(["call"]):
                     self._called = True
                     return
+                self._polls += 1
+                if self._rank == 0:
+                    before, signs = signs, store.multi_get(keys)
+                    same = [old == new for old, new in zip(before or signs, signs, strict=True)]
+                    quiet = [(count + 1) * old for count, old in zip(quiet, same, strict=True)]
+                    silent = [rank for rank, count in enumerate(quiet) if count * self._listen_every >= LOST_S]
+                    self._silent = {rank: signs[rank].decode().partition(" ")[2] for rank in silent}
+                    if silent:
+                        return
 
     def _end(self, seconds: float) -> None:
         """End this process within some seconds, even if the store or the disk does not answer.
@@ -146,11 +177,12 @@ class Watchdog:
         doing = _within(1.0, self.doing) or ""
         answer = Answer(self._rank, phase, step, called, doing, str(folder or ""))
         minutes = self._minutes if self.settled else self._start_seconds / 60
+        lost = lost_sentence(self._silent, self._rank, LOST_S) if self._silent else ""
         if folder:
             _within(ANSWER_S / 2, lambda: leave(folder, self._rank, dump(answer, seconds)))
         patience = 2 * self._listen_every + ANSWER_S
-        agreed = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes))
-        author, text = agreed or (self._rank, sentence({self._rank: answer}, self._world, minutes))
+        agreed = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes, lost))
+        author, text = agreed or (self._rank, lost or sentence({self._rank: answer}, self._world, minutes))
 
         def tell() -> None:
             reported = report_failure(FaultError(text))
@@ -166,8 +198,10 @@ class Watchdog:
         time.sleep(1.0 if self._rank == 0 else 0.5)  # until all have read the sentence; rank 0 may host the store
         os._exit(1)
 
-    def _agree(self, answer: Answer, patience: float, minutes: float) -> tuple[int, str]:
+    def _agree(self, answer: Answer, patience: float, minutes: float, lost: str) -> tuple[int, str]:
         """Agree on one sentence with all ranks.
+
+        lost: the sentence, if ranks are lost.
 
         Returns the rank that made it, and the sentence.
         """
@@ -178,11 +212,11 @@ class Watchdog:
         store.set(f"answer/{answer.rank}", answer.text())
         deadline = time.monotonic() + patience
         missing = set(range(self._world))
-        while missing and time.monotonic() < deadline and not store.check(["sentence"]):
+        while missing - self._silent.keys() and time.monotonic() < deadline and not store.check(["sentence"]):
             time.sleep(0.1)
             missing = {rank for rank in missing if not store.check([f"answer/{rank}"])}
         answers = {rank: Answer.read(store.get(f"answer/{rank}")) for rank in range(self._world) if rank not in missing}
-        mine = json.dumps([answer.rank, sentence(answers, self._world, minutes)])
+        mine = json.dumps([answer.rank, lost or sentence(answers, self._world, minutes)])
         author, text = json.loads(store.compare_set("sentence", "", mine))
         return author, text
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cluster import Cluster, recipe
-from helpers.command_line import run
+from helpers.cluster import Cluster, ended, recipe
+from helpers.command_line import started
 from helpers.slurm import Slurm
 
 RECIPE = {
@@ -21,8 +21,8 @@ RECIPE = {
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the digits, packed, as `data`, and a recipe."""
     folder = tmp_path_factory.mktemp("place")
-    done = run(folder, ["data", "pack", "digits", "data"])
-    assert done.returncode == 0, done.stderr
+    code, text = ended(started(folder, ["data", "pack", "digits", "data"]))
+    assert code == 0, text
     recipe(folder, RECIPE)
     return folder
 

@@ -3,17 +3,18 @@
 # Where it cannot, it says so in one sentence and succeeds; the tests then skip the part that is missing.
 
 set -u
+log=$(mktemp --suffix=.install-clusters)
 missing=()
 for pair in mpirun:openmpi-bin slurmd:slurm-wlm munged:munge ip:iproute2; do
     PATH=$PATH:/usr/sbin command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")
 done
-[ ${#missing[@]} -eq 0 ] && exit 0
+[ ${#missing[@]} -eq 0 ] && rm "$log" && exit 0
 if ! command -v apt-get > /dev/null; then
     echo "not installed: ${missing[*]}: this is no Debian, so install them by hand"
 elif [ "$(id -u)" != 0 ]; then
     echo "not installed: ${missing[*]}: run as root, or install them with apt-get"
 elif ! { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"; } \
-        > /tmp/install-clusters.log 2>&1; then
-    echo "not installed: ${missing[*]}: apt-get failed, /tmp/install-clusters.log says why"
+        > "$log" 2>&1; then
+    echo "not installed: ${missing[*]}: apt-get failed, $log says why"
 fi
 exit 0

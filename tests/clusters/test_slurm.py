@@ -8,7 +8,7 @@ from helpers.cluster import last_step, until
 from helpers.paths import ROOT
 from helpers.slurm import Slurm
 
-pytestmark = [pytest.mark.clusters, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(1800)]
 SCRIPT = ROOT / "experiments" / "train.sbatch"
 HERE = ("--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 
@@ -27,19 +27,19 @@ def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm
     def said() -> str:
         return f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"
 
-    until(lambda: last_step(run) > 3, 180, said)
+    until(lambda: last_step(run) > 3, what=said)
     # A job of more priority takes both hosts for a while.
     slurm.command("sbatch", "-p", "high", "-N", "2", "--exclusive", "--wrap", "srun sleep 3", place=digits)
-    until(lambda: slurm.job(job)["JobState"] == "PENDING", 120, said)
+    until(lambda: slurm.job(job)["JobState"] == "PENDING", what=said)
     saved = last_step(run)
     assert f"stopped by SIGTERM after step {saved}" in output.read_text() and "requeued to resume" in output.read_text()
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # not two minutes later, as after a requeue
-    until(lambda: last_step(run) > saved, 240, said)
+    until(lambda: last_step(run) > saved, what=said)
     assert f"resuming from runs/vitpar-{job}/checkpoints/step_{saved}" in output.read_text()
     assert slurm.job(job)["Restarts"] == "1"
 
     slurm.command("scancel", job)
-    until(lambda: slurm.job(job)["JobState"] == "CANCELLED", 120, said)
+    until(lambda: slurm.job(job)["JobState"] == "CANCELLED", what=said)
     last = last_step(run)
     assert last > saved and (run / "checkpoints" / f"step_{last}" / "index.json").exists(), said()
     assert output.read_text().count("requeued to resume") == 1

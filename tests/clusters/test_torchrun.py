@@ -9,7 +9,7 @@ import pytest
 from helpers.cluster import Cluster, ended, last_step, until
 from helpers.ranks import free_port
 
-pytestmark = [pytest.mark.clusters, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(1800)]
 ELASTIC = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SILENT_S = 10
 """Seconds after which a silent rank is lost, in place of two minutes."""
@@ -56,7 +56,7 @@ def test_torchrun_trains_over_a_slow_link(hosts: Cluster, digits: Path) -> None:
 def test_run_goes_on_without_a_lost_host(hosts: Cluster, digits: Path, fault: str) -> None:
     """The other host resumes from the last checkpoint, and fills the open degree with its rank."""
     run = Run(hosts, digits, fault, "--steps", "100000", "--set", "checkpoint.every=20")
-    until(lambda: last_step(run.path) > 25, 180, lambda: run.log)
+    until(lambda: last_step(run.path) > 25, what=lambda: run.log)
     before = last_step(run.path)
     assert "dp2 on cpu" in run.log
     if fault == "killed":
@@ -65,7 +65,7 @@ def test_run_goes_on_without_a_lost_host(hosts: Cluster, digits: Path, fault: st
     else:
         hosts.cut("n2")
     try:
-        until(lambda: "dp1 on cpu" in run.log and last_step(run.path) > before + 20, 240, lambda: run.log)
+        until(lambda: "dp1 on cpu" in run.log and last_step(run.path) > before + 20, what=lambda: run.log)
         assert "resuming from" in run.log
         if fault == "cut":
             sentence = f"error: rank 1 on n2 was silent towards rank 0 for {SILENT_S} s: "

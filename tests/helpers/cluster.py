@@ -47,6 +47,9 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        for path in Path("/run/netns").glob("vp*-ctl"):  # of a killed test session
+            if not Path("/proc", pid := path.name[2:-4]).exists():
+                _remove(f"vp{pid}-")
         self.prefix = f"vp{os.getpid()}-"
         folder.mkdir(parents=True)
         (folder / "hosts").write_text("".join(f"{ip} {name}\n" for name, ip in ADDRESSES.items()))
@@ -132,30 +135,44 @@ class Cluster:
 
     def pids(self, host: str) -> list[int]:
         """Return the processes of a host."""
-        with suppress(OSError):
-            wanted = os.stat(f"/run/netns/{self.prefix}{host}").st_ino
-            found = []
-            for path in Path("/proc").glob("[0-9]*"):
-                with suppress(OSError):
-                    if (path / "cmdline").read_bytes() and os.stat(path / "ns" / "net").st_ino == wanted:
-                        found.append(int(path.name))
-            return found
-        return []
+        return _pids(self.prefix + host)
 
     def clear(self) -> None:
         """End all processes of the hosts."""
-        end = time.monotonic() + 10
-        while (left := [pid for host in ADDRESSES for pid in self.pids(host)]) and time.monotonic() < end:
-            for pid in left:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.1)
+        _clear(self.prefix)
 
     def close(self) -> None:
         """End all processes of the hosts and remove them."""
-        self.clear()
-        for host in ADDRESSES:
-            subprocess.run(["ip", "netns", "del", self.prefix + host], capture_output=True)
+        _remove(self.prefix)
+
+
+def _remove(prefix: str) -> None:
+    _clear(prefix)
+    for host in ADDRESSES:
+        subprocess.run(["ip", "netns", "del", prefix + host], capture_output=True)
+
+
+def _clear(prefix: str) -> None:
+    end = time.monotonic() + 10
+    while (left := [pid for host in ADDRESSES for pid in _pids(prefix + host)]) and time.monotonic() < end:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _pids(namespace: str) -> list[int]:
+    """Return the processes in a network namespace."""
+    try:
+        wanted = os.stat(f"/run/netns/{namespace}").st_ino
+    except OSError:
+        return []
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "cmdline").read_bytes() and os.stat(path / "ns" / "net").st_ino == wanted:
+                found.append(int(path.name))
+    return found
 
 
 def ip(command: str) -> None:
@@ -177,7 +194,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
-def until(condition: Callable[[], Any], seconds: float = 120, what: Callable[[], str] = str) -> None:
+def until(condition: Callable[[], Any], seconds: float = 400, what: Callable[[], str] = str) -> None:
     """Wait for a condition. Fails after some seconds with what `what` returns."""
     end = time.monotonic() + seconds
     while not condition():
@@ -185,7 +202,7 @@ def until(condition: Callable[[], Any], seconds: float = 120, what: Callable[[],
         time.sleep(0.1)
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float = 120) -> tuple[int, str]:
+def ended(process: "subprocess.Popen[str]", seconds: float = 400) -> tuple[int, str]:
     """Wait for a process. Return its exit code and its output and errors together."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out + err

@@ -36,14 +36,14 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 SlurmdTimeout=15
-KillWait=30
+KillWait=120
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName=n[1-2] NodeAddr={nodes} CPUs=4 RealMemory=1000 Gres=gpu:1 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=40
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=150
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -76,11 +76,11 @@ class Slurm:
             f"--pid-file={folder}/munge.pid",
             f"--seed-file={folder}/munge.seed",
         )
-        until((folder / "munge.socket").exists, 20, lambda: self._log("munged"))
+        until((folder / "munge.socket").exists, what=lambda: self._log("munged"))
         self._start("ctl", "slurmctld", "-D")
         for host in HOSTS:
             self._start(host, "slurmd", "-N", host, "-D")
-        until(lambda: "idle 2" in self.command("sinfo", "-h", "-o", "%t %D"), 60, self._logs)
+        until(lambda: "idle 2" in self.command("sinfo", "-h", "-o", "%t %D"), what=self._logs)
 
     def _start(self, host: str, *command: str) -> None:
         with (self.folder / f"{command[0]}-{host}.out").open("wb") as log:
@@ -109,7 +109,7 @@ class Slurm:
             env=self.environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         return done.stdout + done.stderr
 

@@ -62,7 +62,11 @@ def meeting_place(world: World, seconds: float = MEET_S) -> Store | None:
     place = (world.master_addr, world.master_port)
     try:
         if not world.on_loopback:
-            return TCPStore(*place, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=True)
+            # It also connects to itself, by MASTER_ADDR, which may be another host.
+            limit = timedelta(seconds=seconds)
+            store = TCPStore(*place, is_master=True, wait_for_workers=False, timeout=limit, multi_tenant=True)
+            store.set_timeout(_TIMEOUT)
+            return store
         listener = socket.create_server(place)
     except (OSError, DistError) as error:
         raise _taken(world, str(error).splitlines()[0]) from None
@@ -158,14 +162,15 @@ def _client(world: World, seconds: float) -> TCPStore:
 
     thread = threading.Thread(target=connect, name="vitpar-meet", daemon=True)
     thread.start()
-    thread.join(ANSWER_S)
+    patience = seconds if _agent_serves() else ANSWER_S  # a launcher opens its port before it imports torch
+    thread.join(patience)
     if not stores:
-        raise _taken(world, str(errors[0]).splitlines()[0] if errors else f"no answer in {ANSWER_S:g} s")
+        raise _taken(world, str(errors[0]).splitlines()[0] if errors else f"no answer in {patience:g} s")
     return stores[0]
 
 
 def _refused(place: tuple[str, int]) -> str:
-    """Return why nobody accepts connections at `place`; empty if somebody does."""
+    """Return why no connection to `place` is accepted; empty if one is."""
     try:
         with closing(socket.create_connection(place, timeout=5.0)):
             return ""
@@ -180,5 +185,5 @@ def _place(world: World) -> str:
 def _taken(world: World, why: str) -> LaunchError:
     return LaunchError(
         f"rank {world.rank} of {world.size} cannot use port {world.master_port} of {world.master_addr} as the "
-        f"rendezvous ({why}): set MASTER_PORT to a free port"
+        f"rendezvous ({why}): set MASTER_PORT to a free port{'' if world.on_loopback else ' of the host of rank 0'}"
     )

@@ -29,7 +29,7 @@ def train(
 def test_mpirun_trains(hosts: Cluster, digits: Path, mpirun: str, ranks: dict[str, int]) -> None:
     name = f"trained{len(ranks)}"
     code, text = ended(train(hosts, digits, ranks, name, "--steps", "5"))
-    assert code == 0 and "dp2 on cpu" in text, text
+    assert code == 0 and "dp2 on 2 ranks" in text, text
     assert last_step(digits / name) == 5
 
 

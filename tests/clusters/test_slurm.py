@@ -17,7 +17,7 @@ def test_srun_trains(slurm: Slurm, digits: Path) -> None:
     srun = ("srun", "-N", "2", "-n", "2", "--distribution=block", "--wait=60")
     words = ("--recipe", "recipe.toml", "--mesh", "dp", "--steps", "5", "--run-dir", "srun", "--resume", "auto")
     said = slurm.command(*srun, "python", "-m", "vitpar_cli.main", "train", *words, place=digits)
-    assert last_step(digits / "srun") == 5 and "dp2 on cpu" in said, said
+    assert last_step(digits / "srun") == 5 and "dp2 on 2 ranks" in said, said
 
 
 def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm: Slurm, digits: Path) -> None:

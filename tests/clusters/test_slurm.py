@@ -20,7 +20,9 @@ def test_srun_trains(slurm: Slurm, digits: Path) -> None:
     assert last_step(digits / "srun") == 5 and "dp2 on 2 ranks" in said, said
 
 
-def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm: Slurm, digits: Path) -> None:
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1"])
+def test_shipped_script_resumes_until_it_is_cancelled(slurm: Slurm, digits: Path, reason: str) -> None:
+    """It resumes after a preemption, which sends SIGTERM, and after SIGUSR1, as before a time limit."""
     job = slurm.submit(digits, SCRIPT, HERE, "--recipe", "recipe.toml", "--mesh", "dp", "--steps", "100000")
     run, output = digits / "runs" / f"vitpar-{job}", digits / f"vitpar-{job}.out"
 
@@ -28,11 +30,13 @@ def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm
         return f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"
 
     until(lambda: last_step(run) > 3, what=said)
-    # A job of more priority takes both hosts for a while.
-    slurm.command("sbatch", "-p", "high", "-N", "2", "--exclusive", "--wrap", "srun sleep 3", place=digits)
+    if reason == "SIGTERM":  # a job of more priority takes both hosts for a while
+        slurm.command("sbatch", "-p", "high", "-N", "2", "--exclusive", "--wrap", "srun sleep 3", place=digits)
+    else:
+        slurm.command("scancel", "--signal=USR1", job)
     until(lambda: slurm.job(job)["JobState"] == "PENDING", what=said)
     saved = last_step(run)
-    assert f"stopped by SIGTERM after step {saved}" in output.read_text() and "requeued to resume" in output.read_text()
+    assert f"stopped by {reason} after step {saved}" in output.read_text(), said()
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")  # not two minutes later, as after a requeue
     until(lambda: last_step(run) > saved, what=said)
     assert f"resuming from runs/vitpar-{job}/checkpoints/step_{saved}" in output.read_text()
@@ -42,4 +46,4 @@ def test_shipped_script_resumes_after_a_preemption_and_ends_when_cancelled(slurm
     until(lambda: slurm.job(job)["JobState"] == "CANCELLED", what=said)
     last = last_step(run)
     assert last > saved and (run / "checkpoints" / f"step_{last}" / "index.json").exists(), said()
-    assert output.read_text().count("requeued to resume") == 1
+    assert output.read_text().count("requeued to resume") == 1, said()

@@ -176,7 +176,7 @@ def search(
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        write(report, page(search_findings, moments(merged, costs.whole)))
+        write(report, page(search_findings, moments(merged, costs.whole), rows))
     if trace_file is not None:
         write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
     if as_json:

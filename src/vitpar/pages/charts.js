@@ -16,7 +16,7 @@ const bound = new WeakSet();
 let data, zoom = null, reset = 0, turn = 0;
 
 // The layout that all charts share.
-function frame(dark) {
+function frame(dark, narrow) {
   const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
   return {
     margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
@@ -25,13 +25,14 @@ function frame(dark) {
     modebar: {bgcolor: 'transparent', color: '#888', activecolor: color},
     // A finger scrolls the page; a mouse zooms.
     dragmode: matchMedia('(pointer: coarse)').matches ? false : 'zoom',
-    xaxis: {zeroline: false, ticks: 'outside', tickcolor: '#888', spikecolor: '#888', spikethickness: 1, nticks: 7, gridcolor: grid},
+    xaxis: {zeroline: false, ticks: 'outside', tickcolor: '#888', spikecolor: '#888', spikethickness: 1, nticks: narrow ? 4 : 7,
+      tickangle: 0, gridcolor: grid},
     yaxis: {zeroline: false, gridcolor: grid, nticks: 7, separatethousands: true},
   };
 }
 
 // Returns traces and layout that Python has made, with the colours of the theme and inert texts.
-function ready(chart, dark) {
+function ready(chart, dark, narrow) {
   const themed = (value, key) => {
     if (Array.isArray(value)) return value.map(one => themed(one, key));
     if (value && typeof value === 'object')
@@ -42,7 +43,7 @@ function ready(chart, dark) {
   const visible = name => shows(`${chart.place}/${name}`);
   const list = chart.traces.map(trace => themed({...trace, visible: visible(trace.name),
     error_y: trace.error_y && {...trace.error_y, visible: visible('bands')}}));
-  const base = frame(dark), {xaxis, yaxis, ...more} = themed(chart.layout);
+  const base = frame(dark, narrow), {xaxis, yaxis, ...more} = themed(chart.layout);
   const small = axis => axis.title ? {...axis, title: {...axis.title, standoff: 6, font: {size: 11}}} : axis;
   return [list, {...base, hovermode: 'closest', ...more, dragmode: chart.fixed ? false : base.dragmode,
     xaxis: {...base.xaxis, ...small(xaxis)}, yaxis: {...base.yaxis, ...small(yaxis)}}];
@@ -91,8 +92,8 @@ function range(axis) {
   return [low - space, high + space];
 }
 
-function layout(chart, axis, full, dark, colour) {
-  const base = frame(dark), scale = chosen('scale');
+function layout(chart, axis, full, dark, colour, narrow) {
+  const base = frame(dark, narrow), scale = chosen('scale');
   const log = chart.positive && (scale === 'log' || scale === 'usual' && chart.log);
   const at = zoom ?? full ?? [0, 1], whole = axis !== 'hours' && at[1] - at[0] < 8 ? 1 : undefined;
   const sizes = chart.lines.flatMap(line => line.y).filter(y => y !== null).map(Math.abs);
@@ -144,7 +145,8 @@ async function draw() {
     if (!plot.offsetParent) continue;  // it is in a closed part of the page, and drawn when that is opened
     const config = {displaylogo: false, responsive: true, doubleClick: chart.lines ? false : 'reset',
       displayModeBar: chart.fixed ? false : 'hover', modeBarButtons: [['zoom2d', 'pan2d', chart.lines ? back : 'resetScale2d', 'toImage']]};
-    const drawn = chart.lines ? [traces(chart, axis, colour), layout(chart, axis, full, dark, colour)] : ready(chart, dark);
+    const narrow = plot.clientWidth < 500;
+    const drawn = chart.lines ? [traces(chart, axis, colour), layout(chart, axis, full, dark, colour, narrow)] : ready(chart, dark, narrow);
     await Plotly.react(plot, ...drawn, config);
     if (chart.lines) bind(plot);
     await new Promise(resolve => setTimeout(resolve));  // show it, and answer to buttons

@@ -31,7 +31,7 @@ td.n, th.n { text-align: right; padding-right: .9rem; white-space: nowrap; font-
 .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
 .ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
 .ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
-td:has(code) { min-width: 13rem; }
+td:has(code), .scroll > table:not([class]) td:last-child:not(.n) { min-width: 13rem; }
 pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
 details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
 .switch { display: inline-flex; align-items: center; gap: .1rem; font-size: 13px; border: 0; margin: 0; padding: 0; }
@@ -46,10 +46,12 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 .toggles label { max-width: 18rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
 .toggles label:has(input:not(:checked)) { background: none; opacity: .5; text-decoration: line-through; }
 .mark { margin-right: .35em; } .chart .switch { font-size: 12px; margin-left: -.5rem; }
+.chart .toggles label { max-width: min(100%, 28rem); }
 .chart .switch legend { display: none; }
 i[class^="c"] { background: var(--run); display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 @media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 .theme { float: right; margin: 0 0 .4rem 1rem; }
+@media (max-width: 520px) { .theme { float: none; margin: 0; } }
 @media print { .switch { display: none; } }
 """
 """Style of all pages."""

@@ -40,6 +40,8 @@ COLOURS = {
 They are distinct with red-green colour blindness too (a test simulates it). Parts of a step's time have Okabe and Ito's
 colours, parts of memory others.
 """
+LOG_SPAN = 20.0
+"""Ratio of the largest to the smallest value of a sweep above which its axis is logarithmic."""
 MESSAGE = "#666666|#bbbbbb"
 """Colour of messages in the light and the dark theme."""
 SERIES = (
@@ -54,10 +56,14 @@ SERIES = (
 simulates it). They have no other meaning in charts (`COLOURS`)."""
 MARKS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼", "cross": "✚"}
 """Marks of series, since colours alone do not reach all readers: Plotly's names, and characters for legends."""
+SIDES = {"l": 74, "r": 74, "t": 8, "b": 32}
+"""Margins of a chart of rows, in pixels."""
 MOST_SPANS = 3000
 """Maximum number of actions, and of messages, in a timeline: a page with more would be slow."""
-EACH, AROUND = 30, 52
+EACH, AROUND = 30, 46
 """Height of a row of bars, and of what is above and below them, in pixels."""
+EDGE = {"color": "#88888888", "width": 0.5}
+"""Edge of bars, which separates neighbours of a colour, and dark ones from a dark page."""
 BANDS = Key("bands", "#888888", "I")
 """Key of the error bars of a chart."""
 Words = Callable[[float], str]
@@ -151,7 +157,7 @@ def bars(
     traces.append(ends | {"textposition": "middle right", "cliponaxis": False})
     layout = _rows(names) | {"xaxis": {"range": [0, 1.02 * most], "ticksuffix": f" {axis}"}}
     if limit is not None and limit / size <= most:
-        layout |= budget(limit / size, f"budget {words(limit)}")
+        layout |= budget(limit / size, f"budget {words(limit)}") | {"margin": SIDES | {"t": 20}}
     said = (
         f"{name}: {', '.join(f'{part} {words(values[part])}' for part in parts if values.get(part))}"
         for name, values in rows
@@ -174,7 +180,7 @@ def _bar(part: str, names: Sequence[str], values: Sequence[float], words: Words,
         name=part,
         y=names,
         x=[value / size for value in values],
-        marker={"color": COLOURS[part]},
+        marker={"color": COLOURS[part], "line": EDGE},
         customdata=[words(value) for value in values],
         hovertemplate="%{y}: %{fullData.name} %{customdata}<extra></extra>",
     )
@@ -185,22 +191,24 @@ def _rows(names: Sequence[str]) -> dict[str, Any]:
     return {
         "barmode": "stack",
         "bargap": 0.2,
-        "margin": {"l": 74, "r": 74, "t": 20, "b": 32},
-        "yaxis": {"type": "category", "categoryarray": names, "autorange": "reversed", "showgrid": False},
+        "margin": SIDES,
+        "yaxis": {"type": "category", "categoryarray": names, "autorange": "reversed", "showgrid": False, "dtick": 1},
     }
 
 
-def budget(x: float, words: str, log: bool = False) -> dict[str, Any]:
+def budget(x: float, words: str, log: bool = False, inside: bool = False) -> dict[str, Any]:
     """Return the part of a layout that draws a vertical line at `x`, with words at its top.
 
     log: whether the axis is logarithmic.
+    inside: whether the words are inside the chart, not above it.
     """
     line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
     # Plotly places annotations on a logarithmic axis by the logarithm, and shapes by the value.
-    text = {"x": math.log10(x) if log else x, "y": 1, "yref": "paper", "text": words, "showarrow": False}
+    place = {"x": math.log10(x) if log else x, "y": 1, "yref": "paper", "xanchor": "right"}
+    text = {"text": words, "yanchor": "top" if inside else "bottom", "showarrow": False, "font": {"size": 11}}
     return {
         "shapes": [{**line, "line": {"color": "#dd3333", "dash": "dash", "width": 1.5}}],
-        "annotations": [{**text, "yanchor": "bottom", "xanchor": "right", "font": {"size": 11}}],
+        "annotations": [{**place, **text}],
     }
 
 
@@ -236,7 +244,7 @@ def timeline(
                     y=[span.row for span in mine],
                     base=[time(span.start) for span in mine],
                     x=[time(span.end - span.start) for span in mine],
-                    marker={"color": COLOURS[what], "line": {"color": "#ffffff88", "width": 0.5}},
+                    marker={"color": COLOURS[what], "line": EDGE},
                     text=["" if span.microbatch is None else str(span.microbatch) for span in mine],
                     textposition="inside",
                     insidetextanchor="middle",
@@ -315,9 +323,12 @@ def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tupl
             hovertemplate="%{y:,.4~g}%{customdata}",
         )
         traces.append(line | ({"error_y": band(one.values, one.bands, colour)} if any(one.bands) else {}))
+    known = [value for one in series for value in one.values if value]
+    log = {"type": "log", "dtick": "D2", "tickformat": ".3~s"}
+    vertical = log if max(known) > LOG_SPAN * min(known) else {"rangemode": "tozero"}
     layout = {
         "xaxis": {"type": "category", "title": {"text": axes[0]}},
-        "yaxis": {"rangemode": "tozero", "title": {"text": axes[1]}},
+        "yaxis": {"title": {"text": axes[1]}, **vertical},
         "hovermode": "x unified",
     }
     said = "; ".join(

@@ -48,7 +48,7 @@ SHOWN = 5
 FAMILIES = ("data parallel", "sharded (fsdp)", "tensor parallel", "pipeline")
 """Families of plans, by what is split; a plan belongs to the last one that it has an axis of."""
 SPREAD = 12.0
-"""Ratio of the largest to the smallest memory above which the axis of memory is logarithmic."""
+"""Ratio of the largest memory, or the budget, to the smallest above which the axis of memory is logarithmic."""
 
 
 def page(findings: Findings, moments: float, batches: Sequence[Compared] = ()) -> str:
@@ -134,13 +134,13 @@ def _speed_and_memory(findings: Findings, charts: Charts) -> str:
     for number in known:
         mine = [one for one in listed if family(one.plan) == number]
         traces.append(_points(mine, findings, scale, number))
-    log = most / min(one.memory_bytes for one in listed) > SPREAD
+    log = max(most, findings.budget) / min(one.memory_bytes for one in listed) > SPREAD
     ranges = {"type": "log", "dtick": "D2", "tickformat": ",.3~g"} if log else {"rangemode": "tozero"}
     layout = {
-        "xaxis": {"title": {"text": f"memory of the fullest rank, {unit}"}, "ticksuffix": f" {unit}", **ranges},
+        "xaxis": {"title": {"text": f"memory of the fullest rank, {unit}"}, **ranges},
         "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
-        **f.budget(findings.budget / scale, f"budget {size(findings.budget)}", log),
-        "margin": {"l": 62, "r": 14, "t": 24, "b": 42},
+        **f.budget(findings.budget / scale, f"budget {size(findings.budget)}", log, inside=True),
+        "margin": {"l": 62, "r": 14, "t": 28, "b": 42},
     }
     said = "; ".join(
         f"{plan_title(one.plan)}: {one.images_per_second:,.0f} samples/s, {size(one.memory_bytes)}" for one in listed

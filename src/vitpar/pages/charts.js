@@ -142,7 +142,7 @@ async function draw() {
   const back = {name: 'reset', title: 'Show everything', icon: Plotly.Icons.home, click: unzoom};
   for (const chart of data.charts) {
     const plot = document.getElementById(chart.place);
-    if (!plot.offsetParent) continue;  // it is in a closed part of the page, and drawn when that is opened
+    if (plot.closest('details:not([open])')) continue;  // drawn when it is opened
     const config = {displaylogo: false, responsive: true, doubleClick: chart.lines ? false : 'reset',
       displayModeBar: chart.fixed ? false : 'hover', modeBarButtons: [['zoom2d', 'pan2d', chart.lines ? back : 'resetScale2d', 'toImage']]};
     const narrow = plot.clientWidth < 500;

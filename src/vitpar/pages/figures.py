@@ -320,7 +320,7 @@ def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tupl
             line={"color": colour, "width": 1.7},
             marker={"color": colour, "symbol": series_mark(number), "size": 7},
             customdata=one.words or [""] * len(ticks),
-            hovertemplate="%{y:,.4~g}%{customdata}",
+            hovertemplate="%{y:,.4~g}" + ("<br>%{customdata}" if one.words else ""),
         )
         traces.append(line | ({"error_y": band(one.values, one.bands, colour)} if any(one.bands) else {}))
     known = [value for one in series for value in one.values if value]

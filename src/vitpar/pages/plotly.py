@@ -95,6 +95,7 @@ class Charts:
         """
         data = json.dumps(self.data, allow_nan=False, separators=(",", ":"))
         body = [
+            "<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>",
             f"<main>{''.join(parts)}{_block('data', packed(data))}</main>",
             _block("library", _packed_library()),
         ]

@@ -53,7 +53,6 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
         "<h2>Charts</h2>",
         _controls(runs, drawn),
         f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step has been recorded yet.</p>",
-        "<noscript><p>The charts need JavaScript. The tables of key points do not.</p></noscript>" if drawn else "",
         extra,
         _plans(runs, page),
         _differences(runs),

@@ -192,9 +192,9 @@ def _points(prices: Sequence[Price], findings: Findings, scale: float, number: i
         text=[plan_title(one.plan) for one in prices],
         customdata=[
             [
-                f"{one.images_per_second:,.1f} samples/s{_band_words(one, share)}",
+                f"{one.images_per_second:,.1f} samples/s",
+                _band_words(one, share),
                 f"{size(one.memory_bytes)} on the fullest rank",
-                f"batch {one.batch_size:,}",
             ]
             for one, share in zip(prices, shares, strict=True)
         ],
@@ -204,7 +204,7 @@ def _points(prices: Sequence[Price], findings: Findings, scale: float, number: i
 
 def _band_words(one: Price, share: float) -> str:
     low, high = ((1 + sign * share) * one.images_per_second for sign in (-1, 1))
-    return f" ± {100 * share:.3g} %: {low:,.0f} to {high:,.0f}" if share else ""
+    return f"± {100 * share:.3g} %: {low:,.0f} to {high:,.0f}" if share else "uncertainty unknown"
 
 
 def _table(findings: Findings) -> str:
@@ -231,16 +231,7 @@ def _batch_sizes(rows: Sequence[Compared], charts: Charts) -> list[str]:
     """Return the chart and the table of the best plans for several batch sizes."""
     if not rows:
         return []
-    found = [row.best for row in rows]
-    series = f.Series(
-        "best plan",
-        [best.price.images_per_second if best else None for best in found],
-        [doubt.share if best and (doubt := uncertainty(best.price, best.costs)) else 0.0 for best in found],
-        [
-            f" samples/s, {plan_title(best.price.plan)}, {size(best.price.memory_bytes)}" if best else ""
-            for best in found
-        ],
-    )
+    series = _series("best plan", [(row.best.price, row.best.costs) if row.best else None for row in rows])
     ticks = [f"{row.combination.batch_size:,}" for row in rows]
     chart = f.sweep("Samples/s by batch size", [series], ticks, ("samples per step", "samples/s"))
     cells = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in comparison_rows(rows)]
@@ -304,6 +295,7 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
     """
     points, charts = next(iter(by_regime.values())), Charts()
     ticks = [str(point.ranks) for point in points]
+    regimes = f"{'; '.join(f'{regime}: {WORDS[regime]}' for regime in by_regime)}."
     notes = "; ".join((SIMULATED, *scaling_notes(by_regime, costs)))
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -311,8 +303,12 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
         "<h2>Scaling</h2>",
     ]
     for name, each in (("Samples/s per device", True), ("Samples/s", False)):
-        series = [_scaled(regime, points, costs, each) for regime, points in by_regime.items()]
-        parts.append(charts.add(f.sweep(f"{name} by number of devices", series, ticks, ("devices", "samples/s"))))
+        series = [
+            _series(regime, [(one.price, costs) if one.price else None for one in points], each)
+            for regime, points in by_regime.items()
+        ]
+        figure = f.sweep(f"{name} by number of devices", series, ticks, ("devices", "samples/s"), regimes)
+        parts.append(charts.add(figure))
     for regime, points in by_regime.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
         parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
@@ -321,12 +317,13 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
     return charts.page(title, parts)
 
 
-def _scaled(regime: str, points: Sequence[Point], costs: LayerCosts, each: bool) -> f.Series:
-    """Return the line of a scaling regime. each: whether it is of one device."""
-    prices = [point.price for point in points]
+def _series(name: str, found: Sequence[tuple[Price, LayerCosts] | None], each: bool = False) -> f.Series:
+    """Return the speeds of best plans, with their uncertainties. each: whether they are those of one device."""
+    doubts = [one and uncertainty(*one) for one in found]
+    prices = [one and one[0] for one in found]
     return f.Series(
-        f"{regime}: {WORDS[regime]}",
-        [one and one.images_per_second / (one.plan.world_size if each else 1) for one in prices],
-        [doubt.share if one and (doubt := uncertainty(one, costs)) else 0.0 for one in prices],
-        [f" samples/s, {plan_title(one.plan)}" if one else "" for one in prices],
+        name,
+        [one.images_per_second / (one.plan.world_size if each else 1) if one else None for one in prices],
+        [doubt.share if doubt else 0.0 for doubt in doubts],
+        [f"{plan_title(one.plan)}, {size(one.memory_bytes)}" if one else "" for one in prices],
     )

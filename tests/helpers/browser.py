@@ -138,7 +138,7 @@ class Tab:
         """Return the texts that a chart shows at a point."""
         for move in (-1, 0):
             self.mouse("Moved", x + move, y)
-        self.wait("document.querySelector('.hoverlayer text')")
+        self.wait("document.querySelector('.hoverlayer text') !== null")
         return self.run("[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent)")
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vitpar.pages.plotly import Figure, Key
-
-if TYPE_CHECKING:
-    from vitpar.planner.cost.pipeline import Event
 
 ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Names of pipeline actions by the computations of ``vitpar.planner.cost.pipeline``."""
@@ -122,12 +119,6 @@ def series_mark(number: int) -> str:
 def series_key(name: str, number: int) -> Key:
     """Return the key of a series for the legend."""
     return Key(name, series_colour(number), MARKS[series_mark(number)])
-
-
-def spans_of(events: Iterable[Event]) -> list[Span]:
-    """Return the spans of a pipeline's actions, in the order of their starts."""
-    spans = (Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in events)
-    return sorted(spans, key=lambda span: (span.start, span.row))
 
 
 def rows_of(spans: Sequence[Span]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
-from vitpar.pages.figures import spans_of, timeline
+from vitpar.pages.figures import timeline
 from vitpar.pages.maps import placement
 from vitpar.pages.plotly import Charts
 from vitpar.strategy import Plan
@@ -41,6 +41,7 @@ def _pipeline(plan: Plan, page: Charts) -> str:
     It assumes equal stages, a backward twice as long as the forward, and free communication.
     """
     from vitpar.planner.cost.pipeline import UNITS, idle_share, replay
+    from vitpar.planner.report.timeline import spans_of
     from vitpar.strategy.pipeline_orders import action_order
 
     batches = plan.microbatches or 1

@@ -75,11 +75,12 @@ def page(findings: Findings, moments: float, batches: Sequence[Compared] = ()) -
         placement(best.plan, costs.config),
         "<h2>Breakdown of a step</h2>",
     ]
-    for number, shown in enumerate(_unlike(findings)[:SHOWN]):
+    compared = _unlike(findings)[:SHOWN]
+    for number, shown in enumerate(compared):
         parts.append(_plan(shown, findings, charts, opened=number == 0))
     note = "Speed of the same plans if every link were this many times as fast."
     ticks = [f"× {factor:g}" for factor in FACTORS]
-    speeds = _sensitivity(_unlike(findings)[:SHOWN], costs, moments)
+    speeds = _sensitivity(compared, costs, moments)
     parts += [
         "<h2>Sensitivity</h2>",
         charts.add(f.sweep("Samples/s by speed of links", speeds, ticks, ("speed of links", "samples/s"), note)),
@@ -194,7 +195,7 @@ def _points(prices: Sequence[Price], findings: Findings, scale: float, number: i
             [
                 f"{one.images_per_second:,.1f} samples/s",
                 _band_words(one, share),
-                f"{size(one.memory_bytes)} on the fullest rank",
+                f"{size(one.memory_bytes)} on the fullest rank, batch {one.batch_size:,}",
             ]
             for one, share in zip(prices, shares, strict=True)
         ],
@@ -276,15 +277,15 @@ def _unlike(findings: Findings) -> list[Price]:
     return list(kept.values())
 
 
-def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> list[f.Series]:
-    """Return the images per second of each plan, with all links faster by each of FACTORS."""
+def _sensitivity(prices: Sequence[Price], costs: LayerCosts, moments: float) -> list[f.Series]:
+    """Return the images per second of each plan, the first of each title, with all links faster by each of FACTORS."""
     machines = [with_links(costs, factor) for factor in FACTORS]
     return [
         f.Series(
-            plan_title(one.plan),
+            title,
             [price(one.plan, machine, one.batch_size, moments).images_per_second for machine in machines],
         )
-        for one in prices
+        for title, one in reversed({plan_title(one.plan): one for one in reversed(prices)}.items())
     ]
 
 

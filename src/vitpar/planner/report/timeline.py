@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from vitpar.pages.figures import Message, Span, spans_of
+from vitpar.pages.figures import ACTIONS, Message, Span
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
+from vitpar.planner.cost.pipeline import Event
 from vitpar.planner.cost.price import Price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import build_stage
@@ -50,6 +52,12 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
         Span(COMPUTES, "optimizer", optimizer, price.seconds),
     ]
     return _joined([*spans, *(span for span in ends if span.end - span.start > 1e-9 * price.seconds)])
+
+
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """Return the spans of a pipeline's actions, in the order of their starts."""
+    spans = (Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in events)
+    return sorted(spans, key=lambda span: (span.start, span.row))
 
 
 def messages(price: Price) -> tuple[Message, ...]:

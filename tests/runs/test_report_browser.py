@@ -14,7 +14,7 @@ from vitpar.runs.folder import RunRecord
 from vitpar.runs.live import serve
 from vitpar.runs.page import report
 
-RANGES = "[...document.querySelectorAll('.plot')].map(plot => plot._fullLayout.xaxis.range)"
+RANGES = "[...document.querySelectorAll('.charts .plot')].map(plot => plot._fullLayout.xaxis.range)"
 LOSS = "document.querySelector('.plot')"
 
 
@@ -46,7 +46,7 @@ def test_a_report_fits_and_follows_the_theme(width: int, dark: bool, chrome: Bro
     runs = [RunRecord(run_at(tmp_path / name)) for name in ("one", "another-run-with-a-long-name")]
     html = report(runs, made_by="vitpar")
     tab = shown(chrome, html, tmp_path, width=width, dark=dark)
-    assert tab.run("document.querySelectorAll('.plot .nsewdrag').length") == html.count("<figcaption>") == 10
+    assert tab.run("document.querySelectorAll('.plot .nsewdrag').length") == html.count("<figcaption>") == 11
     for _ in range(2):
         assert tab.run("document.documentElement.scrollWidth <= innerWidth") and tab.run("innerWidth") == width
         assert tab.run(CUT) == []

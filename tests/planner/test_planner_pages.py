@@ -115,10 +115,11 @@ def test_scaling_shows_plans_under_the_pointer(found: Findings, chrome: Browser,
     points = [Point(ranks, 64, None if ranks == 4 else replace(found.result.plans[0])) for ranks in (1, 4, 8)]
     html = scaling_page(HOSTILE, {"weak": points, "strong": points}, found.costs, Provenance(HOSTILE, HOSTILE))
     tab = shown(chrome, html, tmp_path, width=390)
+    assert tab.run(CUT) == [] and tab.run(OVERLAPS) == []
     left, top, width, height = tab.box(FIRST)
     words = " ".join(tab.hovered(left + 0.99 * width, top + 0.5 * height))
     assert "weak" in words and plan_title(found.result.plans[0].plan) in words
-    assert tab.run(CUT) == [] and tab.run(OVERLAPS) == [] and tab.complaints == []
+    assert tab.complaints == []
     assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title") != "1"
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from helpers import command_line
+from helpers.browser import Browser, browser
 from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
@@ -124,3 +125,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("repeat what failed")
     for nodeid in dict.fromkeys(report.nodeid for report in failed):
         terminalreporter.write_line(shlex.join([os.path.relpath(sys.executable), "-m", "pytest", nodeid]))
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Chromium that runs."""
+    with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started

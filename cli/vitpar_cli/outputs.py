@@ -45,6 +45,14 @@ def command_line() -> str:
     return shlex.join(["vitpar", *sys.argv[1:]])
 
 
+def refuse_undrawable(report: Path | None) -> None:
+    """Raise DataError if a page with charts is to be written, and Plotly is not installed."""
+    if report is not None:
+        from vitpar.pages.plotly import library
+
+        library()
+
+
 class ProgressLines:
     """Printer of progress lines on stderr: all lines on a terminal, otherwise at most one in CADENCE seconds.
 

@@ -12,7 +12,7 @@ from vitpar.sizes import parse_size
 from vitpar.text import count
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_unwritable, write
+from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def scaling(
     """
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(report)
+    refuse_undrawable(report)
     conditions = profiled.conditions(mtbf, hour_price, stall, restart)
     doing = f"a prediction of scaling{' and cost' if conditions else ''}"
     merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)

@@ -17,7 +17,7 @@ from vitpar.terminal import complain
 from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, refuse_unwritable, write
+from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.search_request import SECONDS, SearchRequest
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def search(
         _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
+    refuse_undrawable(report)
     request = SearchRequest(
         o.request(search, locals()),
         hardware,
@@ -176,7 +177,7 @@ def search(
     if out is not None:
         write_plan(out, chosen)
     if report is not None:
-        write(report, page(search_findings, moments(merged, costs.whole)))
+        write(report, page(search_findings, moments(merged, costs.whole), rows))
     if trace_file is not None:
         write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
     if as_json:

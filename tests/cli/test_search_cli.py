@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from helpers.command_line import printed
-from helpers.html_pages import Page
+from helpers.html_pages import Page, charts_of
 from vitpar import __version__
-from vitpar.errors import PlannerError, UserError
+from vitpar.errors import DataError, PlannerError, UserError
 from vitpar.models import model_config
+from vitpar.pages import plotly
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
@@ -27,6 +28,7 @@ from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.outputs import CADENCE, ProgressLines
 from vitpar_cli.profiled import costs_of
+from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
 from vitpar_cli.search_view import SHOWN
 from vitpar_cli.validate import _show as show_accuracy
@@ -45,6 +47,15 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return partial(printed, search)
 
 
+def test_without_plotly_pages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotly, "find_spec", lambda name: None)
+    plotly.library.cache_clear()
+    for command in (search, scaling):
+        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install 'vitpar\[report\]'"):
+            printed(command, *H100, "--report", str(tmp_path / "page.html"))
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["vitpar", "search", "--memory", "20 GB"])
     names = ("plan.json", "report.html", "trace.json")
@@ -57,7 +68,7 @@ def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path, mon
     assert best.world_size == 8
     text = report.read_text()
     assert Page(text).outside == []
-    assert text.count("<svg") >= 5 and "://" not in text and "Why not" in text
+    assert {"Samples/s by memory", "Time of a step", "Samples/s by speed of links"} <= set(charts_of(text))
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"} and all(event.get("dur", 0) >= 0 for event in events)
 

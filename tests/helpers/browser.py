@@ -30,6 +30,18 @@ def chromium() -> str:
     return found
 
 
+DRAWN = "document.documentElement.dataset.drawn"
+"""Condition that all charts of a page are drawn."""
+CUT = """[...document.querySelectorAll('.plot')].flatMap(plot => {
+  const all = plot.getBoundingClientRect();
+  return [...plot.querySelectorAll('text')].filter(text => {
+    const one = text.getBoundingClientRect();
+    return one.width && (one.left < all.left - 1 || one.right > all.right + 1);
+  }).map(text => text.textContent);
+})"""
+"""Script that returns the texts of charts that are cut off."""
+
+
 class Browser:
     """Chromium that runs.
 
@@ -99,6 +111,36 @@ class Tab:
             time.sleep(0.05)
         return value
 
+    def press(self, name: str) -> None:
+        """Press the button with an id and wait for the charts."""
+        self.run(f"delete {DRAWN}; document.getElementById({json.dumps(name)}).click()")
+        self.wait(DRAWN)
+
+    def box(self, plot: str) -> tuple[float, float, float, float]:
+        """Scroll to a chart, and return left, top, width and height of the part inside its axes."""
+        return tuple(
+            self.run(
+                f"{plot}.scrollIntoView({{block: 'center'}}); (({{x, y, width, height}}) => [x, y, width, height])"
+                f"({plot}.querySelector('.nsewdrag').getBoundingClientRect())"
+            )
+        )
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drag the mouse from one point to another."""
+        (x, y), (to_x, to_y) = start, end
+        self.mouse("Moved", x, y)
+        self.mouse("Pressed", x, y, 1)
+        for step in range(1, 5):
+            self.mouse("Moved", x + (to_x - x) * step / 4, y + (to_y - y) * step / 4, 1)
+        self.mouse("Released", to_x, to_y, 1)
+
+    def hovered(self, x: float, y: float) -> list[str]:
+        """Return the texts that a chart shows at a point."""
+        for move in (-1, 0):
+            self.mouse("Moved", x + move, y)
+        self.wait("document.querySelector('.hoverlayer text') !== null")
+        return self.run("[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent)")
+
     def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
         """Send an event of the mouse: moved, pressed or released, with the left button if there are clicks."""
         button = {"button": "left", "buttons": 1, "clickCount": clicks} if clicks else {}
@@ -113,6 +155,14 @@ class Tab:
         texts += [str(one["params"]["args"]) for one in mine if one["method"] == "Runtime.consoleAPICalled"]
         texts += [str(one["params"]) for one in mine if one["method"] == "Runtime.exceptionThrown"]
         return [text for text in texts if "favicon" not in text]
+
+
+def shown(chrome: Browser, html: str, folder: Path, **more: Any) -> Tab:
+    """Return a tab with a page, after its charts were drawn. more: as for `Browser.open`."""
+    (folder / "page.html").write_text(html)
+    tab = chrome.open(f"file://{folder}/page.html", **more)
+    tab.wait(DRAWN)
+    return tab
 
 
 @contextmanager

@@ -1,10 +1,25 @@
 """Checks of HTML pages: well-formed, self-contained, and what they contain."""
 
+import base64
+import gzip
+import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 VOID = {"meta", "input", "br", "img"}
 """Elements without an end."""
+
+
+def data_of(html: str) -> dict[str, Any]:
+    """Return the data that the script of a page draws."""
+    return json.loads(gzip.decompress(base64.b64decode(html.partition('id="data">')[2].partition("<")[0])))
+
+
+def charts_of(html: str) -> dict[str, dict[str, Any]]:
+    """Return what a page draws, by title; the second chart of a title has -1 behind it, and so on."""
+    charts = data_of(html)["charts"]
+    return {chart["place"].removeprefix("chart-").removesuffix("-0"): chart for chart in charts}
 
 
 class Page(HTMLParser):

@@ -10,34 +10,24 @@ from typing import Any
 import pytest
 
 from helpers.colours import KINDS, closest
-from vitpar.models import model_config
-from vitpar.pages import svg
-from vitpar.pages.maps import layer_map, rank_grid
+from helpers.html_pages import Page, charts_of
+from helpers.planner_reports import CONFIG, ORIGIN, costs_of
+from vitpar.pages.figures import COLOURS
+from vitpar.pages.maps import layer_map, placement, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.bands import BANDS, VITPAR
-from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.curves import Curve
-from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import LayerProfile
-from vitpar.planner.report.data import Findings, Provenance, duration, figures, findings, noise_words, trace
+from vitpar.planner.report.data import Findings, duration, figures, findings, noise_words, plan_title, trace
 from vitpar.planner.report.page import page
-from vitpar.planner.report.timeline import SENDS, timeline
+from vitpar.planner.report.timeline import SENDS, messages, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.strategy import parse, validate
 from vitpar.text import size
-
-CONFIG = model_config("vit_small_patch16_224")
-ORIGIN = Provenance("1.2.3", "vitpar search --cluster 8xH100")
-
-
-def costs_of(**changed: Any) -> LayerCosts:
-    hardware = find_cluster("8xH100").hardware()
-    model = estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, 8))
-    return LayerCosts(CONFIG, hardware, model.model_copy(update=changed))
 
 
 def priced(words: str, costs: LayerCosts, batch_size: int = 768, **fields: Any) -> Price:
@@ -174,7 +164,7 @@ def found() -> Findings:
 
 def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
     html = page(found, 2)
-    words = text_of(html)
+    words = Page(html).text
     for said in (
         "vitpar 1.2.3",
         ORIGIN.command,
@@ -182,16 +172,12 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
         "batch 256",
         "MFU",
         f"{BANDS[False, True].runs} published runs",
-        "Layers and ranks",
-        "Ranks on each axis",
         "vitpar train --mesh plan.json",
-        "blocks 0-11",
     ):
         assert said in words, said
     assert not re.search(r"\de[+-]\d", words), "figures without exponents"
-    charts = html.count("<svg")
-    assert charts > 3 and html.count('role="img" aria-label="') == charts
-    assert re.search(r">0 ms<.*>\d+ ms<", html), "the timeline has an axis of time"
+    drawn = charts_of(html)
+    assert len(drawn) == 2 + 3 * html.count("<details") and html.count('role="img" aria-label="') == len(drawn)
     (json_words,) = [json.dumps(found.to_json())]
     for key in ("vitpar", "command", "precision", "mfu", "uncertainty", "train"):
         assert f'"{key}"' in json_words
@@ -206,23 +192,62 @@ def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
     assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
 
 
-def test_frontier_has_a_plan_with_less_memory_if_the_table_has_one() -> None:
+def test_the_chart_has_every_plan_of_the_table(found: Findings) -> None:
+    """A search whose time is over has no frontier; the plans of the table are drawn nevertheless."""
     searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=("ckpt",)), costs_of())
     result = searching.best(20e9)
-    searching.frontier(result.plans[0], until=0.0)  # the time of the search is over
-    found = findings(searching, result, 20e9, ORIGIN)
-    assert min(price.memory_bytes for price in found.result.plans) < found.result.plans[0].memory_bytes
-    assert len(found.frontier) > 1 and "No plan with less memory than" not in page(found, 2)
-    assert all(searching.space.covers(price.plan) for price in found.frontier if price.plan.is_uniform)
+    searching.frontier(result.plans[0], until=0.0)
+    short = findings(searching, result, 20e9, ORIGIN)
+    small = replace(short, budget=5e9)
+    for one in (found, short, small, replace(short, frontier=short.frontier[:1])):
+        html = page(one, 2)
+        _, *families = charts_of(html)["Samples/s by memory"]["traces"]
+        marks = [mark for family in families for mark in zip(*(family[k] for k in ("text", "x", "y")), strict=True)]
+        expected = [(plan_title(p.plan), p.memory_bytes, p.images_per_second) for p in one.listed]
+        assert len(marks) == len(expected) > 5
+        for mark, plan in zip(sorted(marks), sorted(expected), strict=True):
+            assert mark == (plan[0], pytest.approx(plan[1] / 1e9), pytest.approx(plan[2])), plan
+        bands = [size for family in families for size in family["error_y"]["array"]]
+        assert sum(bands) == pytest.approx(BANDS[False, True].share * sum(y for *_, y in marks))
+        hollow = sum("-open" in symbol for family in families for symbol in family["marker"]["symbol"])
+        assert hollow == sum(p.memory_bytes > one.budget for p in one.listed)
+        assert text_of(html.partition("<h2>Plans</h2>")[2]).count("samples/s") >= 1 and "No plan" not in html
+    assert all(searching.space.covers(price.plan) for price in short.frontier if price.plan.is_uniform)
 
 
-def test_frontier_of_one_plan_is_text_instead_of_a_chart(found: Findings) -> None:
-    lone = replace(found, frontier=found.frontier[:1])
-    assert "No plan with less memory than" in page(lone, 2)
-    assert page(lone, 2).count("<svg") == page(replace(found, frontier=found.frontier[:1] * 2), 2).count("<svg") - 1
+def test_the_time_of_every_rank_is_that_of_the_step() -> None:
+    costs = costs_of()
+    for words, fields in (("pp4xdp2", {"microbatches": 8}), ("tp2xdp4", {}), ("fsdp8", {"microbatches": 6})):
+        step = priced(words, costs, **fields)
+        assert len(step.rank_times) == step.plan.pipeline_degree
+        for time in step.rank_times:
+            assert sum(time.values()) == pytest.approx(step.seconds)
+        assert step.time == min(step.rank_times, key=lambda time: time.get("waiting", 0.0))
 
 
-TIME = tuple(name for name in svg.COLOURS if name not in PARTS and not name.endswith(" gradients"))
+def test_messages_leave_after_an_action_and_arrive_before_the_next() -> None:
+    step = priced("pp4xdp2", costs_of(), microbatches=8, schedule="1f1b")
+    sent = messages(step)
+    assert len(sent) == 2 * 3 * 8, "an output and a gradient of each micro-batch between neighbouring stages"
+    ends = {(f"pp {event.pp}", event.end) for event in step.events}
+    starts = defaultdict(list)
+    for event in step.events:
+        starts[f"pp {event.pp}", event.microbatch].append(event.start)
+    for message in sent:
+        assert (message.source, message.sent) in ends and message.sent < message.arrived
+        number = int(message.words.rpartition(" ")[2])
+        assert any(start >= message.arrived for start in starts[message.target, number])
+    assert messages(priced("dp8", costs_of())) == ()
+
+
+def test_maps_are_left_out_where_the_plan_says_it_all() -> None:
+    assert placement(validate(parse("dp8+zero2"), CONFIG, 64), CONFIG) == ""
+    assert text_of(placement(validate(parse("dp2xtp2"), CONFIG, 64), CONFIG)).startswith("Ranks on each axis 0 dp 0 tp")
+    mixed = text_of(placement(validate(parse("pp1: 0=dp8+ckpt, *=dp8"), CONFIG, 64), CONFIG))
+    assert mixed.startswith("Layers and ranks ranks layers strategy") and "Ranks on each" not in mixed
+
+
+TIME = tuple(name for name in COLOURS if name not in PARTS and not name.endswith(" gradients"))
 TIME += ("gradients", "optimizer", "teacher")
 SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Pairs of names with the same meaning, which share a colour."""
@@ -231,14 +256,14 @@ SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradi
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", [TIME, PARTS], ids=["time", "memory"])
 def test_chart_colours_are_distinguishable_for_colour_blind_readers(names: tuple[str, ...], kind: str) -> None:
-    apart, *pair = closest({svg.COLOURS[name] for name in names}, kind)
+    apart, *pair = closest({COLOURS[name] for name in names}, kind)
     assert apart > 15, f"{pair} look alike ({apart:.0f})"
 
 
 def test_each_colour_has_one_meaning() -> None:
     meanings: defaultdict[str, set[str]] = defaultdict(set)
-    for name, colour in svg.COLOURS.items():
+    for name, colour in COLOURS.items():
         meanings[colour].add(name)
     shared = {frozenset(names) for names in meanings.values() if len(names) > 1}
     assert shared == SHARED
-    assert set(priced("dp8", costs_of()).time) <= set(svg.COLOURS) and set(PARTS) <= set(svg.COLOURS)
+    assert set(priced("dp8", costs_of()).time) <= set(COLOURS) and set(PARTS) <= set(COLOURS)

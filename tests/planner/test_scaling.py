@@ -7,6 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from helpers.html_pages import Page, charts_of
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
@@ -63,9 +64,15 @@ def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.M
     shown = CliRunner().invoke(app, [*base, "--ranks", "1,4", "--report", str(report)])
     assert "weak scaling" in shown.stdout and "100.0%" in shown.stdout and "estimates" in shown.stdout
     page = report.read_text()
-    for band in (BANDS[True, False], BANDS[True, True]):
+    bands = BANDS[True, False], BANDS[True, True]
+    for band in bands:
         assert all(f"{band}: error of {band.runs} {band.description[:9]}" in words for words in (shown.stdout, page))
-    assert page.count("<svg") == 1 and "Strong scaling" in page and "://" not in page
+    assert Page(page).outside == [] and "Strong scaling" in page
+    weak, strong = charts_of(page)["Samples/s by number of devices"]["traces"]
+    assert weak["x"] == ["1", "4"] and weak["y"][1] > 3 * weak["y"][0] and strong["y"][1] == weak["y"][1]
+    assert all(
+        one["error_y"]["array"] == [y * b.share for y, b in zip(one["y"], bands, strict=True)] for one in (weak, strong)
+    )
     found = json.loads(CliRunner().invoke(app, [*base, "--json"]).stdout)
     assert [point["ranks"] for point in found["strong"]] == [1, 2, 4]
     assert all(point["at_most_better_by"] >= 0 for point in found["weak"])

@@ -8,8 +8,9 @@ import pytest
 
 from helpers.colours import KINDS, closest
 from helpers.run_folders import start_line, train_row, write_run
-from vitpar.pages import svg
-from vitpar.runs.chart import COLOURS, Chart, Line, data_of, figure, numbers
+from vitpar.pages.figures import COLOURS, SERIES
+from vitpar.pages.plotly import Charts
+from vitpar.runs.chart import Chart, Line, data_of, figure, numbers
 from vitpar.runs.charts import MOST_MARKS, charts, marks_of
 from vitpar.runs.folder import RunRecord
 
@@ -21,7 +22,11 @@ def line(run: int, y: list[float], *, evaluated: bool = False, first: int = 1) -
 
 
 def drawn(*lines: Line, columns: int = 400, **more: Any) -> dict[str, Any]:
-    return data_of(Chart("Loss", lines, **more), "loss", columns)
+    return data_of(Chart("Loss", lines, **more), columns)
+
+
+def html_of(chart: Chart) -> str:
+    return Charts().add(figure(chart, 400))
 
 
 def test_lines_have_their_values_on_every_axis() -> None:
@@ -71,13 +76,13 @@ def test_lines_that_coincide_have_different_widths() -> None:
 
     near = line(0, y), line(1, [v + 0.001 for v in y])
     assert widths(*near) == [1, 0] and widths(*near, line(2, y)) == [2, 1, 0]
-    assert "The lines of the runs coincide: they differ by at most 0.001." in figure(Chart("Loss", near), "loss")
-    assert "at most 0.1 %." in figure(Chart("Loss", near, unit=" %", scale=100.0), "loss")
-    assert "The lines of the runs are equal." in figure(Chart("Loss", [line(0, y), line(1, y)]), "loss")
+    assert "The lines of the runs coincide: they differ by at most 0.001." in html_of(Chart("Loss", near))
+    assert "at most 0.1 %." in html_of(Chart("Loss", near, unit=" %", scale=100.0))
+    assert "The lines of the runs are equal." in html_of(Chart("Loss", [line(0, y), line(1, y)]))
     others = {"apart": line(1, [3.0, 2.5, 1.0]), "shorter": line(1, y[:2]), "gap": line(1, [3.0, np.nan, 1.0])}
     for name, other in {**others, "other steps": line(1, y, first=9)}.items():
         assert widths(line(0, y), other) == [0, 0], name
-        assert "coincide" not in figure(Chart("Loss", [line(0, y), other]), "loss")
+        assert "coincide" not in html_of(Chart("Loss", [line(0, y), other]))
 
 
 def test_marks_that_cannot_be_distinguished_are_left_out(tmp_path: Path) -> None:
@@ -101,8 +106,8 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
         train_row(step, weight_decay=0.1, drop_path=0.2, image_size=96 + 32 * (step > 5), top1=0.5)
         for step in range(1, 9)
     ]
-    html, data = charts([RunRecord(write_run(tmp_path / "one", rows))])
-    found = {chart["place"]: chart for chart in data["charts"]}
+    page, html = charts([RunRecord(write_run(tmp_path / "one", rows))])
+    found = {chart["place"]: chart for chart in page.data["charts"]}
     assert {"chart-Weight decay-0", "chart-Drop-path-0", "chart-Image size-0"} <= set(found)
     assert found["chart-Image size-0"]["whole"] and found["chart-Image size-0"]["lines"][0]["y"][-1] == 128
     (training,) = found["chart-Top-1-0"]["lines"]
@@ -110,7 +115,7 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
 
 
 def test_the_description_names_the_key_points() -> None:
-    html = figure(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"), "loss")
+    html = html_of(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"))
     first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4."
     assert f'aria-label="Loss. {first} run 2: no finite value."' in html
     assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td>–</td><td>4</td>" in html
@@ -119,7 +124,7 @@ def test_the_description_names_the_key_points() -> None:
 def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:
     for kind in KINDS:
         for theme in (0, 1):  # light and dark
-            apart, *pair = closest([pair[theme] for pair in COLOURS], kind)
+            apart, *pair = closest([pair[theme] for pair in SERIES], kind)
             assert apart > 15, f"{kind}: {pair} look alike ({apart:.0f})"
 
 
@@ -137,6 +142,6 @@ def contrast(one: str, two: str) -> float:
 
 def test_lines_contrast_with_the_page_and_mean_nothing_else() -> None:
     """Graphics need a contrast of 3 (guideline 1.4.11)."""
-    for light, dark in COLOURS:
+    for light, dark in SERIES:
         assert contrast(light, "#ffffff") > 3 and contrast(dark, "#121416") > 3
-    assert not {colour for pair in COLOURS for colour in pair} & set(svg.COLOURS.values())
+    assert not {colour for pair in SERIES for colour in pair} & set(COLOURS.values())

@@ -2,35 +2,20 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.browser import Browser, Tab, browser
+from helpers.browser import CUT, DRAWN, Browser, Tab, shown
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from vitpar.runs import live
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.live import serve
 from vitpar.runs.page import report
 
-DRAWN = "document.documentElement.dataset.drawn"
-RANGES = "[...document.querySelectorAll('.plot')].map(plot => plot._fullLayout.xaxis.range)"
-CUT = """[...document.querySelectorAll('.plot')].flatMap(plot => {
-  const all = plot.getBoundingClientRect();
-  return [...plot.querySelectorAll('text')].filter(text => {
-    const one = text.getBoundingClientRect();
-    return one.width && (one.left < all.left - 1 || one.right > all.right + 1);
-  }).map(text => text.textContent);
-})"""
+RANGES = "[...document.querySelectorAll('.charts .plot')].map(plot => plot._fullLayout.xaxis.range)"
 LOSS = "document.querySelector('.plot')"
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("chromium")) as started:
-        yield started
 
 
 def run_at(folder: Path, steps: int = 300, mesh: str = "pp2xdp2", **changed: Any) -> Path:
@@ -42,38 +27,17 @@ def run_at(folder: Path, steps: int = 300, mesh: str = "pp2xdp2", **changed: Any
     return write_run(folder, rows, mesh=mesh, log=log, microbatches=4)
 
 
-def shown(chrome: Browser, html: str, folder: Path, **more: Any) -> Tab:
-    """Return a tab with the page, after its charts were drawn."""
-    (folder / "page.html").write_text(html)
-    tab = chrome.open(f"file://{folder}/page.html", **more)
-    tab.wait(DRAWN)
-    return tab
-
-
-def press(tab: Tab, name: str) -> None:
-    """Press a button and wait for the charts."""
-    tab.run(f"delete {DRAWN}; document.getElementById('{name}').click()")
-    tab.wait(DRAWN)
-
-
 def place(tab: Tab, share: float) -> tuple[float, float]:
     """Return a point in the first chart. share: its position from left to right."""
-    box = tab.run(
-        f"{LOSS}.scrollIntoView({{block: 'center'}}); (({{x, y, width, height}}) => [x, y, width, height])"
-        f"({LOSS}.querySelector('.nsewdrag').getBoundingClientRect())"
-    )
-    return box[0] + share * box[2], box[1] + 0.5 * box[3]
+    x, y, width, height = tab.box(LOSS)
+    return x + share * width, y + 0.5 * height
 
 
 def drag(tab: Tab, start: float, end: float) -> None:
     """Zoom into a part of the first chart."""
-    (x, y), (to, _) = place(tab, start), place(tab, end)
+    points = place(tab, start), place(tab, end)
     tab.run(f"delete {DRAWN}")
-    tab.mouse("Moved", x, y)
-    tab.mouse("Pressed", x, y, 1)
-    for step in range(1, 5):
-        tab.mouse("Moved", x + (to - x) * step / 4, y, 1)
-    tab.mouse("Released", to, y, 1)
+    tab.drag(*points)
     tab.wait(DRAWN)
 
 
@@ -82,7 +46,7 @@ def test_a_report_fits_and_follows_the_theme(width: int, dark: bool, chrome: Bro
     runs = [RunRecord(run_at(tmp_path / name)) for name in ("one", "another-run-with-a-long-name")]
     html = report(runs, made_by="vitpar")
     tab = shown(chrome, html, tmp_path, width=width, dark=dark)
-    assert tab.run("document.querySelectorAll('.plot .nsewdrag').length") == html.count("<figcaption>") == 10
+    assert tab.run("document.querySelectorAll('.plot .nsewdrag').length") == html.count("<figcaption>") == 11
     for _ in range(2):
         assert tab.run("document.documentElement.scrollWidth <= innerWidth") and tab.run("innerWidth") == width
         assert tab.run(CUT) == []
@@ -97,7 +61,7 @@ def test_a_report_fits_and_follows_the_theme(width: int, dark: bool, chrome: Bro
         light = ("rgb(255, 255, 255)", "rgb(0, 0, 0)", "#2f5bd0")
         assert (page, text, line) == (("rgb(18, 20, 22)", "rgb(255, 255, 255)", "#5b8cff") if dark else light)
         dark = not dark
-        press(tab, "theme-dark" if dark else "theme-light")
+        tab.press("theme-dark" if dark else "theme-light")
     assert tab.complaints == []
 
 
@@ -105,24 +69,17 @@ def test_the_pointer_shows_all_values_at_a_step(chrome: Browser, tmp_path: Path)
     one, two = run_at(tmp_path / "one", 100), run_at(tmp_path / "two", 100)  # their lines are equal
     tab = shown(chrome, report([RunRecord(one), RunRecord(two)]), tmp_path)
 
-    def hovered() -> list[str]:
-        for move in (-1, 0):
-            x, y = place(tab, 0.5)
-            tab.mouse("Moved", x + move, y)
-        tab.wait("document.querySelector('.hoverlayer text')")
-        return tab.run("[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent)")
-
     expected = f"{train_row(50)['loss']:.4f}", f"{eval_row(50)['loss']:.4f}"
-    found = hovered()
+    found = tab.hovered(*place(tab, 0.5))
     assert found[0] == "step 50" and found[-1] == "checkpoint after step 50"
     assert [text.split(" (")[0] for text in found[1:3]] == [f"run {number} : {expected[0]}" for number in (1, 2)]
     assert found[3:5] == [f"run {number}, validation : {expected[1]} at step 50" for number in (1, 2)]
     widths = tab.run(f"{LOSS}.data.filter(line => line.customdata).map(line => line.line.width)")
     assert widths[0] > widths[1] + 2, "equal lines are all visible"
     tab.mouse("Moved", 1, 1)
-    press(tab, "smooth-off")
-    press(tab, "x-samples")
-    assert hovered()[:2] == ["6,400 samples", f"run 1 : {expected[0]}"]
+    tab.press("smooth-off")
+    tab.press("x-samples")
+    assert tab.hovered(*place(tab, 0.5))[:2] == ["6,400 samples", f"run 1 : {expected[0]}"]
 
 
 def test_zoom_is_that_of_all_charts_until_it_is_reset(chrome: Browser, tmp_path: Path) -> None:
@@ -134,7 +91,7 @@ def test_zoom_is_that_of_all_charts_until_it_is_reset(chrome: Browser, tmp_path:
     assert len({tuple(one) for one in zoomed}) == 1
     low, high = complete[0]
     assert zoomed[0] == pytest.approx([low + (high - low) / 4, low + 3 * (high - low) / 4], abs=3)
-    press(tab, "theme-dark")
+    tab.press("theme-dark")
     assert tab.run(RANGES) == zoomed
     drag(tab, 0.50, 0.52)
     low, high = tab.run(RANGES)[0]
@@ -153,22 +110,22 @@ def test_switches_choose_lines_axes_and_scales(chrome: Browser, tmp_path: Path) 
     tab = shown(chrome, report(runs), tmp_path)
     lines = f"{LOSS}.data.filter(line => line.visible && line.name).map(line => line.name)"
     both = ["run 1", "run 2", "run 1, validation", "run 2, validation"]
-    press(tab, "smooth-off")
+    tab.press("smooth-off")
     assert sorted(tab.run(lines)) == sorted(both)
-    press(tab, "run-1")
+    tab.press("run-1")
     assert sorted(tab.run(lines)) == [both[0], both[2]]
-    press(tab, "kind-training")
+    tab.press("kind-training")
     assert tab.run(lines) == [both[2]]
-    press(tab, "run-1")
-    press(tab, "kind-training")
+    tab.press("run-1")
+    tab.press("kind-training")
     symbols = f"{LOSS}.querySelectorAll('.scatterlayer .trace.scatter path.point').length"
     dots = tab.run(symbols)
-    press(tab, "marks")
+    tab.press("marks")
     assert tab.run(symbols) == dots - 12, "6 checkpoints of each run"
     for name, scale in (("log", "log"), ("linear", "linear"), ("usual", "linear")):
-        press(tab, f"scale-{name}")
+        tab.press(f"scale-{name}")
         assert tab.run(f"{LOSS}._fullLayout.yaxis.type") == scale
-    press(tab, "x-hours")
+    tab.press("x-hours")
     assert tab.run(f"{LOSS}._fullLayout.xaxis.title.text") == "hours of training"
     assert tab.run(RANGES)[0][1] == pytest.approx(sum(1e5 + step for step in range(1, 301)) / 3.6e6, rel=0.02)
 
@@ -226,7 +183,7 @@ def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch
         tab = chrome.open(server.url)
         tab.wait(DRAWN)
         charts = tab.run("window.same = document.querySelector('.plot'); document.querySelectorAll('.plot').length")
-        press(tab, "smooth-off")
+        tab.press("smooth-off")
         tab.run("document.querySelector('details').open = true")
         drag(tab, 0.25, 0.75)
         zoomed = tab.run(RANGES)[0]

@@ -1,8 +1,6 @@
 """Pages of reports: well-formed, self-contained, small, and good for odd runs."""
 
-import base64
 import fcntl
-import gzip
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.html_pages import Page
+from helpers.html_pages import Page, data_of
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from vitpar.errors import DataError
 from vitpar.pages import plotly
@@ -171,8 +169,7 @@ def test_odd_runs_have_good_pages(kind: str, tmp_path: Path) -> None:
     rows, expected = ODD[kind]
     page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
     assert expected in page.text
-    packed = html.partition('id="data">')[2].partition("<")[0]
-    assert json.loads(gzip.decompress(base64.b64decode(packed)))["colours"]
+    assert data_of(html)["colours"]
 
 
 def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:

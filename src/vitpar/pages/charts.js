@@ -15,6 +15,40 @@ const SYMBOLS = {checkpoint: 'triangle-up', restart: 'triangle-down'};
 const bound = new WeakSet();
 let data, zoom = null, reset = 0, turn = 0;
 
+// The layout that all charts share.
+function frame(dark, narrow) {
+  const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
+  return {
+    margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
+    font: {family: 'system-ui, sans-serif', size: 12, color}, uirevision: 'kept',
+    hoverlabel: {bgcolor: page, bordercolor: '#8886', font: {color, size: 12}},
+    modebar: {bgcolor: 'transparent', color: '#888', activecolor: color},
+    // A finger scrolls the page; a mouse zooms.
+    dragmode: matchMedia('(pointer: coarse)').matches ? false : 'zoom',
+    xaxis: {zeroline: false, ticks: 'outside', tickcolor: '#888', spikecolor: '#888', spikethickness: 1, nticks: narrow ? 4 : 7,
+      tickangle: 0, gridcolor: grid},
+    yaxis: {zeroline: false, gridcolor: grid, nticks: 7, separatethousands: true},
+  };
+}
+
+// Returns traces and layout that Python has made, with the colours of the theme and inert texts.
+function ready(chart, dark, narrow) {
+  const themed = (value, key) => {
+    if (Array.isArray(value)) return value.map(one => themed(one, key));
+    if (value && typeof value === 'object')
+      return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, themed(one, name)]));
+    if (typeof value !== 'string' || key === 'hovertemplate') return value;
+    return /^#\w+\|#\w+$/.test(value) ? value.split('|')[dark ? 1 : 0] : escaped(value);
+  };
+  const visible = name => shows(`${chart.place}/${name}`);
+  const list = chart.traces.map(trace => themed({...trace, visible: visible(trace.name),
+    error_y: trace.error_y && {...trace.error_y, visible: visible('bands')}}));
+  const base = frame(dark, narrow), {xaxis, yaxis, ...more} = themed(chart.layout);
+  const small = axis => axis.title ? {...axis, title: {...axis.title, standoff: 6, font: {size: 11}}} : axis;
+  return [list, {...base, hovermode: 'closest', ...more, dragmode: chart.fixed ? false : base.dragmode,
+    xaxis: {...base.xaxis, ...small(xaxis)}, yaxis: {...base.yaxis, ...small(yaxis)}}];
+}
+
 function traces(chart, axis, colour) {
   const list = [], smoothing = chosen('smooth'), most = Math.max(...chart.lines.map(line => line.wider), 1);
   const value = (name, unit) => `%{${name}:${chart.digits}}${unit}`;
@@ -49,7 +83,7 @@ function traces(chart, axis, colour) {
 }
 
 function range(axis) {
-  const all = data.charts.flatMap(chart => chart.lines.flatMap(line => line.x[axis])).filter(x => x !== null);
+  const all = data.charts.flatMap(chart => (chart.lines ?? []).flatMap(line => line.x[axis])).filter(x => x !== null);
   const high = all.reduce((one, two) => Math.max(one, two), -Infinity);
   let low = all.reduce((one, two) => Math.min(one, two), Infinity);
   if (!all.length) return null;
@@ -58,9 +92,9 @@ function range(axis) {
   return [low - space, high + space];
 }
 
-function layout(chart, axis, full, dark, colour) {
-  const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
-  const scale = chosen('scale'), log = chart.positive && (scale === 'log' || scale === 'usual' && chart.log);
+function layout(chart, axis, full, dark, colour, narrow) {
+  const base = frame(dark, narrow), scale = chosen('scale');
+  const log = chart.positive && (scale === 'log' || scale === 'usual' && chart.log);
   const at = zoom ?? full ?? [0, 1], whole = axis !== 'hours' && at[1] - at[0] < 8 ? 1 : undefined;
   const sizes = chart.lines.flatMap(line => line.y).filter(y => y !== null).map(Math.abs);
   const most = sizes.reduce((one, two) => Math.max(one, two), 0);
@@ -68,22 +102,16 @@ function layout(chart, axis, full, dark, colour) {
   const restarts = data.marks.filter(mark => mark.kind === 'restart' && shows('marks') && shows(`run-${mark.run}`));
   const missing = !chart.lines.some(line => line.x[axis].some(x => x !== null));
   return {
-    margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
-    font: {family: 'system-ui, sans-serif', size: 12, color}, hovermode: 'x unified', uirevision: 'kept',
-    hoverlabel: {bgcolor: page, bordercolor: '#8886', font: {color, size: 12}},
-    modebar: {bgcolor: 'transparent', color: '#888', activecolor: color},
-    // A finger scrolls the page; a mouse zooms.
-    dragmode: matchMedia('(pointer: coarse)').matches ? false : 'zoom',
-    xaxis: {range: at, uirevision: ++turn, dtick: whole, title: {text: AXES[axis], standoff: 6, font: {size: 11}},
-      zeroline: false, showgrid: false, ticks: 'outside', tickcolor: '#888', exponentformat: 'SI', nticks: 7,
-      unifiedhovertitle: {text: TITLES[axis]}, spikecolor: '#888', spikethickness: 1},
-    yaxis: {type: log ? 'log' : 'linear', uirevision: `${scale} ${reset}`, rangemode: chart.zero ? 'tozero' : 'normal',
+    ...base, hovermode: 'x unified',
+    xaxis: {...base.xaxis, range: at, uirevision: ++turn, dtick: whole, title: {text: AXES[axis], standoff: 6, font: {size: 11}},
+      showgrid: false, exponentformat: 'SI', unifiedhovertitle: {text: TITLES[axis]}},
+    yaxis: {...base.yaxis, type: log ? 'log' : 'linear', uirevision: `${scale} ${reset}`, rangemode: chart.zero ? 'tozero' : 'normal',
       autorangeoptions: {include: chart.least && !log ? [chart.least] : undefined, clipmax: chart.most ? 1.02 * chart.most : undefined},
-      ticksuffix: chart.unit, hoverformat: chart.digits, nticks: 7, zeroline: false, gridcolor: grid,
+      ticksuffix: chart.unit, hoverformat: chart.digits,
       exponentformat: most >= 1000 ? 'SI' : 'power', minexponent: most >= 1000 ? 3 : 4,
       // Ticks at 1, 2 and 5: all digits would overlap.
       dtick: log && decades < 2 && (decades > .4 || !decades) ? 'D2' : undefined,
-      tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined, separatethousands: true},
+      tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined},
     yaxis2: {overlaying: 'y', range: [0, 1], visible: false, fixedrange: true},
     shapes: restarts.map(mark => ({x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, yref: 'paper', type: 'line',
       line: {color: colour(mark.run), width: 1, dash: 'dot'}})),
@@ -112,12 +140,15 @@ async function draw() {
   const dark = chosen('theme') === 'dark' || chosen('theme') !== 'light' && systemDark.matches;
   const colour = run => data.colours[run][dark ? 1 : 0];
   const back = {name: 'reset', title: 'Show everything', icon: Plotly.Icons.home, click: unzoom};
-  const config = {displaylogo: false, responsive: true, doubleClick: false,
-    modeBarButtons: [['zoom2d', 'pan2d', back, 'toImage']]};
   for (const chart of data.charts) {
     const plot = document.getElementById(chart.place);
-    await Plotly.react(plot, traces(chart, axis, colour), layout(chart, axis, full, dark, colour), config);
-    bind(plot);
+    if (plot.closest('details:not([open])')) continue;  // drawn when it is opened
+    const config = {displaylogo: false, responsive: true, doubleClick: chart.lines ? false : 'reset',
+      displayModeBar: chart.fixed ? false : 'hover', modeBarButtons: [['zoom2d', 'pan2d', chart.lines ? back : 'resetScale2d', 'toImage']]};
+    const narrow = plot.clientWidth < 500;
+    const drawn = chart.lines ? [traces(chart, axis, colour), layout(chart, axis, full, dark, colour, narrow)] : ready(chart, dark, narrow);
+    await Plotly.react(plot, ...drawn, config);
+    if (chart.lines) bind(plot);
     await new Promise(resolve => setTimeout(resolve));  // show it, and answer to buttons
     if (mine !== drawing) return;
   }
@@ -156,6 +187,7 @@ async function update() {
   script.textContent = await unpacked('library');
   document.head.append(script);
   document.addEventListener('change', event => { if (event.target.name === 'x') zoom = null; draw(); });
+  document.addEventListener('toggle', event => { if (event.target.querySelector('.plot')) draw(); }, true);
   systemDark.addEventListener('change', draw);
   await draw();
   if (!document.documentElement.dataset.version) return;

@@ -15,20 +15,15 @@ STYLE = """
 :root { color-scheme: light dark; --faint: #8883; --page: light-dark(#fff, #121416);
   --accent: light-dark(#14507f, #8cc8f5); }
 :root:has(#theme-light:checked) { color-scheme: light; } :root:has(#theme-dark:checked) { color-scheme: dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 1.5rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 1.5rem auto; padding: 0 1rem;
   background: var(--page); }
 h1 { font-size: 1.35rem; line-height: 1.3; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; overflow-wrap: anywhere; }
 code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
-.scroll { overflow-x: auto; } svg { width: 100%; min-width: 600px; display: block; }
-svg text { font-size: 12px; fill: currentColor; } svg .small { font-size: 11px; opacity: .8; }
-svg text.number { font-size: 10px; } svg text.number[fill="#fff"] { fill: #fff; }
-svg text.number[fill="#000"] { fill: #000; }
-svg .grid { stroke: var(--faint); } svg .limit { stroke: #d33; stroke-dasharray: 4 3; }
-svg .line { fill: none; stroke: var(--accent); stroke-width: 1.6; } svg .dot, svg .mark { fill: var(--accent); }
-svg .idle { fill: var(--faint); } svg .event { stroke: #fff8; stroke-width: .5; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 12px; margin: .3rem 0 1rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border: 1px solid #8888; }
+.scroll { overflow-x: auto; }
+.chart { margin: 0 0 .8rem; min-width: 0; } .chart figcaption { font-weight: 600; font-size: 14px; }
+.chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
+.chart summary { opacity: .8; } .chart table { font-size: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--faint); }
 td.n, th.n { text-align: right; padding-right: .9rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
@@ -36,7 +31,7 @@ td.n, th.n { text-align: right; padding-right: .9rem; white-space: nowrap; font-
 .facts td:first-child { white-space: nowrap; opacity: .75; vertical-align: top; }
 .ranks { width: auto; } .ranks td { text-align: center; padding: .25rem .6rem; border: 1px solid var(--faint); }
 .ranks small { white-space: nowrap; } .ranks th { border: 0; white-space: nowrap; }
-td:has(code) { min-width: 13rem; }
+td:has(code), .scroll > table:not([class]) td:last-child:not(.n) { min-width: 13rem; }
 pre { background: var(--faint); padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 4px; }
 details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; font-size: 13px; }
 .switch { display: inline-flex; align-items: center; gap: .1rem; font-size: 13px; border: 0; margin: 0; padding: 0; }
@@ -45,7 +40,18 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 .switch input { position: absolute; opacity: 0; width: 1px; height: 1px; }
 .switch label:has(:checked) { background: var(--faint); font-weight: 600; }
 .switch label:has(:focus-visible) { outline: 2px solid var(--accent); }
+.controls { position: sticky; top: 0; z-index: 10; background: var(--page); padding: .3rem 0; display: flex;
+  flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
+.toggles { flex-wrap: wrap; }
+.toggles label { max-width: 18rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.toggles label:has(input:not(:checked)) { background: none; opacity: .5; text-decoration: line-through; }
+.mark { margin-right: .35em; } .chart .switch { font-size: 12px; margin-left: -.5rem; }
+.chart .toggles label { max-width: min(100%, 28rem); }
+.chart .switch legend { display: none; }
+i[class^="c"] { background: var(--run); display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
+@media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 .theme { float: right; margin: 0 0 .4rem 1rem; }
+@media (max-width: 520px) { .theme { float: none; margin: 0; } }
 @media print { .switch { display: none; } }
 """
 """Style of all pages."""
@@ -128,6 +134,12 @@ def switch(name: str, words: str, choices: Mapping[str, str], chosen: str | None
         for key, text in choices.items()
     )
     return f'<fieldset class="switch"><legend>{escape(words)}</legend>{buttons}</fieldset>'
+
+
+def toggles(choices: Mapping[str, str]) -> str:
+    """Return a group of buttons, each of which shows or hides something. choices: HTML of each button by its id."""
+    buttons = (f'<label><input type="checkbox" id="{name}" checked>{words}</label>' for name, words in choices.items())
+    return f'<fieldset class="switch toggles"><legend>show</legend>{"".join(buttons)}</fieldset>'
 
 
 def facts(rows: Mapping[str, str]) -> str:

@@ -19,6 +19,18 @@ AXES = {"j": "tp", "i": "tp i", "k": "tp k", "d": "tp d"}
 """Displayed names of tensor axes."""
 
 
+def placement(plan: Plan, config: ModelConfig | None) -> str:
+    """Return where ranks and layers are; empty if that says no more than the plan's name.
+
+    config: configuration of the model; None leaves the layers out.
+    """
+    axes = max(sum(size > 1 for _, size in mesh_axes(strategy)) for strategy in plan.distinct)
+    parts = ["<h3>Ranks on each axis</h3>", rank_grid(plan)] if axes + (plan.pipeline_degree > 1) > 1 else []
+    if config is not None and (plan.pipeline_degree > 1 or len(plan.distinct) > 1):
+        parts += ["<h3>Layers and ranks</h3>", layer_map(config, plan)]
+    return "".join(parts)
+
+
 def layer_map(config: ModelConfig, plan: Plan) -> str:
     """Return a table of the layers of every stage, their strategies, and the ranks that hold them."""
     strategies, places = plan.strategies(config.layer_names), range(plan.pipeline_degree)

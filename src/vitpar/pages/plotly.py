@@ -1,14 +1,110 @@
-"""Plotly's script for pages, compressed, and the script that draws with it."""
+"""Charts of a page that Plotly draws: their places, their data, and the scripts, compressed."""
 
 from __future__ import annotations
 
 import base64
 import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vitpar.errors import DataError
+from vitpar.pages.document import document, toggles
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a chart's legend: a button that shows or hides the traces of its name."""
+
+    name: str
+    """Name of the traces; `bands` for all error bars."""
+    colour: str
+    """Colour, or those of the light and the dark theme with `|` between them."""
+    mark: str = "■"
+    """Character that is shown in the colour."""
+
+    @property
+    def html(self) -> str:
+        """Text of the button."""
+        colour = f"light-dark({self.colour.replace('|', ', ')})" if "|" in self.colour else self.colour
+        return f'<b class="mark" style="color:{colour}">{self.mark}</b>{escape(self.name)}'
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart of a page."""
+
+    title: str
+    """Title."""
+    words: str
+    """Description for screen readers."""
+    data: Mapping[str, Any]
+    """What the page's script draws: `lines` of runs, or `traces` and a `layout` as Plotly reads them."""
+    notes: Sequence[str] = ()
+    """Sentences below the chart."""
+    keys: Sequence[Key] = ()
+    """Legend; empty for charts that have one for all on the page."""
+    points: str = ""
+    """HTML table of key points, which is folded; empty for none."""
+    height: int = 240
+    """Height in pixels."""
+
+
+class Charts:
+    """Charts of a page, and what its script needs to draw them.
+
+    more: data besides those of the charts.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        self._more = more
+        self._charts: list[dict[str, Any]] = []
+
+    def add(self, figure: Figure) -> str:
+        """Return the HTML of a chart: title, place of the drawing with its description, notes, key points."""
+        # The place of a chart stays the same when a live page is made again.
+        again = sum(chart["title"] == figure.title for chart in self._charts)
+        place = f"chart-{figure.title}-{again}"
+        self._charts.append({"title": figure.title, "place": place, **figure.data})
+        notes = "".join(f'<p class="note">{escape(text)}</p>' for text in figure.notes if text)
+        points = f"<details><summary>Key points</summary>{figure.points}</details>" if figure.points else ""
+        keys = toggles({escape(f"{place}/{key.name}"): key.html for key in figure.keys}) if figure.keys else ""
+        return (
+            f'<figure class="chart"><figcaption>{escape(figure.title)}</figcaption>{keys}'
+            f'<div class="plot" id="{escape(place)}" role="img" aria-label="{escape(figure.words)}" '
+            f'style="height:{figure.height}px"></div>{notes}{points}</figure>'
+        )
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the page's script draws, for JSON."""
+        return {**self._more, "charts": self._charts}
+
+    def page(self, title: str, parts: Sequence[str], style: str = "", version: str = "") -> str:
+        """Return the complete page.
+
+        parts: HTML of its main part, which a live page replaces.
+        style, version: as for ``vitpar.pages.document.document``.
+
+        Raises DataError if Plotly is not installed.
+        """
+        data = json.dumps(self.data, allow_nan=False, separators=(",", ":"))
+        body = [
+            "<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>",
+            f"<main>{''.join(parts)}{_block('data', packed(data))}</main>",
+            _block("library", _packed_library()),
+        ]
+        return document(title, body, style, drawing(), [library()], version)
+
+
+def _block(name: str, content: str) -> str:
+    """Return data for the page's script."""
+    return f'<script type="application/octet-stream" id="{name}">{content}</script>'
 
 
 @cache
@@ -35,6 +131,5 @@ def packed(text: str) -> str:
 
 
 @cache
-def packed_library() -> str:
-    """Return Plotly's script compressed."""
+def _packed_library() -> str:
     return packed(library())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vitpar.pages.document import table
+from vitpar.pages.plotly import Figure
 from vitpar.runs.metrics import Column
 from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
@@ -17,18 +18,6 @@ AXES = ("step", "samples", "hours")
 """Horizontal axes."""
 SMOOTHING = {"off": 0.0, "light": 0.03, "strong": 0.12}
 """Width of the window of smoothing, as a fraction of all rows, by the name of its button."""
-COLOURS = (
-    ("#2f5bd0", "#5b8cff"),
-    ("#c44e00", "#ff7d33"),
-    ("#009a70", "#2fd6a3"),
-    ("#8f2a7a", "#f0a3cf"),
-    ("#000000", "#ffffff"),
-    ("#3f9ad6", "#9adcff"),
-)
-"""Colours of runs in the light and the dark theme, distinct with red-green colour blindness too (a test simulates it).
-
-They have no other meaning in charts (``vitpar.pages.svg.COLOURS``).
-"""
 SAME = 0.01
 """Largest difference of lines that coincide, as a fraction of their range. They are drawn with different widths."""
 LOG_SPAN = 50.0
@@ -87,10 +76,10 @@ class Chart:
         return f"{value * self.scale:{self.digits}}{self.unit}"
 
 
-def figure(chart: Chart, place: str) -> str:
-    """Return the HTML of a chart: title, place of the drawing with its description, notes, table of key points.
+def figure(chart: Chart, columns: int, height: int = 240) -> Figure:
+    """Return a chart for a page, with its description, notes and a table of key points.
 
-    place: name of the place, for the page's script.
+    columns: as for `data_of`.
     """
     _, difference = coinciding(chart.lines)
     same = "" if difference is None else "The lines of the runs are equal."
@@ -105,18 +94,13 @@ def figure(chart: Chart, place: str) -> str:
         for name, values in points.items()
     )
     words = " ".join(filter(None, (f"{chart.title}.", *said, same)))
-    notes = "".join(f'<p class="note">{escape(text)}</p>' for text in (chart.note, same) if text)
     missing = (str(int((~np.isfinite(line.y)).sum())) for line in chart.lines)
     rows = [
         [escape(text) for text in (name, *(values or ["–"] * len(KEY_POINTS)), lost)]
         for (name, values), lost in zip(points.items(), missing, strict=True)
     ]
-    return (
-        f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>'
-        f'<div class="plot" id="{escape(place)}" role="img" aria-label="{escape(words)}"></div>{notes}'
-        f"<details><summary>Key points</summary>{table(('line', *KEY_POINTS, 'missing'), rows, slice(0, 0))}</details>"
-        "</figure>"
-    )
+    key_points = table(("line", *KEY_POINTS, "missing"), rows, slice(0, 0))
+    return Figure(chart.title, words, data_of(chart, columns), (chart.note, same), points=key_points, height=height)
 
 
 def _key_points(chart: Chart, line: Line) -> list[str]:
@@ -129,10 +113,9 @@ def _key_points(chart: Chart, line: Line) -> list[str]:
     return [f"{chart.words(float(line.y[index]))} at step {line.x['step'][index]:,.0f}" for index in indices]
 
 
-def data_of(chart: Chart, place: str, columns: int) -> dict[str, Any]:
+def data_of(chart: Chart, columns: int) -> dict[str, Any]:
     """Return what the page's script draws of a chart, as JSON.
 
-    place: as for `figure`.
     columns: parts of the axis of which a long line keeps the smallest and the largest value.
     """
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
@@ -147,7 +130,6 @@ def data_of(chart: Chart, place: str, columns: int) -> dict[str, Any]:
     # Training rows at evaluated steps are kept, so that both values are shown together.
     shared[False] = np.union1d(shared[False], shared[True])
     return {
-        "place": place,
         "digits": chart.digits.replace("g", "~g"),
         "unit": chart.unit,
         "zero": chart.zero,

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.runs.chart import AXES, COLOURS, Chart, Line, data_of, figure, numbers
+from vitpar.pages.figures import SERIES
+from vitpar.pages.plotly import Charts
+from vitpar.runs.chart import AXES, Chart, Line, figure, numbers
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.metrics import Column
 from vitpar.tasks import Metric
@@ -19,18 +21,13 @@ MOST_MARKS = 60
 """Maximum number of marks of a kind and run in a chart: more could not be distinguished."""
 
 
-def charts(runs: Sequence[RunRecord]) -> tuple[list[str], dict[str, Any]]:
-    """Return the HTML of the charts for which a run has values, and what the page's script draws in them."""
+def charts(runs: Sequence[RunRecord]) -> tuple[Charts, list[str]]:
+    """Return the charts for which a run has values: for the page's script, and their HTML."""
     drawn = [chart for chart in _all(runs) if any(np.isfinite(line.y).any() for line in chart.lines)]
-    columns = COLUMNS if len(runs) <= MANY_RUNS else COLUMNS // 2
-    titles = [chart.title for chart in drawn]
-    places = [f"chart-{title}-{titles[:number].count(title)}" for number, title in enumerate(titles)]
-    data = {
-        "colours": COLOURS[: len(runs)],
-        "marks": [mark for number, run in enumerate(runs) for mark in marks_of(run, number)],
-        "charts": [data_of(*pair, columns) for pair in zip(drawn, places, strict=True)],
-    }
-    return list(map(figure, drawn, places)), data
+    many = len(runs) > MANY_RUNS
+    marks = [mark for number, run in enumerate(runs) for mark in marks_of(run, number)]
+    page = Charts(colours=SERIES[: len(runs)], marks=marks)
+    return page, [page.add(figure(chart, COLUMNS // 2 if many else COLUMNS, 320 if many else 240)) for chart in drawn]
 
 
 def _all(runs: Sequence[RunRecord]) -> list[Chart]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from html import escape
@@ -10,19 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.pages.document import document, facts, switch, table
-from vitpar.pages.plotly import drawing, library, packed, packed_library
-from vitpar.runs.chart import AXES, COLOURS, SMOOTHING
+from vitpar.models import ModelConfig
+from vitpar.pages.document import facts, switch, table, toggles
+from vitpar.pages.figures import SERIES
+from vitpar.pages.plotly import Charts
+from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
+from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
 
 HYPHEN = "\u2011"
 """Hyphen at which no line breaks."""
-MOST_RUNS = len(COLOURS)
+MOST_RUNS = len(SERIES)
 """Maximum number of runs in a report: one for each colour."""
 MOST_SHOWN = 12
 """Maximum number of settings in which runs differ that are shown at once; the others are folded."""
@@ -44,31 +46,20 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
     Raises DataError for a run whose log or metrics cannot be read.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    drawn, data = charts(runs)
+    page, drawn = charts(runs)
     parts = [
         f"<h1>{escape(title)}</h1>",
         _summary(runs),
         "<h2>Charts</h2>",
         _controls(runs, drawn),
-        f'<div class="charts{" many" * (len(runs) > 3)}">{"".join(drawn)}</div>'
-        if drawn
-        else "<p>No step has been recorded yet.</p>",
-        "<noscript><p>The charts need JavaScript. The tables of key points do not.</p></noscript>" if drawn else "",
+        f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step has been recorded yet.</p>",
         extra,
-        _plans(runs),
+        _plans(runs, page),
         _differences(runs),
         _reproduce(runs),
         f'<p class="note">{escape(made_by)}</p>' if made_by else "",
-        _block("data", packed(json.dumps(data, allow_nan=False, separators=(",", ":")))),
     ]
-    body = [f"<main>{''.join(parts)}</main>", _block("library", packed_library())]
-    style = _style(len(runs)) + (SHEET_STYLE if extra else "")
-    return document(f"vitpar report: {title}", body, style, drawing(), [library()], version)
-
-
-def _block(name: str, content: str) -> str:
-    """Return data for the page's script."""
-    return f'<script type="application/octet-stream" id="{name}">{content}</script>'
+    return page.page(f"vitpar report: {title}", parts, STYLE + _colours(len(runs)) + SHEET_STYLE * bool(extra), version)
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
@@ -171,21 +162,16 @@ def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
         return ""
     marked = any(run.log.saves or any(start.after for start in run.log.starts) for run in runs)
     evaluated = any(len(run.metrics.eval["step"]) for run in runs)
-    toggles = [_toggle(f"run-{number}", _key(number, run)) for number, run in enumerate(runs)] if len(runs) > 1 else []
-    toggles += [_toggle("kind-training", '<b class="k"></b>training'), _toggle("kind-validation", DASHED)] * evaluated
-    toggles += [_toggle("marks", "▲ checkpoints, ▼ restarts")] * marked
+    lines = {f"run-{number}": _key(number, run) for number, run in enumerate(runs)} if len(runs) > 1 else {}
+    lines |= {"kind-training": '<b class="k"></b>training', "kind-validation": DASHED} if evaluated else {}
+    lines |= {"marks": "▲ checkpoints, ▼ restarts"} if marked else {}
     return (
         '<div class="controls">'
         f"{switch('x', 'over', {axis: axis for axis in AXES})}"
         f"{switch('smooth', 'smoothing', {name: name for name in SMOOTHING}, 'light')}"
         f"{switch('scale', 'scale', {'usual': 'usual', 'linear': 'linear', 'log': 'logarithmic'})}"
-        f'<fieldset class="switch toggles"><legend>show</legend>{"".join(toggles)}</fieldset></div>'
+        f"{toggles(lines)}</div>"
     )
-
-
-def _toggle(name: str, html: str) -> str:
-    """Return a button that shows or hides lines."""
-    return f'<label><input type="checkbox" id="{name}" checked>{html}</label>'
 
 
 def _key(number: int, run: RunRecord) -> str:
@@ -193,22 +179,23 @@ def _key(number: int, run: RunRecord) -> str:
     return f'<i class="c{number}"></i>{number + 1} {escape(shown(run.name))}'
 
 
-def _plans(runs: Sequence[RunRecord]) -> str:
-    """Return the pictures of the plans, one for each distinct plan."""
-    parts: dict[str, list[str]] = {}
+def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
+    """Return the pictures of the plans, one for each distinct plan of a model."""
+    names: dict[tuple[Plan, ModelConfig | None], dict[str, None]] = {}
     for run in runs:
         if run.plan is not None:
-            parts.setdefault(plan_pictures(run.plan, config_of(run.path)), []).append(run.plan_words)
-    if not parts:
-        return ""
-    pieces = ["<h2>Plan</h2>" if len(parts) == 1 else "<h2>Plans</h2>"]
-    for number, (drawn, plans) in enumerate(parts.items()):
-        names = ", ".join(f"<code>{escape(shown(name))}</code>" for name in dict.fromkeys(plans))
-        if len(parts) == 1:
-            pieces.append(f"<p>{names}</p>{drawn}")
-        else:
-            pieces.append(f"<details{' open' * (number == 0)}><summary>{names}</summary>{drawn}</details>")
-    return "".join(pieces)
+            names.setdefault((run.plan, config_of(run.path)), {})[f"<code>{escape(shown(run.plan_words))}</code>"] = (
+                None
+            )
+    drawn = [(", ".join(words), plan_pictures(*plan, page)) for plan, words in names.items()]
+    drawn = [(words, pictures) for words, pictures in drawn if pictures]
+    if len(drawn) == 1:
+        return f"<h2>Plan</h2><p>{drawn[0][0]}</p>{drawn[0][1]}"
+    folded = (
+        f"<details{' open' * (number == 0)}><summary>{words}</summary>{pictures}</details>"
+        for number, (words, pictures) in enumerate(drawn)
+    )
+    return f"<h2>Plans</h2>{''.join(folded)}" if drawn else ""
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
@@ -279,36 +266,19 @@ def _unbroken(html: str) -> str:
     return re.sub(rf"(?<=\d) (?=(?:%|[MG]B|samples/s|min|s|h|M)(?:\W|$))|(?<=top{HYPHEN}\d) ", "&nbsp;", html)
 
 
-def _style(runs: int) -> str:
-    """Return the rules of style of a page of `runs` runs."""
-    colours = "".join(
-        f".c{number} {{ --run: light-dark({light}, {dark}); }}"
-        for number, (light, dark) in enumerate(COLOURS[: max(1, runs)])
-    )
-    return STYLE + colours
+def _colours(runs: int) -> str:
+    """Return the rules of style of the colours of runs."""
+    pairs = enumerate(SERIES[:runs])
+    return "".join(f".c{number} {{ --run: light-dark({light}, {dark}); }}" for number, (light, dark) in pairs)
 
 
 STYLE = """
-body { max-width: 1120px; } .scroll svg { max-width: 900px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem 1.6rem; }
-.chart { margin: 0; min-width: 0; } .chart figcaption { font-weight: 600; font-size: 14px; }
-.chart .plot { height: 240px; } .many .plot { height: 320px; }
-.chart .plot svg { min-width: 0; width: auto; display: inline; }
-.chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
-.chart summary { opacity: .8; } .chart table { font-size: 12px; }
-.controls { position: sticky; top: 0; z-index: 10; background: var(--page); padding: .3rem 0; display: flex;
-  flex-wrap: wrap; gap: .2rem 1.4rem; align-items: center; }
-.toggles { flex-wrap: wrap; }
-.toggles label { max-width: 18rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-.toggles label:has(input:not(:checked)) { background: none; opacity: .5; text-decoration: line-through; }
-i[class^="c"] { background: var(--run); border: 0; display: inline-block; width: .8em; height: .8em;
-  margin-right: .35em; }
 .k { display: inline-block; width: 1.6em; margin-right: .35em; vertical-align: middle; border-top: 2px solid; }
 .k.dash { border-top-style: dashed; }
 .summary td, .summary th { min-width: 8.5rem; vertical-align: top; overflow-wrap: anywhere; }
 .summary td:first-child { min-width: 0; white-space: nowrap; opacity: .75; }
 .state { font-weight: 600; } .running::before { content: "▶ "; } .complete::before { content: "✓ "; }
 .stopped::before { content: "■ "; } .failed::before { content: "✗ "; }
-@media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 """
 """Rules of style of reports, besides those of all pages."""

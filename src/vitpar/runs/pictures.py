@@ -7,50 +7,41 @@ from pathlib import Path
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
-from vitpar.pages import svg
-from vitpar.pages.maps import layer_map, rank_grid
-from vitpar.pages.spans import ACTIONS, Span
+from vitpar.pages.figures import timeline
+from vitpar.pages.maps import placement
+from vitpar.pages.plotly import Charts
 from vitpar.strategy import Plan
 from vitpar.training.recipe import read_recipe
 
-MOST_SPANS = 2000
-"""Maximum number of spans in a timeline; a page with more would be large."""
 MOST_ACTIONS = 50_000
 """Maximum number of actions of a pipeline that are replayed."""
 MOST_PLACES = 1 << 15
 """Maximum number of ranks of a plan, times its stages or its distinct strategies, that are looked at."""
 
 
-def plan_pictures(plan: Plan, config: ModelConfig | None) -> str:
-    """Return the HTML of a plan's pictures.
+def plan_pictures(plan: Plan, config: ModelConfig | None, page: Charts) -> str:
+    """Return the HTML of a plan's pictures; empty if they say no more than the plan's name.
 
     config: configuration of the model, for the map of layers; None leaves the map out.
+    page: page that the timeline is added to.
     """
-    try:
-        return _pictures(plan, config)
-    except UserError as error:  # a plan that was edited, or that does not fit the recipe
-        return f"<p>The plan cannot be drawn: {escape(str(error))}.</p>"
-
-
-def _pictures(plan: Plan, config: ModelConfig | None) -> str:
     if plan.world_size == 1:
         return "<p>Rank 0 holds the complete model and batch.</p>"
     if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
         return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
-    parts = ["<h3>Ranks on each axis</h3>", rank_grid(plan)]
-    if config is not None:
-        parts += ["<h3>Layers and ranks</h3>", layer_map(config, plan)]
-    if plan.pipeline_degree > 1:
-        parts += ["<h3>Pipeline of a step</h3>", pipeline_timeline(plan)]
-    return "".join(parts)
+    try:
+        return placement(plan, config) + (_pipeline(plan, page) if plan.pipeline_degree > 1 else "")
+    except UserError as error:  # a plan that was edited, or that does not fit the recipe
+        return f"<p>The plan cannot be drawn: {escape(str(error))}.</p>"
 
 
-def pipeline_timeline(plan: Plan) -> str:
-    """Return the timeline of a plan's pipeline in theory, as HTML.
+def _pipeline(plan: Plan, page: Charts) -> str:
+    """Return the timeline of a plan's pipeline in theory.
 
     It assumes equal stages, a backward twice as long as the forward, and free communication.
     """
     from vitpar.planner.cost.pipeline import UNITS, idle_share, replay
+    from vitpar.planner.report.timeline import spans_of
     from vitpar.strategy.pipeline_orders import action_order
 
     batches = plan.microbatches or 1
@@ -59,16 +50,11 @@ def pipeline_timeline(plan: Plan) -> str:
     events = replay(
         action_order(plan, batches), plan.num_stages, lambda computation, stage, microbatch: UNITS[computation]
     )
-    spans = [Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in events]
-    spans.sort(key=lambda span: (span.start, span.row))
-    idle = f"{idle_share(plan, batches) * 100:.1f} %"
-    cut = f" The first {MOST_SPANS:,} of {len(spans):,} spans are shown." * (len(spans) > MOST_SPANS)
     note = (
-        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle} of the time idle: equal stages, a backward "
-        f"twice as long as the forward (1 unit), free communication.{cut}"
+        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle_share(plan, batches) * 100:.1f} % of the time "
+        "idle: equal stages, a backward twice as long as the forward (1 unit), free communication."
     )
-    drawn = svg.timeline(spans[:MOST_SPANS], max(span.end for span in spans), unit="")
-    return f'{drawn}<p class="note">{escape(note)}</p>'
+    return page.add(timeline("Pipeline of a step", spans_of(events), events[-1].end, unit="", notes=[note]))
 
 
 def config_of(run: Path) -> ModelConfig | None:

@@ -57,6 +57,8 @@ class Event:
     """Second of the step at which it starts."""
     end: float
     """Second of the step at which it ends."""
+    arrived: float | None = None
+    """Second at which the message from another stage that it needs has arrived; None if it needs none."""
 
 
 @dataclass
@@ -85,6 +87,8 @@ class _Lane:
     """Index in the first action of the part that runs or comes next."""
     started: float | None = None
     """When the running part started; None while the rank waits."""
+    arrived: float | None = None
+    """`Event.arrived` of the running part."""
     transfer: _Work | None = None
     """Transfers that earlier actions left behind; None if they are done."""
 
@@ -197,7 +201,7 @@ def replay(
     traffic: what is sent to other nodes; None if all messages have wires of their own.
     """
     lanes, clock = {pp: _Lane(deque(actions)) for pp, actions in order.items()}, _Clock(at_once)
-    there: set[ActionPart] = set()  # inputs that have arrived, and finished actions as "done F", "done I", ...
+    there: dict[ActionPart, float] = {}  # when inputs arrived, and actions finished, as "done F", "done I", ...
     waiting: dict[ActionPart, int] = {}  # rank by the input that it waits for
     queues: defaultdict[tuple[int, int], deque[ActionPart]] = defaultdict(deque)  # messages, the first is being sent
     events = []
@@ -209,6 +213,7 @@ def replay(
             need = _need(*part, num_stages)
             if need is None or need in there:
                 lane.started = clock.now
+                lane.arrived = there[need] if need is not None and need[0] in "FB" else None
                 share = traffic.share(*part) if traffic else 0.0
                 wires = traffic.stage(part[1]) if traffic and share else ()
                 work = _Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp)
@@ -220,14 +225,14 @@ def replay(
         lane = lanes[pp]
         assert lane.started is not None
         part = lane.actions[0][lane.part]
-        events.append(Event(pp, *part, lane.started, clock.now))
+        events.append(Event(pp, *part, lane.started, clock.now, lane.arrived))
         if traffic:
             leave(pp, part, *traffic.left(*part))
         lane.started, lane.part = None, lane.part + 1
         # torch sends the results of overlapped parts only after the last of them.
         if lane.part == len(lane.actions[0]):
             for each, stage, number in lane.actions.popleft():
-                there.add(("done " + each, stage, number))
+                there["done " + each, stage, number] = clock.now
                 target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(each, -1)
                 if 0 <= target < num_stages:
                     queues[stage, target].append(("B" if each == "I" else each, target, number))
@@ -245,7 +250,7 @@ def replay(
         what = queue.popleft()
         if queue:
             send(source, target)
-        there.add(what)
+        there[what] = clock.now
         if what in waiting:
             start(waiting.pop(what))
 

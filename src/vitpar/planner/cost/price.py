@@ -68,6 +68,8 @@ class Price:
     """Peak memory of the fullest rank at each index of the pp axis."""
     events: tuple[Event, ...]
     """Actions of the pipeline ranks with their times."""
+    rank_times: tuple[Mapping[str, float], ...] = ()
+    """Breakdown of `seconds` by purpose, at each index of the pp axis."""
 
     @property
     def images_per_second(self) -> float:
@@ -104,11 +106,20 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     else:
         order = actions(plan, batch.microbatches)
         times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
-    seconds, spent, events = _finished(plan, stages, times, costs)
+    seconds, busiest = _finish(plan, stages, times, costs)
     if teacher := costs.teacher_seconds(batch_size, plan.world_size):
-        seconds, spent["teacher"] = seconds + teacher, teacher
-        events = tuple(replace(event, start=event.start + teacher, end=event.end + teacher) for event in events)
-    return Price(plan, batch_size, seconds, dict(spent), _memory(plan, stages, costs, batch, moments), events)
+        seconds += teacher
+        for spent in times.spent:
+            spent["teacher"] = teacher
+        times.events = [_later(event, teacher) for event in times.events]
+    rank_times = tuple(map(dict, times.spent))
+    memories = _memory(plan, stages, costs, batch, moments)
+    return Price(plan, batch_size, seconds, rank_times[busiest], memories, tuple(times.events), rank_times)
+
+
+def _later(event: Event, seconds: float) -> Event:
+    arrived = None if event.arrived is None else event.arrived + seconds
+    return replace(event, start=event.start + seconds, end=event.end + seconds, arrived=arrived)
 
 
 def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
@@ -373,10 +384,8 @@ COMPUTED = ("forward", "backward", "other", "uneven")
 """Parts of a step's time that were measured with a core for each rank."""
 
 
-def _finished(
-    plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts
-) -> tuple[float, Spent, tuple[Event, ...]]:
-    """Return (seconds of the step, their breakdown, events) after what follows the last backward.
+def _finish(plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts) -> tuple[float, int]:
+    """Add what follows the last backward to `times`. Return the seconds of the step, and the index that waits least.
 
     That is the sum of partial gradients over tensor axes, sums of parameters that layers share, the norm of the
     gradients, and the optimizer.
@@ -401,12 +410,12 @@ def _finished(
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
     # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
     norm, shared = norm_seconds(costs, plan.world_size), sharing_seconds(plan, costs)
-    times.spent[busiest]["gradients"] += shared
     seconds = max(ends) + shared + norm + max(optimizer)
-    spent = times.spent[busiest]
-    spent["waiting"] += max(ends) - ends[busiest]
-    spent["optimizer"] = norm + max(optimizer)
-    return seconds, spent, tuple(times.events)
+    for pp, spent in enumerate(times.spent):
+        spent["gradients"] += shared
+        spent["optimizer"] = norm + optimizer[pp]
+        spent["waiting"] += max(ends) - ends[pp] + max(optimizer) - optimizer[pp]
+    return seconds, busiest
 
 
 def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from vitpar.pages.spans import rows_of
+from vitpar.pages.figures import rows_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
@@ -174,6 +174,14 @@ class Findings:
     def doubt(self) -> Uncertainty | None:
         """Uncertainty of the best plan; None if it is not known."""
         return uncertainty(self.result.plans[0], self.costs)
+
+    @cached_property
+    def listed(self) -> tuple[Price, ...]:
+        """All plans that the output lists, each once: the best, then the others by images per second."""
+        best, *others = self.result.plans
+        others += [*self.frontier, *(reason.price for reason in self.reasons if reason.price)]
+        known = {(one.plan, one.batch_size): one for one in reversed([best, *others])}
+        return best, *sorted((one for one in known.values() if one is not best), key=lambda one: -one.images_per_second)
 
     def why(self, reason: Reason) -> str:
         """Return the text of a reason, with the mark of `figures` if its plan fits."""

@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 
-from vitpar.pages import svg
-from vitpar.pages.document import document, facts, table
-from vitpar.pages.maps import layer_map, rank_grid
+from vitpar.pages import figures as f
+from vitpar.pages.document import facts, table
+from vitpar.pages.maps import placement
+from vitpar.pages.plotly import Charts, Figure
+from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
+from vitpar.planner.report.comparison import comparison_columns, comparison_rows
 from vitpar.planner.report.data import (
     COLUMNS,
     Findings,
@@ -27,11 +30,13 @@ from vitpar.planner.report.data import (
     schedule_words,
     speed_words,
 )
-from vitpar.planner.report.timeline import timeline
+from vitpar.planner.report.timeline import messages, timeline
+from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form
 from vitpar.planner.search.scaling import Point
 from vitpar.planner.training_time import hours_name
+from vitpar.strategy import Plan
 from vitpar.text import size
 
 SIMULATED = "Simulated with the best plan for each number of devices"
@@ -40,53 +45,49 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors on the speed of links in the sensitivity chart."""
 SHOWN = 5
 """Number of plans whose timelines and breakdowns are shown."""
-MOST_EVENTS = 4000
-"""Maximum number of spans in a timeline; browsers are slow with more."""
+FAMILIES = ("data parallel", "sharded (fsdp)", "tensor parallel", "pipeline")
+"""Families of plans, by what is split; a plan belongs to the last one that it has an axis of."""
+SPREAD = 12.0
+"""Ratio of the largest memory, or the budget, to the smallest above which the axis of memory is logarithmic."""
 
 
-def page(findings: Findings, moments: float) -> str:
-    """Return the HTML page of a search. moments: bytes of optimizer state per byte of parameters."""
+def page(findings: Findings, moments: float, batches: Sequence[Compared] = ()) -> str:
+    """Return the HTML page of a search.
+
+    moments: bytes of optimizer state per byte of parameters.
+    batches: the best plan for each batch size, if there are several.
+    """
     best, result, costs, doubt = findings.result.plans[0], findings.result, findings.costs, findings.doubt
     title = f"{plan_title(best.plan)}, batch {best.batch_size:,}"
+    charts = Charts()
     noise = f'<p class="note">{escape(noise_words(doubt))}</p>' if doubt else ""
     parts = [
         f"<h1>{escape(costs.config.name)}: <code>{escape(str(best.plan))}</code>"
         f"<small>{escape(title.removeprefix(str(best.plan)))}</small></h1>",
         _facts(findings),
         f"<h2>Train it</h2><pre>{escape(findings.train)}</pre>" if findings.train else "",
-        "<h2>Layers and ranks</h2>",
-        layer_map(costs.config, best.plan),
-        "<h2>Ranks on each axis</h2>",
-        rank_grid(best.plan),
+        "<h2>Speed and memory</h2>",
+        _speed_and_memory(findings, charts),
         "<h2>Plans</h2>",
         _table(findings),
         noise,
-        "<h2>Speed and memory</h2>",
-        _frontier(findings),
+        *_batch_sizes(batches, charts),
+        placement(best.plan, costs.config),
         "<h2>Breakdown of a step</h2>",
     ]
-    for number, shown in enumerate(_unlike(findings)[:SHOWN]):
-        parts.append(_plan(shown, findings, opened=number == 0))
+    compared = _unlike(findings)[:SHOWN]
+    for number, shown in enumerate(compared):
+        parts.append(_plan(shown, findings, charts, opened=number == 0))
+    note = "Speed of the same plans if every link were this many times as fast."
+    ticks = [f"× {factor:g}" for factor in FACTORS]
+    speeds = _sensitivity(compared, costs, moments)
     parts += [
-        "<h2>Sensitivity to link speed</h2>",
-        svg.lines(
-            _sensitivity(_unlike(findings)[:SHOWN], costs, moments),
-            [f"× {f:g}" for f in FACTORS],
-            "samples/s",
-            "Speed of the same plans if every link were this many times as fast",
-        ),
-        '<p class="note">Speed of the same plans if every link were this many times as fast.</p>',
-        "<h2>Why not</h2>",
-        '<div class="scroll"><table>',
-        *(
-            f"<tr><td><code>{escape(r.plan)}</code></td><td>{escape(findings.why(r))}</td></tr>"
-            for r in findings.reasons
-        ),
-        "</table></div>",
+        "<h2>Sensitivity</h2>",
+        charts.add(f.sweep("Samples/s by speed of links", speeds, ticks, ("speed of links", "samples/s"), note)),
         f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.outlines:,} '
         f"pipelines with micro-batches; {escape(certainty(result))}.</p>",
     ]
-    return document(f"vitpar search: {title}", parts)
+    return charts.page(f"vitpar search: {title}", parts)
 
 
 def _facts(findings: Findings) -> str:
@@ -115,88 +116,215 @@ def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]
     }
 
 
-def _frontier(findings: Findings) -> str:
-    """Return the chart of speed over memory, or a sentence if there is only one point."""
-    best = findings.result.plans[0]
-    if len(findings.frontier) < 2:
-        return f"<p>No plan with less memory than {size(best.memory_bytes)} per rank was found.</p>"
-    unit, scale = ("GB", 1e9) if best.memory_bytes >= 1e9 else ("MB", 1e6)
-    points = [(p.memory_bytes / scale, p.images_per_second, plan_title(p.plan)) for p in findings.frontier]
-    words = "The fastest plan for each amount of memory. Point at a dot to see its plan."
-    return f'{svg.frontier(points, findings.budget / scale, unit)}<p class="note">{words}</p>'
+def family(plan: Plan) -> int:
+    """Return the index in `FAMILIES` of a plan."""
+    if plan.pipeline_degree > 1:
+        return 3
+    return max(2 if one.degree("tp") > 1 else 1 if one.degree("fsdp") > 1 else 0 for one in plan.distinct)
+
+
+def _speed_and_memory(findings: Findings, charts: Charts) -> str:
+    """Return the chart of the memory and the speed of every listed plan, with buttons for families of plans."""
+    listed, best = findings.listed, findings.result.plans[0]
+    known = sorted({family(one.plan) for one in listed})
+    keys = [f.series_key(FAMILIES[number], number) for number in known]
+    keys += [f.BANDS] if any(uncertainty(one, findings.costs) for one in listed) else []
+    most = max(one.memory_bytes for one in listed)
+    unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    traces = [_front(findings, scale)]
+    for number in known:
+        mine = [one for one in listed if family(one.plan) == number]
+        traces.append(_points(mine, findings, scale, number))
+    log = max(most, findings.budget) / min(one.memory_bytes for one in listed) > SPREAD
+    ranges = {"type": "log", "dtick": "D2", "tickformat": ",.3~g"} if log else {"rangemode": "tozero"}
+    layout = {
+        "xaxis": {"title": {"text": f"memory of the fullest rank, {unit}"}, **ranges},
+        "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
+        **f.budget(findings.budget / scale, f"budget {size(findings.budget)}", log, inside=True),
+        "margin": {"l": 62, "r": 14, "t": 28, "b": 42},
+    }
+    said = "; ".join(
+        f"{plan_title(one.plan)}: {one.images_per_second:,.0f} samples/s, {size(one.memory_bytes)}" for one in listed
+    )
+    over = sum(one.memory_bytes > findings.budget for one in listed)
+    notes = ["The line joins the fastest plans for each amount of memory. The star is the chosen plan."]
+    notes += [f"Hollow marks need more memory than the budget of {size(findings.budget)}."] if over else []
+    words = f"Samples/s by memory. Budget {size(findings.budget)}; chosen {plan_title(best.plan)}; {said}."
+    figure = Figure("Samples/s by memory", words, {"traces": traces, "layout": layout}, notes, keys, height=420)
+    return charts.add(figure)
+
+
+def _front(findings: Findings, scale: float) -> dict[str, object]:
+    """Return the line through the plans that are faster than every listed plan with less memory."""
+    front: list[Price] = []
+    for one in sorted(findings.listed, key=lambda one: (one.memory_bytes, -one.images_per_second)):
+        if not front or one.images_per_second > front[-1].images_per_second:
+            front.append(one)
+    return f.trace(
+        "scatter",
+        mode="lines",
+        x=[one.memory_bytes / scale for one in front],
+        y=[one.images_per_second for one in front],
+        line={"color": "#888888", "width": 1, "shape": "hv"},
+        hoverinfo="skip",
+    )
+
+
+def _points(prices: Sequence[Price], findings: Findings, scale: float, number: int) -> dict[str, object]:
+    """Return the marks of plans of a family, with their bands of uncertainty. number: index in `FAMILIES`."""
+    best, costs, colour = findings.result.plans[0], findings.costs, f.series_colour(number)
+    doubts = [uncertainty(one, costs) for one in prices]
+    speeds = [one.images_per_second for one in prices]
+    shares = [doubt.share if doubt else 0.0 for doubt in doubts]
+    hollow = ["-open" if one.memory_bytes > findings.budget else "" for one in prices]
+    marks = ["star" if one is best else f.series_mark(number) for one in prices]
+    return f.trace(
+        "scatter",
+        mode="markers",
+        name=FAMILIES[number],
+        x=[one.memory_bytes / scale for one in prices],
+        y=speeds,
+        error_y=f.band(speeds, shares, colour),
+        marker={
+            "color": colour,
+            "symbol": [mark + open_ for mark, open_ in zip(marks, hollow, strict=True)],
+            "size": [15 if one is best else 9 for one in prices],
+        },
+        text=[plan_title(one.plan) for one in prices],
+        customdata=[
+            [
+                f"{one.images_per_second:,.1f} samples/s",
+                _band_words(one, share),
+                f"{size(one.memory_bytes)} on the fullest rank, batch {one.batch_size:,}",
+            ]
+            for one, share in zip(prices, shares, strict=True)
+        ],
+        hovertemplate="<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
+    )
+
+
+def _band_words(one: Price, share: float) -> str:
+    low, high = ((1 + sign * share) * one.images_per_second for sign in (-1, 1))
+    return f"± {100 * share:.3g} %: {low:,.0f} to {high:,.0f}" if share else "uncertainty unknown"
 
 
 def _table(findings: Findings) -> str:
-    """Return the table of plans with their figures."""
+    """Return the table of all listed plans with their figures, and why the obvious ones were not chosen."""
     best, doubt = findings.result.plans[0], findings.doubt
-    rows = [
-        [f"<code>{escape(str(p.plan))}</code>{schedule_words(p.plan)}", *figures(p, best, doubt)]
-        for p in findings.result.plans
-    ]
-    return table(["plan", *COLUMNS], rows, numbers=slice(1, None))
-
-
-def _plan(priced: Price, findings: Findings, opened: bool) -> str:
-    """Return the charts of a plan's memory, time and timeline. opened: whether they are unfolded at first."""
-    memory = [
-        (
-            f"pp {place}" if len(priced.memory) > 1 else "memory",
-            {n: v for n, v in asdict(m).items() if n != "host" and v},
+    why = {(r.price.plan, r.price.batch_size): findings.why(r) for r in findings.reasons if r.price}
+    rows = []
+    for one in findings.listed:
+        said = why.get((one.plan, one.batch_size), "")
+        rows.append(
+            [
+                f"<code>{escape(str(one.plan))}</code>{schedule_words(one.plan)}",
+                *figures(one, best, doubt),
+                escape(said),
+            ]
         )
-        for place, m in enumerate(priced.memory)
+    for reason in findings.reasons:
+        if reason.price is None:
+            rows.append([f"<code>{escape(reason.plan)}</code>", *("",) * len(COLUMNS), escape(reason.why)])
+    return table(["plan", *COLUMNS, "why not"], rows, numbers=slice(1, -1))
+
+
+def _batch_sizes(rows: Sequence[Compared], charts: Charts) -> list[str]:
+    """Return the chart and the table of the best plans for several batch sizes."""
+    if not rows:
+        return []
+    series = _series("best plan", [(row.best.price, row.best.costs) if row.best else None for row in rows])
+    ticks = [f"{row.combination.batch_size:,}" for row in rows]
+    chart = f.sweep("Samples/s by batch size", [series], ticks, ("samples per step", "samples/s"))
+    cells = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in comparison_rows(rows)]
+    return ["<h2>Batch sizes</h2>", charts.add(chart), table([*comparison_columns(rows), "plan"], cells, slice(1, -1))]
+
+
+def _plan(priced: Price, findings: Findings, charts: Charts, opened: bool) -> str:
+    """Return the charts of a plan's time, timeline and memory. opened: whether they are unfolded at first."""
+    places = [f"pp {place}" if len(priced.memory) > 1 else "all ranks" for place in range(len(priced.memory))]
+    memory = [{name: part for name, part in asdict(one).items() if name != "host"} for one in priced.memory]
+    each = "the fullest rank at each pp index" if len(places) > 1 else "the fullest rank"
+    unit = ("s", 1.0) if priced.seconds >= 1 else ("ms", 1e-3)
+    drawn = [
+        f.bars("Time of a step", list(zip(places, priced.rank_times, strict=True)), duration, unit, notes=[_TIMES]),
+        f.timeline("Timeline of a step", timeline(priced, findings.costs), priced.seconds, messages=messages(priced)),
+        f.bars(
+            f"Memory of {each}",
+            list(zip(places, memory, strict=True)),
+            size,
+            ("GB", 1e9) if priced.memory_bytes >= 1e9 else ("MB", 1e6),
+            limit=findings.budget,
+        ),
     ]
-    time = {name: seconds for name, seconds in priced.time.items() if seconds > 1e-3 * priced.seconds}
-    spans = timeline(priced, findings.costs)
-    cut = f", the first {MOST_EVENTS} of {len(spans)} spans" if len(spans) > MOST_EVENTS else ""
-    each = "the fullest rank at each pp index" if len(priced.memory) > 1 else "the fullest rank"
     return (
         f"<details{' open' * opened}><summary>{escape(plan_title(priced.plan))}: "
-        f"{escape(speed_words(priced, findings.costs))}</summary>"
-        f"<p>Memory of {each}</p>{svg.bars(memory, size, findings.budget)}"
-        f"<p>Time of a step, for the rank that waits least</p>{svg.bars([('step', time)], duration)}"
-        f"<p>Timeline of a step{cut}</p>{svg.timeline(spans[:MOST_EVENTS], priced.seconds)}</details>"
+        f"{escape(speed_words(priced, findings.costs))}</summary>{''.join(map(charts.add, drawn))}</details>"
     )
+
+
+_TIMES = (
+    "Computing: forward, backward, teacher, other. Communication that computing does not hide: tensor, gather, "
+    "gradients, redistribution. Idle: waiting for other stages (the bubble), uneven ranks."
+)
 
 
 def _unlike(findings: Findings) -> list[Price]:
     """Return the best plan and those other plans that fit, one for each form (`form`)."""
     kept: dict[tuple, Price] = {}
-    for one in (*findings.result.plans, *(r.price for r in findings.reasons if r.price), *findings.frontier):
+    for one in findings.listed:
         if one.memory_bytes <= findings.budget or one is findings.result.plans[0]:
             kept.setdefault(form(one), one)
     return list(kept.values())
 
 
-def _sensitivity(prices: list[Price], costs: LayerCosts, moments: float) -> dict[str, list[float]]:
-    """Return the images per second of each plan by title, with all links faster by each of FACTORS."""
-    rows: dict[str, list[float]] = {plan_title(p.plan): [] for p in prices}
-    for factor in FACTORS:
-        scaled = with_links(costs, factor)
-        for one, values in zip(prices, rows.values(), strict=True):
-            values.append(price(one.plan, scaled, one.batch_size, moments).images_per_second)
-    return rows
+def _sensitivity(prices: Sequence[Price], costs: LayerCosts, moments: float) -> list[f.Series]:
+    """Return the images per second of each plan, the first of each title, with all links faster by each of FACTORS."""
+    machines = [with_links(costs, factor) for factor in FACTORS]
+    return [
+        f.Series(
+            title,
+            [price(one.plan, machine, one.batch_size, moments).images_per_second for machine in machines],
+        )
+        for title, one in reversed({plan_title(one.plan): one for one in reversed(prices)}.items())
+    ]
 
 
 def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
-    """Return the HTML page of a scaling prediction: images per second per device, and the plans.
+    """Return the HTML page of a scaling prediction: images per second per device and in all, and the plans.
 
     by_regime: points by scaling regime, for the same numbers of ranks
     """
-    points = next(iter(by_regime.values()))
+    points, charts = next(iter(by_regime.values())), Charts()
     ticks = [str(point.ranks) for point in points]
-    series = {
-        f"{regime}: {WORDS[regime]}": [point.per_rank for point in points] for regime, points in by_regime.items()
-    }
+    regimes = f"{'; '.join(f'{regime}: {WORDS[regime]}' for regime in by_regime)}."
     notes = "; ".join((SIMULATED, *scaling_notes(by_regime, costs)))
     parts = [
         f"<h1>{escape(title)}</h1>",
         facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
-        "<h2>Samples/s per device by number of devices</h2>",
-        svg.lines(series, ticks, "samples/s", "Samples/s per device by number of devices"),
+        "<h2>Scaling</h2>",
     ]
+    for name, each in (("Samples/s per device", True), ("Samples/s", False)):
+        series = [
+            _series(regime, [(one.price, costs) if one.price else None for one in points], each)
+            for regime, points in by_regime.items()
+        ]
+        figure = f.sweep(f"{name} by number of devices", series, ticks, ("devices", "samples/s"), regimes)
+        parts.append(charts.add(figure))
     for regime, points in by_regime.items():
         rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
         parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
         parts.append(table([*scaling_columns(points), "plan"], rows, numbers=slice(-1)))
     parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
-    return document(title, parts)
+    return charts.page(title, parts)
+
+
+def _series(name: str, found: Sequence[tuple[Price, LayerCosts] | None], each: bool = False) -> f.Series:
+    """Return the speeds of best plans, with their uncertainties. each: whether they are those of one device."""
+    doubts = [one and uncertainty(*one) for one in found]
+    prices = [one and one[0] for one in found]
+    return f.Series(
+        name,
+        [one.images_per_second / (one.plan.world_size if each else 1) if one else None for one in prices],
+        [doubt.share if doubt else 0.0 for doubt in doubts],
+        [f"{plan_title(one.plan)}, {size(one.memory_bytes)}" if one else "" for one in prices],
+    )

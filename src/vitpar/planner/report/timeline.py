@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from vitpar.pages.spans import ACTIONS, Span
+from vitpar.pages.figures import ACTIONS, Message, Span
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
+from vitpar.planner.cost.pipeline import Event
 from vitpar.planner.cost.price import Price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import build_stage
@@ -27,10 +29,7 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     if price.plan.pipeline_degree > 1:
         rows = range(price.plan.pipeline_degree) if before else ()
         spans = [Span(f"pp {row}", "teacher", 0.0, before) for row in rows]
-        spans += [
-            Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in price.events
-        ]
-        return tuple(sorted(spans, key=lambda span: (span.start, span.row)))
+        return (*spans, *spans_of(price.events))
     plan = price.plan
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
     layers = [(layer.kind, strategies[name]) for name, layer in costs.config.layers.items()]
@@ -53,6 +52,29 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
         Span(COMPUTES, "optimizer", optimizer, price.seconds),
     ]
     return _joined([*spans, *(span for span in ends if span.end - span.start > 1e-9 * price.seconds)])
+
+
+def spans_of(events: Iterable[Event]) -> list[Span]:
+    """Return the spans of a pipeline's actions, in the order of their starts."""
+    spans = (Span(f"pp {e.pp}", ACTIONS[e.computation], e.start, e.end, e.microbatch, e.stage) for e in events)
+    return sorted(spans, key=lambda span: (span.start, span.row))
+
+
+def messages(price: Price) -> tuple[Message, ...]:
+    """Return the messages between the ranks of a pipeline, in the order of their arrivals."""
+    ends = {(e.computation, e.stage, e.microbatch): e for e in price.events}
+    found = []
+    for event in price.events:
+        if event.arrived is None:
+            continue
+        forward = event.computation == "F"
+        stage = event.stage + (-1 if forward else 1)
+        kinds = "F" if forward else "BI"
+        source = next(ends[kind, stage, event.microbatch] for kind in kinds if (kind, stage, event.microbatch) in ends)
+        if source.pp != event.pp:
+            words = f"{'output' if forward else 'gradient'} of stage {stage} for micro-batch {event.microbatch}"
+            found.append(Message(f"pp {source.pp}", f"pp {event.pp}", source.end, event.arrived, words))
+    return tuple(sorted(found, key=lambda message: message.arrived))
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:

@@ -1,0 +1,337 @@
+"""Charts of plans for Plotly: stacked bars, timelines, and lines over a few values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitpar.pages.plotly import Figure, Key
+
+ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+"""Names of pipeline actions by the computations of ``vitpar.planner.cost.pipeline``."""
+COLOURS = {
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    ACTIONS["I"]: "#56b4e9",  # the first part of backward
+    ACTIONS["W"]: "#b5e0fb",
+    "teacher": "#99cc99",
+    "other": "#3b3b3b",
+    "tensor": "#e69f00",
+    "gather": "#f0e442",
+    "gathered": "#f0e442",
+    "gradients": "#d55e00",
+    "redistribution": "#cc79a7",
+    "waiting": "#d9d9d9",
+    "uneven": "#5b6770",
+    "optimizer": "#009e73",
+    "parameters": "#7570b3",
+    "activations": "#882255",
+    "workspace": "#ddcc77",
+    "buffers": "#e8c4e8",
+    "reserved": "#4d2e10",
+}
+"""One colour for each meaning in all charts, in the order in which bars are stacked.
+
+They are distinct with red-green colour blindness too (a test simulates it). Parts of a step's time have Okabe and Ito's
+colours, parts of memory others.
+"""
+LOG_SPAN = 20.0
+"""Ratio of the largest to the smallest value of a sweep above which its axis is logarithmic."""
+MESSAGE = "#666666|#bbbbbb"
+"""Colour of messages in the light and the dark theme."""
+SERIES = (
+    ("#2f5bd0", "#5b8cff"),
+    ("#c44e00", "#ff7d33"),
+    ("#009a70", "#2fd6a3"),
+    ("#8f2a7a", "#f0a3cf"),
+    ("#000000", "#ffffff"),
+    ("#3f9ad6", "#9adcff"),
+)
+"""Colours of runs and of series in the light and the dark theme, distinct with red-green colour blindness too (a test
+simulates it). They have no other meaning in charts (`COLOURS`)."""
+MARKS = {"circle": "●", "square": "■", "triangle-up": "▲", "diamond": "◆", "triangle-down": "▼", "cross": "✚"}
+"""Marks of series, since colours alone do not reach all readers: Plotly's names, and characters for legends."""
+SIDES = {"l": 74, "r": 74, "t": 8, "b": 32}
+"""Margins of a chart of rows, in pixels."""
+MOST_SPANS = 3000
+"""Maximum number of actions, and of messages, in a timeline: a page with more would be slow."""
+EACH, AROUND = 30, 46
+"""Height of a row of bars, and of what is above and below them, in pixels."""
+EDGE = {"color": "#88888888", "width": 0.5}
+"""Edge of bars, which separates neighbours of a colour, and dark ones from a dark page."""
+BANDS = Key("bands", "#888888", "I")
+"""Key of the error bars of a chart."""
+Words = Callable[[float], str]
+"""Function that formats a number with its unit."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action of a rank in a timeline."""
+
+    row: str
+    """Row of the timeline, such as a place of the pp axis."""
+    what: str
+    """Part of the step, a key of `COLOURS`."""
+    start: float
+    """Start, from the beginning of the step."""
+    end: float
+    """End, from the beginning of the step."""
+    microbatch: int | None = None
+    """Index of the micro-batch; None for what belongs to no micro-batch."""
+    stage: int = 0
+    """Index of the pipeline stage."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from one row of a timeline to another."""
+
+    source: str
+    """Row that sends."""
+    target: str
+    """Row that receives."""
+    sent: float
+    """Moment at which it is ready to be sent."""
+    arrived: float
+    """Moment at which it has arrived."""
+    words: str
+    """Content, as in `output of stage 0 for micro-batch 3`."""
+
+
+def trace(kind: str, **attributes: Any) -> dict[str, Any]:
+    """Return a trace of Plotly."""
+    return {"type": kind, **attributes}
+
+
+def series_colour(number: int) -> str:
+    """Return the colour of a series in both themes, as the page's script reads it."""
+    return "|".join(SERIES[number % len(SERIES)])
+
+
+def series_mark(number: int) -> str:
+    """Return the mark of a series, by Plotly's name."""
+    return list(MARKS)[number % len(MARKS)]
+
+
+def series_key(name: str, number: int) -> Key:
+    """Return the key of a series for the legend."""
+    return Key(name, series_colour(number), MARKS[series_mark(number)])
+
+
+def rows_of(spans: Sequence[Span]) -> list[str]:
+    """Return the rows of a timeline from the top; places of the pp axis in the order of their index."""
+    return sorted(
+        {span.row for span in spans}, key=lambda row: (int(row.removeprefix("pp ")) if "pp" in row else 0, row)
+    )
+
+
+def bars(
+    title: str, rows: Sequence[tuple[str, Mapping[str, float]]], words: Words, unit: tuple[str, float], **more: Any
+) -> Figure:
+    """Return a stacked horizontal bar for each (name, values by part).
+
+    words: formats a value.
+    unit: name of the axis' unit, and its size.
+    more: `limit` for a line at that value; fields of `Figure`.
+    """
+    limit, names, (axis, size) = more.pop("limit", None), [name for name, _ in rows], unit
+    totals = [sum(values.values()) for _, values in rows]
+    parts = [part for part in COLOURS if any(values.get(part) for _, values in rows)]
+    traces = [_bar(part, names, [values.get(part, 0.0) for _, values in rows], words, size) for part in parts]
+    most = max(*totals, limit if limit is not None and limit < 3 * max(totals) else 0.0) / size
+    # The total stands behind each bar.
+    text = [f" {words(total)}" for total in totals]
+    ends = trace("scatter", mode="text", x=[total / size for total in totals], y=names, text=text, hoverinfo="skip")
+    traces.append(ends | {"textposition": "middle right", "cliponaxis": False})
+    layout = _rows(names) | {"xaxis": {"range": [0, 1.02 * most], "ticksuffix": f" {axis}"}}
+    if limit is not None and limit / size <= most:
+        layout |= budget(limit / size, f"budget {words(limit)}") | {"margin": SIDES | {"t": 20}}
+    said = (
+        f"{name}: {', '.join(f'{part} {words(values[part])}' for part in parts if values.get(part))}"
+        for name, values in rows
+    )
+    data = {"traces": traces, "layout": layout, "fixed": True}
+    return Figure(
+        title,
+        f"{title}. {'; '.join(said)}.",
+        data,
+        keys=[Key(part, COLOURS[part]) for part in parts],
+        height=EACH * len(rows) + AROUND,
+        **more,
+    )
+
+
+def _bar(part: str, names: Sequence[str], values: Sequence[float], words: Words, size: float) -> dict[str, Any]:
+    return trace(
+        "bar",
+        orientation="h",
+        name=part,
+        y=names,
+        x=[value / size for value in values],
+        marker={"color": COLOURS[part], "line": EDGE},
+        customdata=[words(value) for value in values],
+        hovertemplate="%{y}: %{fullData.name} %{customdata}<extra></extra>",
+    )
+
+
+def _rows(names: Sequence[str]) -> dict[str, Any]:
+    """Return the layout of a chart with a row for each name, from the top."""
+    return {
+        "barmode": "stack",
+        "bargap": 0.2,
+        "margin": SIDES,
+        "yaxis": {"type": "category", "categoryarray": names, "autorange": "reversed", "showgrid": False, "dtick": 1},
+    }
+
+
+def budget(x: float, words: str, log: bool = False, inside: bool = False) -> dict[str, Any]:
+    """Return the part of a layout that draws a vertical line at `x`, with words at its top.
+
+    log: whether the axis is logarithmic.
+    inside: whether the words are inside the chart, not above it.
+    """
+    line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper"}
+    # Plotly places annotations on a logarithmic axis by the logarithm, and shapes by the value.
+    place = {"x": math.log10(x) if log else x, "y": 1, "yref": "paper", "xanchor": "right"}
+    text = {"text": words, "yanchor": "top" if inside else "bottom", "showarrow": False, "font": {"size": 11}}
+    return {
+        "shapes": [{**line, "line": {"color": "#dd3333", "dash": "dash", "width": 1.5}}],
+        "annotations": [{**place, **text}],
+    }
+
+
+def timeline(
+    title: str,
+    spans: Sequence[Span],
+    seconds: float,
+    unit: str | None = None,
+    messages: Sequence[Message] = (),
+    notes: Sequence[str] = (),
+) -> Figure:
+    """Return the actions of every row of `spans` over a step, and the messages between rows.
+
+    unit: unit of `seconds` and of the spans, empty for none; None for seconds.
+    """
+    cut = f"The first {MOST_SPANS:,} of {len(spans):,} actions are shown." if len(spans) > MOST_SPANS else ""
+    spans, messages = spans[:MOST_SPANS], messages[:MOST_SPANS]
+    rows = rows_of(spans)
+    factor = 1.0 if unit is not None or seconds >= 1 else 1e3 if seconds >= 1e-3 else 1e6
+    unit = {1.0: " s", 1e3: " ms", 1e6: " µs"}[factor] if unit is None else unit
+
+    def time(moment: float) -> float:
+        return float(f"{moment * factor:.6g}")
+
+    traces = []
+    for what in COLOURS:
+        if mine := [span for span in spans if span.what == what]:
+            traces.append(
+                trace(
+                    "bar",
+                    orientation="h",
+                    name=what,
+                    y=[span.row for span in mine],
+                    base=[time(span.start) for span in mine],
+                    x=[time(span.end - span.start) for span in mine],
+                    marker={"color": COLOURS[what], "line": EDGE},
+                    text=["" if span.microbatch is None else str(span.microbatch) for span in mine],
+                    textposition="inside",
+                    insidetextanchor="middle",
+                    textangle=0,
+                    customdata=[f"{_action(span)}: {_between(span.start, span.end, factor, unit)}" for span in mine],
+                    hovertemplate="%{customdata}<extra></extra>",
+                )
+            )
+    if messages:
+        traces.append(_messages(messages, time, factor, unit))
+    layout = _rows(rows) | {
+        "barmode": "overlay",
+        "uniformtext": {"minsize": 8, "mode": "hide"},
+        "xaxis": {"range": [0, time(seconds)], "ticksuffix": unit},
+    }
+    layout["yaxis"] |= {"fixedrange": True}
+    done = {what: sum(span.end - span.start for span in spans if span.what == what) for what in COLOURS}
+    said = ", ".join(f"{what} {total * factor:,.1f}{unit}" for what, total in done.items() if total)
+    words = f"{title}: {seconds * factor:,.1f}{unit} with the rows {', '.join(rows)}; in sum over them {said}."
+    keys = [Key(one["name"], COLOURS.get(one["name"], MESSAGE)) for one in traces]
+    data = {"traces": traces, "layout": layout}
+    return Figure(title, words, data, [*notes, cut], keys, height=EACH * len(rows) + AROUND)
+
+
+def _action(span: Span) -> str:
+    return span.what + ("" if span.microbatch is None else f" of micro-batch {span.microbatch}, stage {span.stage}")
+
+
+def _between(start: float, end: float, factor: float, unit: str) -> str:
+    return f"{start * factor:,.2f} to {end * factor:,.2f}{unit}"
+
+
+def _messages(messages: Sequence[Message], time: Callable[[float], float], factor: float, unit: str) -> dict[str, Any]:
+    """Return a line for each message, from the moment it is ready at the sender to its arrival."""
+    said = [f"{one.words}: {_between(one.sent, one.arrived, factor, unit)}" for one in messages]
+    return trace(
+        "scatter",
+        mode="lines",
+        name="messages",
+        line={"color": MESSAGE, "width": 1},
+        x=[x for one in messages for x in (time(one.sent), time(one.arrived), None)],
+        y=[y for one in messages for y in (one.source, one.target, None)],
+        customdata=[words for text in said for words in (text, text, "")],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line over a few values."""
+
+    name: str
+    """Name."""
+    values: Sequence[float | None]
+    """Values; None where there is none."""
+    bands: Sequence[float] = ()
+    """Uncertainty of each value, as a share of it; empty if none is known."""
+    words: Sequence[str] = ()
+    """What the pointer shows of each value besides; empty for nothing."""
+
+
+def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tuple[str, str], note: str = "") -> Figure:
+    """Return lines over equally distant `ticks`. axes: names of the horizontal and the vertical axis."""
+    traces = []
+    for number, one in enumerate(series):
+        colour = series_colour(number)
+        line = trace(
+            "scatter",
+            mode="lines+markers",
+            name=one.name,
+            x=ticks,
+            y=one.values,
+            line={"color": colour, "width": 1.7},
+            marker={"color": colour, "symbol": series_mark(number), "size": 7},
+            customdata=one.words or [""] * len(ticks),
+            hovertemplate="%{y:,.4~g}" + ("<br>%{customdata}" if one.words else ""),
+        )
+        traces.append(line | ({"error_y": band(one.values, one.bands, colour)} if any(one.bands) else {}))
+    known = [value for one in series for value in one.values if value]
+    log = {"type": "log", "dtick": "D2", "tickformat": ".3~s"}
+    vertical = log if max(known) > LOG_SPAN * min(known) else {"rangemode": "tozero"}
+    layout = {
+        "xaxis": {"type": "category", "title": {"text": axes[0]}},
+        "yaxis": {"title": {"text": axes[1]}, **vertical},
+        "hovermode": "x unified",
+    }
+    said = "; ".join(
+        f"{one.name}: {', '.join(f'{v:,.4g} at {t}' for v, t in zip(one.values, ticks, strict=True) if v is not None)}"
+        for one in series
+    )
+    keys = [series_key(one.name, number) for number, one in enumerate(series)]
+    keys += [BANDS] if any(any(one.bands) for one in series) else []
+    return Figure(title, f"{title}. {said}.", {"traces": traces, "layout": layout}, [note], keys, height=300)
+
+
+def band(values: Sequence[float | None], shares: Sequence[float], colour: str) -> dict[str, Any]:
+    """Return error bars of values, by the share of each."""
+    sizes = [None if value is None else value * share for value, share in zip(values, shares, strict=True)]
+    return {"type": "data", "array": sizes, "color": colour, "thickness": 1, "width": 4}

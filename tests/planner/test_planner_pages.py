@@ -1,0 +1,140 @@
+"""Pages of the planner in headless Chromium: values under the pointer, zoom, switches, themes, widths, inert markup."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers.browser import CUT, DRAWN, Browser, Tab, shown
+from helpers.planner_reports import CONFIG, ORIGIN, costs_of
+from vitpar.planner.report.data import Findings, Provenance, findings, plan_title
+from vitpar.planner.report.page import page, scaling_page
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.scaling import Point
+from vitpar.planner.search.space import Space
+
+PLOTS = "[...document.querySelectorAll('.plot')]"
+FIRST = "document.querySelector('.plot')"
+TIMELINE = f"{PLOTS}.find(plot => plot.id.startsWith('chart-Timeline'))"
+WIDEST = (
+    f"[...{TIMELINE}.querySelectorAll('.point path')].map(bar => bar.getBoundingClientRect())"
+    ".sort((one, two) => two.width - one.width)[0]"
+)
+OPEN = f"{PLOTS}.filter(plot => plot.querySelector('.main-svg'))"
+OVERLAPS = f"""{OPEN}.flatMap(plot => ['.xtick text', '.ytick text'].flatMap(kind => {{
+  const boxes = [...plot.querySelectorAll(kind)].map(text => text.getBoundingClientRect()).filter(box => box.width);
+  return boxes.filter((one, at) => boxes.some((two, other) => other < at && one.left < two.right && two.left < one.right
+    && one.top < two.bottom - 1 && two.top < one.bottom - 1)).map(() => plot.id);
+}}))"""
+HOSTILE = "<a href='https://x.invalid'>a</a><img src=x onerror='document.title=1'></script><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def found() -> Findings:
+    searching = Search(Space(CONFIG, 4, (64,), "bf16", roles=("pp",)), costs_of())
+    return findings(searching, searching.best(1e9), 1e9, ORIGIN, "vitpar train --mesh plan.json")
+
+
+def mark(tab: Tab, title: str) -> tuple[float, float]:
+    """Return the place of the plan with a title in the first chart."""
+    left, top, *_ = tab.box(FIRST)
+    x, y = tab.run(
+        f"(() => {{ const layout = {FIRST}._fullLayout; for (const one of {FIRST}.data) {{ "
+        f"const at = (one.text ?? []).indexOf('{title}'); "
+        "if (at >= 0) return [layout.xaxis.d2p(one.x[at]), layout.yaxis.d2p(one.y[at])]; } })()"
+    )
+    return left + x, top + y
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_a_page_of_a_search_fits_and_is_drawn_when_it_is_opened(
+    width: int, dark: bool, found: Findings, chrome: Browser, tmp_path: Path
+) -> None:
+    html = page(found, 2)
+    assert len(html.encode()) < 6e6
+    tab = shown(chrome, html, tmp_path, width=width, dark=dark)
+    drawn = f"{OPEN}.length"
+    before = tab.run(drawn)
+    for _ in range(2):
+        assert tab.run("document.documentElement.scrollWidth <= innerWidth") and tab.run("innerWidth") == width
+        assert tab.run(CUT) == [] and tab.run(OVERLAPS) == []
+        colour = "rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)"
+        assert tab.run(f"getComputedStyle({FIRST}.querySelector('.xtick text')).fill") == colour
+        dark = not dark
+        tab.press("theme-dark" if dark else "theme-light")
+    tab.run(f"delete {DRAWN}; document.querySelectorAll('details')[1].open = true")
+    tab.wait(f"{DRAWN} && {drawn} === {before + 3}")
+    assert tab.run(CUT) == [] and tab.complaints == []
+
+
+def test_the_pointer_shows_a_plan_and_buttons_hide_families(found: Findings, chrome: Browser, tmp_path: Path) -> None:
+    tab = shown(chrome, page(found, 2), tmp_path)
+    best = found.result.plans[0]
+    place = mark(tab, plan_title(best.plan))
+    words = " ".join(tab.hovered(*place))
+    for said in (plan_title(best.plan), f"{best.images_per_second:,.1f} samples/s", "on the fullest rank"):
+        assert said in words, said
+    assert re.search(r"± \d+ %: [\d,]+ to [\d,]+", words)
+    assert "budget 1 GB" in tab.run(f"{FIRST}.textContent")
+    bars = f"{FIRST}.querySelectorAll('.yerror').length"
+    marks = f"{FIRST}.querySelectorAll('.point').length"
+    assert tab.run(bars) == tab.run(marks) == len(found.listed)
+    tab.press("chart-Samples/s by memory-0/pipeline")
+    pipelines = sum(one.plan.pipeline_degree > 1 for one in found.listed)
+    assert tab.run(marks) == len(found.listed) - pipelines > 0 and pipelines
+    tab.press("chart-Samples/s by memory-0/bands")
+    assert tab.run(bars) == 0 and tab.complaints == []
+
+
+def test_zoom_is_that_of_one_chart_until_it_is_reset(found: Findings, chrome: Browser, tmp_path: Path) -> None:
+    tab = shown(chrome, page(found, 2), tmp_path)
+    ranges = f"{OPEN}.map(plot => plot._fullLayout.xaxis.range)"
+    before = tab.run(ranges)
+    left, top, width, height = tab.box(TIMELINE)
+    words = tab.hovered(*tab.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({WIDEST})"))
+    assert any("of micro-batch" in one for one in words)
+    y = top + 0.1 * height
+    tab.drag((left + 0.25 * width, y), (left + 0.75 * width, y))
+    tab.wait(f"{TIMELINE}._fullLayout.xaxis.range[0] > 0")
+    low, high = tab.run(f"{TIMELINE}._fullLayout.xaxis.range")
+    seconds = before[2][1]
+    assert [low, high] == pytest.approx([0.25 * seconds, 0.75 * seconds], rel=0.02)
+    after = tab.run(ranges)
+    assert after[:2] == before[:2] and after[3:] == before[3:]
+    tab.press("theme-dark")
+    assert tab.run(f"{TIMELINE}._fullLayout.xaxis.range") == [low, high]
+    for clicks in (1, 2):
+        tab.mouse("Pressed", left + 0.5 * width, y, clicks)
+        tab.mouse("Released", left + 0.5 * width, y, clicks)
+    tab.wait(f"{TIMELINE}._fullLayout.xaxis.range[0] === 0")
+    assert tab.run(ranges) == before
+
+
+def test_scaling_shows_plans_under_the_pointer(found: Findings, chrome: Browser, tmp_path: Path) -> None:
+    points = [Point(ranks, 64, None if ranks == 4 else replace(found.result.plans[0])) for ranks in (1, 4, 8)]
+    html = scaling_page(HOSTILE, {"weak": points, "strong": points}, found.costs, Provenance(HOSTILE, HOSTILE))
+    tab = shown(chrome, html, tmp_path, width=390)
+    assert tab.run(CUT) == [] and tab.run(OVERLAPS) == []
+    left, top, width, height = tab.box(FIRST)
+    words = " ".join(tab.hovered(left + 0.99 * width, top + 0.5 * height))
+    assert "weak" in words and plan_title(found.result.plans[0].plan) in words
+    assert tab.complaints == []
+    assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title") != "1"
+
+
+def test_markup_of_profiles_and_names_stays_inert(found: Findings, chrome: Browser, tmp_path: Path) -> None:
+    costs = found.costs
+    hardware = costs.hardware.model_copy(update={"name": HOSTILE, "device_name": HOSTILE})
+    notes = costs.model.model_copy(update={"measured": {"assumed": HOSTILE, "by": HOSTILE, "corrected": HOSTILE}})
+    hostile = replace(
+        found,
+        costs=type(costs)(costs.config, hardware, notes),
+        origin=Provenance(HOSTILE, HOSTILE),
+        train=HOSTILE,
+        reasons=(*found.reasons, replace(found.reasons[0], plan=HOSTILE, why=HOSTILE, price=None)),
+    )
+    tab = shown(chrome, page(hostile, 2), tmp_path)
+    assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title") != "1"
+    assert tab.run("document.scripts.length") == 5, "data, library packed and unpacked, and two scripts"
+    assert tab.run("performance.getEntriesByType('resource').length") == 0 and tab.complaints == []

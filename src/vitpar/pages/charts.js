@@ -54,8 +54,8 @@ function traces(chart, axis, colour) {
   const value = (name, unit) => `%{${name}:${chart.digits}}${unit}`;
   const lines = chart.lines.map((line, at) => ({...line, legendrank: at + 1}));
   for (const line of lines.sort((one, two) => two.wider - one.wider)) {
-    const {y, x: {[axis]: x}, smooth: {[smoothing]: smooth}, evaluated, legendrank} = line, color = colour(line.run);
-    const visible = shows(`run-${line.run}`) && shows(evaluated ? 'kind-validation' : 'kind-training');
+    const {y, x: {[axis]: x}, smooth: {[smoothing]: smooth}, evaluated, legendrank} = line, color = colour(line);
+    const visible = shows(`${chart.place}/${line.name}`) && shows(`run-${line.run}`) && shows(evaluated ? 'kind-validation' : 'kind-training');
     const base = {x, name: escaped(line.name), visible, legendrank, hoverlabel: {namelength: -1}};
     const alone = y.map((value, at) => value !== null && (y[at - 1] ?? null) === null && (y[at + 1] ?? null) === null);
     const wider = line.wider * Math.min(2.5, 8 / most), width = 1.7 + wider;
@@ -77,7 +77,7 @@ function traces(chart, axis, colour) {
     if (marks.length) list.push({x: marks.map(mark => mark.x[axis]), legendrank: 9999, yaxis: 'y2', mode: 'markers', name: '',
       y: marks.map(mark => kind === 'restart' ? .97 : .025 + .03 * mark.run), hoverlabel: {namelength: 0},
       text: marks.map(mark => escaped(mark.words)), hovertemplate: '%{text}',
-      marker: {symbol: SYMBOLS[kind], size: 6, opacity: .8, color: marks.map(mark => colour(mark.run))}});
+      marker: {symbol: SYMBOLS[kind], size: 6, opacity: .8, color: marks.map(colour)}});
   }
   return list;
 }
@@ -114,7 +114,7 @@ function layout(chart, axis, full, dark, colour, narrow) {
       tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined},
     yaxis2: {overlaying: 'y', range: [0, 1], visible: false, fixedrange: true},
     shapes: restarts.map(mark => ({x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, yref: 'paper', type: 'line',
-      line: {color: colour(mark.run), width: 1, dash: 'dot'}})),
+      line: {color: colour(mark), width: 1, dash: 'dot'}})),
     annotations: missing ? [{text: 'not recorded', x: .5, y: .5, xref: 'paper', yref: 'paper', showarrow: false}] : [],
   };
 }
@@ -138,7 +138,7 @@ let drawing = 0;
 async function draw() {
   const mine = ++drawing, axis = chosen('x') || 'step', full = range(axis);
   const dark = chosen('theme') === 'dark' || chosen('theme') !== 'light' && systemDark.matches;
-  const colour = run => data.colours[run][dark ? 1 : 0];
+  const colour = one => (one.colour ?? data.colours[one.run])[dark ? 1 : 0];
   const back = {name: 'reset', title: 'Show everything', icon: Plotly.Icons.home, click: unzoom};
   for (const chart of data.charts) {
     const plot = document.getElementById(chart.place);

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from vitpar.pages.document import table
-from vitpar.pages.plotly import Figure
+from vitpar.pages.figures import SERIES, series_colour
+from vitpar.pages.plotly import Figure, Key
 from vitpar.runs.metrics import Column
 from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
@@ -42,6 +43,8 @@ class Line:
     """Values; those that are not finite interrupt the line."""
     evaluated: bool = False
     """Whether it is of evaluations: dashed, with a dot at every point."""
+    group: int | None = None
+    """Number of the group of layers, which determines the colour, and has a button; None for a line of the model."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def figure(chart: Chart, columns: int, height: int = 240) -> Figure:
         for (name, values), lost in zip(points.items(), missing, strict=True)
     ]
     key_points = table(("line", *KEY_POINTS, "missing"), rows, slice(0, 0))
-    return Figure(chart.title, words, data_of(chart, columns), (chart.note, same), points=key_points, height=height)
+    keys = [Key(line.name, series_colour(line.group)) for line in chart.lines if line.group is not None]
+    return Figure(chart.title, words, data_of(chart, columns), (chart.note, same), keys, key_points, height)
 
 
 def _key_points(chart: Chart, line: Line) -> list[str]:
@@ -156,6 +160,7 @@ def _line(chart: Chart, line: Line, wider: int, shared: Column, columns: int) ->
 
     return {
         "run": line.run,
+        "colour": None if line.group is None else SERIES[line.group % len(SERIES)],
         "name": line.name,
         "evaluated": line.evaluated,
         "wider": wider,

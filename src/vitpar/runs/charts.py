@@ -52,12 +52,32 @@ def _all(runs: Sequence[RunRecord]) -> list[Chart]:
         Chart("Drop-path", train("drop_path"), smooth=False, zero=True),
         Chart("Image size", train("image_size"), ",.0f", " px", smooth=False, whole=True),
         Chart("Gradient norm, before clipping", train("grad_norm"), log=True),
+        *_group_charts(runs),
         Chart("Loss scale", train("loss_scale"), ",.6g", smooth=False, log=True),
         Chart("Samples/s", rates, ",.0f" if _most(rates) >= 100 else ",.1f", zero=True),
         share("Model FLOPs utilisation (MFU)", train("mfu")),
         share("Time waiting for data", waits, about),
+        share("Utilisation of GPUs", train("gpu_utilization")),
+        Chart("Power of all GPUs", train("gpu_watts"), ",.0f", " W", zero=True),
         _memory(train("memory_bytes")),
     ]
+
+
+def _group_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Yield the charts of groups of layers. Those of several runs would have too many lines."""
+    titles = {
+        "grad_norms": ("Gradient norm by layers, before clipping", ""),
+        "update_ratios": ("Update relative to the weights, by layers", "About 0.001 is usual."),
+    }
+    for key, (title, note) in titles.items() if len(runs) == 1 else ():
+        train = runs[0].metrics.train
+        columns = {name.removeprefix(f"{key}/"): column for name, column in train.items() if name.startswith(f"{key}/")}
+        lines = []
+        for number, (name, column) in enumerate(columns.items()):
+            fine = np.isfinite(column)
+            lines.append(Line(0, name, {axis: train[axis][fine] for axis in AXES}, column[fine], group=number))
+        if any(len(line.y) for line in lines):
+            yield Chart(title, [line for line in lines if len(line.y)], smooth=False, log=True, note=note)
 
 
 def _most(lines: Sequence[Line]) -> float:

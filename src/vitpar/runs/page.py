@@ -16,6 +16,7 @@ from vitpar.pages.plotly import Charts
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences
+from vitpar.runs.metrics import Column
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.strategy import Plan
@@ -99,7 +100,7 @@ def _results(run: RunRecord) -> dict[str, str]:
         "training time": "" if hours is None else _duration(hours),
         "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} samples/s on average",
         "MFU": "" if mfu is None else percent(mfu),
-        "memory": "" if memory is None else f"{size(memory)} at most on rank 0",
+        "memory": "" if memory is None else _memory_words(memory, metrics.memory),
         "plan": f"<code>{escape(shown(run.plan_words))}</code>",
         "model": "" if start is None else f"{escape(shown(start.model))}, {start.parameters / 1e6:,.3g} M parameters",
         "data": "" if start is None else escape(_data_words(run)),
@@ -108,6 +109,14 @@ def _results(run: RunRecord) -> dict[str, str]:
         "restarts": _restarts(run),
         "metrics": escape(", ".join(oddities)),
     }
+
+
+def _memory_words(first: float, ranks: Column) -> str:
+    """Return the peak memory of a run's ranks. first: that of rank 0, in bytes."""
+    if len(ranks) < 2 or not np.isfinite(ranks).all():
+        return f"{size(first)} at most on rank 0"
+    most, least = int(ranks.argmax()), int(ranks.argmin())
+    return f"at most {size(ranks[most])} on rank {most}, {size(ranks[least])} on rank {least}"
 
 
 def _best(run: RunRecord) -> dict[str, str]:

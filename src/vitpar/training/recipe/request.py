@@ -65,9 +65,9 @@ class RecipeRequest:
         if isinstance(trackers, tuple):
             refuse_missing(trackers)
         if isinstance(data, str):
-            from vitpar.data.shards.manifest import MANIFEST, read_manifest
+            from vitpar.data.shards.manifest import has_manifest, read_manifest
 
-            if not (Path(data) / MANIFEST).exists():
+            if not has_manifest(data):
                 read_manifest(data)  # raises
 
     def refuse_idle(self, doing: str) -> None:
@@ -141,10 +141,10 @@ def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
 
     Classes of text are the tokens of its vocabulary.
     """
-    from vitpar.data.shards.manifest import MANIFEST, read_manifest
+    from vitpar.data.shards.manifest import has_manifest, read_manifest
 
     path = recipe.data.path
-    if given is None and path is not None and (Path(path) / MANIFEST).is_file():
+    if given is None and path is not None and has_manifest(path):
         manifest = read_manifest(path)
         return len(manifest.classes) if manifest.text is None else manifest.text.vocab_size
     return given or recipe.stream.classes or default

@@ -2,7 +2,8 @@
 
     accelerate launch --num_processes 2 examples/engines/with_accelerate.py recipe.toml runs/mine
 
-The arguments are a recipe and the run's folder. Accelerate starts processes on CPUs through MPI only: use torchrun there.
+The arguments are a recipe and the run's folder. Accelerate starts processes on CPUs through MPI only: use torchrun
+there.
 """
 
 import sys

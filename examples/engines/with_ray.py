@@ -2,8 +2,8 @@
 
     python examples/engines/with_ray.py recipe.toml /shared/runs/mine 2
 
-The arguments are a recipe, the run's folder and the number of workers; workers have GPUs where the cluster has some. All
-nodes share the folder and the data, or name their own copy of the data.
+The arguments are a recipe, the run's folder and the number of workers, which have GPUs if the cluster has some. All
+nodes share the folder and the data.
 """
 
 import sys
@@ -32,12 +32,13 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 def main(recipe: str, run_dir: str, workers: int) -> None:
     """Train on `workers` workers and print the metrics that Ray recorded."""
+    folder = Path(run_dir).resolve()
     ray.init()
     trainer = TorchTrainer(
         train_on_worker,
-        train_loop_config={"recipe": str(Path(recipe).resolve()), "run_dir": str(Path(run_dir).resolve())},
+        train_loop_config={"recipe": str(Path(recipe).resolve()), "run_dir": str(folder)},
         scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in ray.cluster_resources()),
-        run_config=RunConfig(storage_path=f"{Path(run_dir).resolve()}-ray", failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(storage_path=f"{folder}-ray", failure_config=FailureConfig(max_failures=3)),
     )
     print(trainer.fit().metrics)
 

@@ -193,13 +193,24 @@ class ObjectStat:
     """Entity tag, which every writing changes; None from a storage without them."""
 
 
-def place(name: str | os.PathLike[str] | ObjectPath) -> Path | ObjectPath:
+def local(path: Path) -> Path:
+    """Return `path`, after verifying that it is no name in object storage, where only data are read in place.
+
+    Raises DataError.
+    """
+    if path.parts[:1] == (PREFIX.rstrip("/"),):
+        name = f"{PREFIX}{shown('/'.join(path.parts[1:]))}"
+        raise DataError(f"'{name}' is in object storage, but a folder is needed: copy it with `vitpar copy {name} DIR`")
+    return path
+
+
+def parse_place(name: str | os.PathLike[str] | ObjectPath) -> Path | ObjectPath:
     """Return the path, or the name in object storage, that `name` is.
 
-    Raises DataError for a malformed name, or if obstore is not installed.
+    Raises DataError for a malformed name, for one that was made a path, or if obstore is not installed.
     """
     if isinstance(name, ObjectPath) or not str(name).startswith(PREFIX):
-        return name if isinstance(name, ObjectPath) else Path(name)
+        return name if isinstance(name, ObjectPath) else local(Path(name))
     found = ObjectPath.parse(str(name))
     try:
         import obstore  # noqa: F401

@@ -1,20 +1,26 @@
 """Data, checkpoints and weights in object storage, with a server that speaks S3 (moto)."""
 
+import errno
 import io
-import os
-import subprocess
-import sys
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 
+import vitpar
+from helpers.command_line import Refused, run
 from helpers.small_data import pack_small
 from helpers.trained import recipe_of, rows
+from vitpar import copying
+from vitpar.data.shards.index import Labels
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.errors import DataError
-from vitpar.object_store import ObjectPath, place
+from vitpar.data.stream.stream_set import Reader, StreamPart, StreamSet
+from vitpar.errors import DataError, RecipeError
+from vitpar.object_store import ObjectPath, parse_place
+from vitpar.training.recipe import Recipe
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 KEY, SECRET = "AKIAOFTESTS", "the-secret-of-tests"
@@ -50,15 +56,12 @@ def upload(source: Path, target: ObjectPath) -> None:
             (target / path.name).write(file)
 
 
-def vitpar(folder: Path, *words: str) -> str:
-    """Run a command in `folder` and return what it prints, in which no secret may be."""
-    usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VITPAR_DEBUG": ""}
-    command = [sys.executable, "-m", "vitpar_cli.main", *words]
-    done = subprocess.run(command, cwd=folder, env=os.environ | usual, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert SECRET not in said and KEY not in said
-    assert done.returncode == 0, said
-    return said
+def train(run_dir: Path, recipe: Recipe, **more: Any) -> list[dict[str, Any]]:
+    """Train, check that no secret is in a file of the run, and return its rows."""
+    vitpar.train(recipe, device="cpu", run_dir=run_dir, **more)
+    for path in (path for path in run_dir.rglob("*") if path.is_file()):
+        assert SECRET.encode() not in path.read_bytes() and KEY.encode() not in path.read_bytes()
+    return rows(run_dir)
 
 
 def test_samples_are_those_of_the_disk(folder: Path, bucket: ObjectPath) -> None:
@@ -67,7 +70,9 @@ def test_samples_are_those_of_the_disk(folder: Path, bucket: ObjectPath) -> None
     assert [there.read(i) for i in range(len(there))] == [here.read(i) for i in range(len(here))]
     assert there.name(3) == here.name(3)
     there.refuse_changed()
-    with pytest.raises(DataError, match=r"no data set at 's3://bucket/none': make one with .* copy DIR s3://bucket/none"):
+    with pytest.raises(
+        DataError, match=r"no data set at 's3://bucket/none': make one with .* copy DIR s3://bucket/none"
+    ):
         ShardSet.open("s3://bucket/none", "train")
 
 
@@ -82,29 +87,19 @@ def test_replaced_and_missing_shards_are_refused(folder: Path, bucket: ObjectPat
     with pytest.raises(DataError, match="replaced during use"):
         shards.read(0)
     shard.write(io.BytesIO(content[:-512]))
-    with pytest.raises(DataError, match="bytes but .* were indexed"):
+    with pytest.raises(DataError, match=r"bytes but .* were indexed"):
         ShardSet.open("s3://bucket/changed", "train")
     shard.remove()
-    with pytest.raises(DataError, match="shard .* is missing"):
+    with pytest.raises(DataError, match=r"shard .* is missing"):
         ShardSet.open("s3://bucket/changed", "train")
 
 
 def test_run_has_the_losses_of_the_same_data_on_disk(folder: Path) -> None:
-    (folder / "recipe.toml").write_text(recipe_of(folder / "packed", "dp2").to_toml())
-    base = ("train", "--recipe", "recipe.toml", "--device", "cpu")
-    vitpar(folder, *base, "--run-dir", "disk")
-    vitpar(folder, *base, "--run-dir", "objects", "--data", "s3://bucket/data")
-    assert rows(folder / "objects") == rows(folder / "disk") != []
-    for path in (path for path in (folder / "objects").rglob("*") if path.is_file()):
-        assert SECRET.encode() not in path.read_bytes() and KEY.encode() not in path.read_bytes()
+    disk = train(folder / "disk", recipe_of(folder / "packed", "dp1"))
+    assert train(folder / "objects", recipe_of("s3://bucket/data", "dp1")) == disk != []
 
 
 def test_stream_has_the_samples_of_the_same_shards_on_disk(folder: Path) -> None:
-    import threading
-
-    from vitpar.data.shards.index import Labels
-    from vitpar.data.stream.stream_set import Reader, StreamPart, StreamSet
-
     names = [path.name for path in sorted((folder / "packed").glob("train-*.tar"))]
     sets = [[f"{start}/{name}" for name in names] for start in (str(folder / "packed"), "s3://bucket/data")]
     here, there = (
@@ -125,7 +120,7 @@ def test_stream_has_the_samples_of_the_same_shards_on_disk(folder: Path) -> None
 )
 def test_malformed_names_are_refused(name: str) -> None:
     with pytest.raises(DataError, match="is not a name such as s3://BUCKET/FOLDER") as refused:
-        place(name)
+        parse_place(name)
     assert "secret" not in str(refused.value)
 
 
@@ -133,3 +128,100 @@ def test_storage_that_fails_is_named_without_secrets(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"cannot read 's3://bucket/data/dataset.json': .* \(it cannot be reached\)"):
         ShardSet.open("s3://bucket/data", "train")
+
+
+def test_copies_of_data_are_complete_or_look_absent(
+    folder: Path, bucket: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = run(folder, ["copy", "packed", "s3://bucket/again"])
+    assert said.returncode == 0 and "copied 8 files to s3://bucket/again" in said.stdout
+    assert run(folder, ["copy", "s3://bucket/again", str(tmp_path / "back")]).returncode == 0
+    assert {p.name: p.read_bytes() for p in (tmp_path / "back").iterdir()} == {
+        p.name: p.read_bytes() for p in (folder / "packed").iterdir()
+    }
+    written: list[str] = []
+
+    def write(path: ObjectPath, file: BinaryIO, real: Callable[..., None] = ObjectPath.write) -> None:
+        if len(written) == 2:
+            raise OSError(errno.EIO, "the network is gone")
+        written.append(path.name)
+        real(path, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectPath, "write", write)
+        patch.setattr(copying, "_AT_ONCE", 1)
+        with pytest.raises(DataError, match=r"cannot copy .* the network is gone"):
+            copying.upload(folder / "packed", bucket / "again")
+    with pytest.raises(DataError, match="no data set at"):
+        ShardSet.open("s3://bucket/again", "train")
+    with pytest.raises(DataError, match=r"'.*back' exists: name a new folder"):
+        copying.download(bucket / "data", tmp_path / "back")
+
+
+def test_damaged_and_hostile_copies_are_refused(folder: Path, bucket: ObjectPath, tmp_path: Path) -> None:
+    upload(folder / "packed", bucket / "damaged")
+    name = ShardSet.open("s3://bucket/damaged", "train").files[0].name
+    (bucket / "damaged" / name).write(io.BytesIO(b"short"))
+    with pytest.raises(DataError, match=f"the copy lacks shard '{name}', or a part of it"):
+        copying.download(bucket / "damaged", tmp_path / "copy")
+    (bucket / "hostile" / "a\\..\\b").write(io.BytesIO(b""))
+    with pytest.raises(DataError, match="which is no name of a file: do not copy it"):
+        copying.download(bucket / "hostile", tmp_path / "copy")
+    assert not list(tmp_path.iterdir()), "nothing is left"
+
+
+def test_run_is_copied_and_resumes_from_its_copy(folder: Path, bucket: ObjectPath) -> None:
+    """A machine is lost while it copies its last checkpoint; another one has the losses of an unbroken run."""
+    copied: dict[str, Any] = {"checkpoint.copy_to": "s3://bucket/runs/mine"}
+    recipe = recipe_of(folder / "packed", "dp1", **copied)
+    unbroken = train(folder / "first", recipe)
+    there = bucket / "runs" / "mine"
+    names = set(there.files())
+    assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {"step_3", "step_6"}
+    assert {"recipe.toml", "log.txt", "metrics.jsonl", "weights/model.safetensors.index.json"} <= names
+    with pytest.raises(
+        RecipeError, match=r"copy_to 's3://bucket/runs/mine' is not empty: name another folder, or copy"
+    ):
+        train(folder / "second", recipe)
+    last = there / "checkpoints" / "step_6" / "index.json"
+    last.remove()
+    copying.download(there, folder / "restored")
+    assert train(folder / "restored", recipe, resume="auto") == unbroken
+    assert f"resuming from {folder}/restored/checkpoints/step_3" in (folder / "restored" / "log.txt").read_text()
+    assert last.is_file(), "the resumed run has copied it again"
+    train(folder / "restored", recipe_of(folder / "packed", "dp1", **copied, **{"checkpoint.keep": 1}), resume="auto")
+
+
+def test_run_continues_if_a_copy_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: ObjectPath, file: BinaryIO) -> None:
+        raise OSError(errno.EIO, "the network is gone")
+
+    monkeypatch.setattr(ObjectPath, "write", write)
+    recipe = recipe_of(folder / "packed", "dp1", **{"checkpoint.copy_to": "s3://bucket/runs/failing"})
+    assert len(train(folder / "failing", recipe)) == 6
+    log = (folder / "failing" / "log.txt").read_text()
+    assert "step 3 was saved but not copied to 's3://bucket/runs/failing': the network is gone" in log
+    assert "the final weights were not copied to 's3://bucket/runs/failing'" in log
+
+
+def test_checkpoints_that_are_not_kept_are_removed(bucket: ObjectPath, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint = tmp_path / "checkpoints" / f"step_{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "index.json").write_text(str(step))
+        copying.upload_checkpoint(checkpoint, bucket / "kept", {step, 1})
+    assert set((bucket / "kept").files()) == {f"checkpoints/step_{step}/index.json" for step in (1, 3)}
+
+
+def test_object_storage_is_refused_where_a_folder_is_needed(tmp_path: Path, refused: Refused) -> None:
+    sentence = (
+        "'s3://bucket/x' is in object storage, but a folder is needed: copy it with `vitpar copy s3://bucket/x DIR`"
+    )
+    places = (
+        ["train", "--recipe", "digits", "--run-dir", "s3://bucket/x"],
+        ["train", "--recipe", "digits", "--run-dir", "x", "--resume", "s3://bucket/x"],
+        ["eval", "--checkpoint", "s3://bucket/x"],
+        ["data", "verify", "s3://bucket/x"],
+    )
+    refused(tmp_path, [(words, sentence) for words in places])
+    refused(tmp_path, [(["copy", "a", "b"], "one of 'a' and 'b' must be s3://BUCKET/FOLDER, and the other a folder")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price

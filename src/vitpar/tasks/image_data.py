@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.randomness import SampleOrder

@@ -34,7 +34,7 @@ from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_json, write_text
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_SHARDS
-from vitpar.object_store import ObjectPath, place
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.records import Record, first_wrong, table_of
 from vitpar.text import shown
 
@@ -135,7 +135,7 @@ def has_manifest(folder: str | Path | ObjectPath) -> bool:
 
     Raises DataError for object storage that cannot be asked.
     """
-    path = place(folder) / MANIFEST
+    path = parse_place(folder) / MANIFEST
     try:
         return path.is_file()
     except OSError as error:
@@ -147,7 +147,7 @@ def read_manifest(folder: str | Path | ObjectPath) -> Manifest:
 
     Raises DataError if `folder` has none, or one that is damaged or of another version.
     """
-    path = place(folder) / MANIFEST
+    path = parse_place(folder) / MANIFEST
     try:
         return Manifest.model_validate(read_json(path))
     except (FileNotFoundError, NotADirectoryError):

@@ -15,7 +15,7 @@ from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, SplitEntry, read_manifest, read_rows
 from vitpar.errors import DataError
 from vitpar.io import open_regular, stat_regular
-from vitpar.object_store import ObjectPath, ObjectStat, place
+from vitpar.object_store import ObjectPath, ObjectStat, parse_place
 from vitpar.text import nearest, shown
 
 _OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
@@ -65,7 +65,7 @@ class ShardSet:
         Raises DataError for a missing, damaged or empty data set, an unknown split, a shard that is missing or has
         another size than in the manifest, and an index that does not fit the shards.
         """
-        folder = place(folder)
+        folder = parse_place(folder)
         manifest = read_manifest(folder)
         if manifest.text is not None:
             raise DataError(f"'{folder}' holds text, but images are needed: name a data set of images")

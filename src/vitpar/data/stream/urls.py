@@ -16,7 +16,7 @@ from vitpar.data.tar import ForwardReader
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import MAX_BRACE_DEPTH, MAX_SHARDS, MAX_URL_CHARS
-from vitpar.object_store import place
+from vitpar.object_store import parse_place
 from vitpar.text import shown
 
 _COMMANDS = {"pipe": "a shell command", "gs": "the command `gsutil cat`"}
@@ -120,7 +120,7 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
                 "a command that writes the shard"
             )
         if scheme == "s3":
-            place(url)  # raises
+            parse_place(url)  # raises
     changed = next((name for name in _CHANGES if name in os.environ), None)
     if changed is not None:
         raise DataError(f"{changed} is set in the environment and would change what URLs open: unset it")
@@ -142,7 +142,7 @@ def _opened(url: str) -> Any:
         case "pipe":
             return gopen_pipe(url, bufsize=0)
         case _:
-            return open_regular(place(re.sub(r"^file:(//)?", "", url)))
+            return open_regular(parse_place(re.sub(r"^file:(//)?", "", url)))
 
 
 def words(error: Exception) -> str:

@@ -17,7 +17,7 @@ from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.shards import HEADER, lengths_of, npy_header
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
-from vitpar.object_store import ObjectPath, place
+from vitpar.object_store import ObjectPath, parse_place
 
 _GAP = 4096  # bytes between two sequences that are read and dropped, since another read takes longer
 _SPAN = 1 << 20  # most bytes of one read
@@ -54,7 +54,7 @@ class TextSet(ShardSet):
 
         Raises DataError as `ShardSet.open` does, and for a data set of images.
         """
-        folder = place(folder)
+        folder = parse_place(folder)
         manifest = read_manifest(folder)
         if manifest.text is None:
             raise DataError(

@@ -80,7 +80,7 @@ def refuse_huge_batch(recipe: Recipe, config: ModelConfig) -> None:
 
 def _most_machines() -> int:
     """Return the number of machines of the world; of a process group that exists, at most: one for each rank."""
-    distributed = sys.modules.get("torch.distributed")  # nobody has made a group if it is not imported
+    distributed = sys.modules.get("torch.distributed")  # no group exists if it is not imported
     if distributed is not None and distributed.is_initialized():
         ranks: int = distributed.get_world_size()
         return ranks

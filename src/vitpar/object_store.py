@@ -278,4 +278,4 @@ def _stat(meta: Any) -> ObjectStat:
 
 def _without_user(text: str) -> str:
     """Return `text` without what may be credentials: all before an @, and options."""
-    return re.sub(r"[?#].*", "", re.sub(r"^s3://[^/]*@|(?<=s3://).*@", "", text))
+    return re.sub(r"[?#].*", "", re.sub(r"^s3://.*@", PREFIX, text))

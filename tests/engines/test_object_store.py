@@ -221,7 +221,7 @@ def test_object_storage_is_refused_where_a_folder_is_needed(tmp_path: Path, refu
         ["train", "--recipe", "digits", "--run-dir", "s3://bucket/x"],
         ["train", "--recipe", "digits", "--run-dir", "x", "--resume", "s3://bucket/x"],
         ["eval", "--checkpoint", "s3://bucket/x"],
-        ["data", "verify", "s3://bucket/x"],
+        ["data", "info", "s3://bucket/x"],
     )
     refused(tmp_path, [(words, sentence) for words in places])
     refused(tmp_path, [(["copy", "a", "b"], "one of 'a' and 'b' must be s3://BUCKET/FOLDER, and the other a folder")])

@@ -15,7 +15,7 @@ from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, SplitEntry, read_manifest, read_rows
 from vitpar.errors import DataError
 from vitpar.io import open_regular, stat_regular
-from vitpar.object_store import ObjectPath, ObjectStat, parse_place
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.text import nearest, shown
 
 _OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
@@ -223,10 +223,10 @@ class _OpenObject:
     """Object of which ranges are read; another version of it is refused, so every read checks it."""
 
     def __init__(self, path: ObjectPath, stamp: Stamp) -> None:
-        self._path, self._stat = path, ObjectStat(*stamp)
+        self._path, self._version = path, None if stamp[1] is None else str(stamp[1])
 
     def read(self, size: int, offset: int) -> bytes:
-        return self._path.read_range(offset, size, self._stat.version)
+        return self._path.read_range(offset, size, self._version)
 
 
 def _stamp(status: os.stat_result) -> Stamp:

@@ -92,7 +92,7 @@ def upload_checkpoint(checkpoint: Path, target: ObjectPath, kept: Collection[int
     base = target / _CHECKPOINTS
     listed = base.files()
     name = checkpoint.name
-    _remove(base, [path for path in listed if path.startswith(f"{name}/")])
+    _remove(base, sorted((path for path in listed if path.startswith(f"{name}/")), key=_is_last, reverse=True))
     _upload(base, {f"{name}/{path.name}": path for path in checkpoint.iterdir()})
     _upload(target, {name: run / name for name in _RUN if (run / name).is_file()})
     keep = {f"step_{step}" for step in kept} | {name}

@@ -74,7 +74,7 @@ class ObjectPath:
         return cls(match[1], key)
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.bucket}/{self.key}"
+        return f"{PREFIX}{self.bucket}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> ObjectPath:
         return ObjectPath(self.bucket, f"{self.key}/{name}".strip("/"))

@@ -210,7 +210,11 @@ def test_checkpoints_that_are_not_kept_are_removed(bucket: ObjectPath, tmp_path:
         checkpoint.mkdir(parents=True)
         (checkpoint / "index.json").write_text(str(step))
         copying.upload_checkpoint(checkpoint, bucket / "kept", {step, 1})
-    assert (str(bucket), str(bucket / "a"), str((bucket / "a").parent)) == ("s3://bucket", "s3://bucket/a", "s3://bucket")
+    assert (str(bucket), str(bucket / "a"), str((bucket / "a").parent)) == (
+        "s3://bucket",
+        "s3://bucket/a",
+        "s3://bucket",
+    )
     assert set((bucket / "kept").files()) == {f"checkpoints/step_{step}/index.json" for step in (1, 3)}
 
 

@@ -23,6 +23,9 @@ WHY = "make test-engines installs it"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a recipe of two ranks, and the run of it that vitpar itself started."""
     folder = tmp_path_factory.mktemp("engines")
+    # An environment on top of another one has the modules of that, but not its scripts.
+    (folder / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    (folder / "torchrun").chmod(0o755)
     (folder / "recipe.toml").write_text(recipe_of(pack_small(folder), "fsdp2").to_toml())
     run(folder, "-m", "vitpar_cli.main", "train", "--recipe", "recipe.toml", "--run-dir", "own", "--device", "cpu")
     return folder
@@ -34,8 +37,8 @@ def run(folder: Path, *words: str, **variables: str) -> str:
 
 
 def finished(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """Run `command` with Python's folder first in PATH, and return what it prints."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Run `command` with `folder` first in PATH, and return what it prints."""
+    path = f"{folder}:{os.environ['PATH']}"
     usual = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(command, cwd=folder, env=os.environ | usual | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,7 +82,8 @@ def test_kubeflow_train_job(folder: Path) -> None:
     words = [re.sub("^/shared/runs/mine$", "kubeflow", word) for word in trainer["command"] + trainer["args"]]
     words = [re.sub("^/shared/", "", word) for word in words]
     pet = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
-    finished(words, folder, {**pet, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29621"})
+    pet |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "29621"}
+    finished([str(folder / words[0]), *words[1:]], folder, pet)
     assert_same_losses(folder, "kubeflow")
 
 

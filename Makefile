@@ -14,7 +14,7 @@ PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-tools test-full test-torch test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-tools test-full test-torch test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -40,13 +40,22 @@ demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
 test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
-	$(PYTEST) -m 'not slow and not soak and not tools and not clusters'
+	$(PYTEST) -m 'not slow and not soak and not tools and not clusters and not engines'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
 	$(PYTEST) -m slow
 
 test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harness, and the documentation site
 	$(PYTEST) -m tools tests/experiments
+
+# In an environment of its own, which uses the packages of the other: Ray and SkyPilot ask for many.
+ENGINES := $(VENV)-engines
+test-engines: $(READY)  ## Run the examples for Ray, Lightning, Accelerate, Kubeflow and SkyPilot, and object storage (about 1 GB)
+	$(PYTHON) -m venv $(ENGINES)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > $(ENGINES)/vitpar.pth
+	mv $(ENGINES)/vitpar.pth $(ENGINES)/lib/python*/site-packages/
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[engines]' psutil
+	$(ENGINES)/bin/python -m pytest -m engines tests/engines
 
 test-full: test test-slow test-tools  ## All tests
 
@@ -108,4 +117,4 @@ dry-bench: $(READY)  ## Kernels, bytes and estimated steps of compiled blocks on
 	$(BIN)/python experiments/dry_bench.py $(DRY)
 
 clean:           ## Remove the virtual environment, caches and the built site, no data and no runs
-	rm -rf $(VENV) .venv-torch-* .venv-gpu gpu-bundle site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) .venv-torch-* .venv-gpu gpu-bundle site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vitpar.errors import LaunchError
 from vitpar.launch import find_world
+from vitpar.object_store import local
 from vitpar.terminal import complain
 from vitpar.weights.hub import HubName, hub_name, imported
 from vitpar_cli.outputs import progress_bar
@@ -14,10 +15,11 @@ from vitpar_cli.outputs import progress_bar
 def local_weights(place: Path) -> Path:
     """Return `place`, or if it names weights on the hub, the folder under runs/hub into which they are imported.
 
-    Raises DataError, and LaunchError under a launcher of several ranks, which would all download.
+    Raises DataError, also for object storage, and LaunchError under a launcher of several ranks, which would all
+    download.
     """
     name = hub_name(str(place))
-    return place if name is None else _local(name)
+    return local(place) if name is None else _local(name)
 
 
 def _local(name: HubName) -> Path:

@@ -14,6 +14,7 @@ from vitpar_cli import (
     bench,
     check,
     checkpoint,
+    copy,
     data,
     doctor,
     evaluate,
@@ -53,6 +54,7 @@ app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("copy")(copy.copy)
 app.add_typer(profile.app, name="profile")
 app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)

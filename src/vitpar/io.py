@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vitpar.limits import MAX_HEADER_BYTES, MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
+from vitpar.object_store import ObjectPath
 
 PathLike = str | os.PathLike[str]
 
@@ -41,11 +42,13 @@ _JSON_ESCAPE = re.compile(
 """Escapes in JSON. Group 1: half of a surrogate pair without the other half."""
 
 
-def open_regular(path: PathLike) -> BinaryIO:
-    """Open a regular file for reading bytes.
+def open_regular(path: PathLike | ObjectPath) -> BinaryIO:
+    """Open a regular file, or an object, for reading bytes.
 
     Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless.
     """
+    if isinstance(path, ObjectPath):
+        return path.open()
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -118,11 +121,13 @@ def limited_memory(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def read_bytes(path: PathLike, limit: int) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
+def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
+    """Return the content of a regular file, or of an object, of at most `limit` bytes.
 
     Raises OSError.
     """
+    if isinstance(path, ObjectPath):
+        return path.read_bytes(limit)
     with open_regular(path) as file:
         large = os.fstat(file.fileno()).st_size > limit
         data = b"" if large else file.read(limit + 1)
@@ -139,7 +144,7 @@ def read_text(path: PathLike, limit: int) -> str:
     return read_bytes(path, limit).decode("utf-8")
 
 
-def read_json(path: PathLike, limit: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: PathLike | ObjectPath, limit: int = MAX_JSON_BYTES) -> Any:
     """Return the JSON value in a regular file of at most `limit` bytes.
 
     Raises OSError, and ValueError as `parse_json` does.

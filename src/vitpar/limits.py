@@ -79,6 +79,7 @@ MAX_HUB_BYTES = _most(512 * 1024 * MIB, "weights that are downloaded from a hub"
 
 # Shards and other files of images.
 MAX_SHARDS = _most(500_000, "shards of a split or stream")
+MAX_LISTED_OBJECTS = _most(1_000_000, "objects of a folder in object storage")
 MAX_URL_CHARS = _most(8 * KIB, "length of a URL or pattern of URLs", "characters")
 MAX_BRACE_DEPTH = _most(16, "nested braces in a pattern of URLs")
 MAX_MEMBERS = _most(10_000_000, "members of a tar file, or records of a TFRecord file")

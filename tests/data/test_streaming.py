@@ -205,7 +205,7 @@ def test_labels_are_read_from_json(tmp_path: Path) -> None:
             "pipe:cat train-{0..4}.tar",
             "'pipe:cat train-0.tar' runs a shell command, which is disabled: set stream.allow_p",
         ),
-        ("s3://b/a.tar", "'s3://b/a.tar' runs the command `aws s3 cp`, which is disabled"),
+        ("s3://key:secret@b/a.tar", "'s3://b/a.tar' is not a name such as s3://BUCKET/FOLDER: write it so, and set"),
         ("gs://b/a.tar", "'gs://b/a.tar' runs the command `gsutil cat`, which is disabled"),
         ("{http://h/a.tar,pipe:touch x}", "'pipe:touch x' runs a shell command"),
         ("PIPE:touch x", "'PIPE:touch x' cannot be streamed: use http://"),
@@ -243,20 +243,18 @@ def test_allowed_commands_run(folder: Path) -> None:
     assert sorted(labels_of(loaded(data, 5))) == list(range(COUNT))
 
 
-@pytest.mark.parametrize(("scheme", "program"), [("s3", "aws"), ("gs", "gsutil")])
-def test_object_stores_are_read_with_their_command_line_tools(
-    scheme: str, program: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_google_storage_is_read_with_its_command_line_tool(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The URL is passed as an argument, without a shell, so it cannot inject commands."""
-    fake = tmp_path / program
+    fake = tmp_path / "gsutil"
     fake.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done >> {tmp_path}/words\ncat {folder}/train-2.tar\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    url = f"{scheme}://bucket/a;touch pwned;.tar"
+    url = "gs://bucket/a;touch pwned;.tar"
     assert len(labels_of(loaded(stream(url, allow_pipe=True), 7, batch_size=1, workers=0))) == 7
-    words = (tmp_path / "words").read_text().splitlines()
-    assert words == (["s3", "cp", url, "-"] if scheme == "s3" else ["cat", url])
+    assert (tmp_path / "words").read_text().splitlines() == ["cat", url]
     assert not (tmp_path / "pwned").exists()
 
 

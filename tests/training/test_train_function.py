@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +18,15 @@ from vitpar.training.events import Reporter, RunHeader
 
 
 def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> dict[str, Any]:
-    """Train in this rank's process group, and check that the group still exists afterwards."""
+    """Train in this rank's process group, and check that the group still exists afterwards.
+
+    The environment contradicts the group, as that of an engine may: the main process of Lightning Fabric has no RANK.
+    """
     group = dist.group.WORLD
-    summary = vitpar.train(recipe, device="cpu", run_dir=run_dir)
+    with patch.dict(os.environ, {"WORLD_SIZE": "7"}):
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+        summary = vitpar.train(recipe, device="cpu", run_dir=run_dir)
     assert dist.group.WORLD is group
     return summary
 

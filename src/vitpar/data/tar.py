@@ -22,6 +22,7 @@ from vitpar.limits import (
     MAX_TAR_NAME_BYTES,
     MAX_TAR_PADDING_BYTES,
 )
+from vitpar.object_store import ObjectPath
 from vitpar.text import shown
 
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -68,7 +69,7 @@ class _Header(tarfile.TarInfo):
 
 
 @contextmanager
-def open_tar(path: Path) -> Iterator[BinaryIO]:
+def open_tar(path: Path | ObjectPath) -> Iterator[BinaryIO]:
     """Open a tar file as a context manager.
 
     Raises DataError, which names the file, in place of a TarError or OSError within the context.

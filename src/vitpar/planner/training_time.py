@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from vitpar.data.shards.manifest import MANIFEST, read_manifest
+from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price
 from vitpar.planner.goodput import Conditions, Goodput, goodput
 from vitpar.planner.profile.profiles import Hardware
@@ -177,5 +176,5 @@ def _samples(recipe: Recipe) -> int | None:
     path = recipe.data.path
     if path is None:
         return recipe.stream.samples
-    split = read_manifest(path).splits.get("train") if (Path(path) / MANIFEST).is_file() else None
+    split = read_manifest(path).splits.get("train") if has_manifest(path) else None
     return split.samples if split else None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitpar.data.shards.manifest import MANIFEST, read_manifest
+from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.errors import RecipeError
 from vitpar.tasks import image_data
 from vitpar.tasks.image_data import ImageSet
@@ -29,7 +28,7 @@ def open_split(recipe: Recipe, split: str) -> ImageSet | TextSet:
 
     if recipe.data.path is None:
         raise RecipeError(f"task '{recipe.task.name}' reads packed text, not a stream: name a folder with --data")
-    return TextSet.open(Path(recipe.data.path), split)
+    return TextSet.open(recipe.data.path, split)
 
 
 def open_data(
@@ -53,7 +52,7 @@ def model_of(recipe: Recipe, num_classes: int | None, default: int) -> ModelConf
     default: classes without data; a model of text then has its own sizes.
     """
     path = recipe.data.path
-    there = path is not None and (Path(path) / MANIFEST).is_file()
+    there = path is not None and has_manifest(path)
     if num_classes is None and there and task_class(recipe).INPUT == "text":
         task = task_of(recipe, open_split(recipe, "train"))
         return recipe.config(task.outputs, task.model_options)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
-from vitpar.data.shards.manifest import MANIFEST, read_manifest
+from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
@@ -33,7 +32,7 @@ def open_split(recipe: Recipe, split: str) -> ImageSet:
     Raises DataError.
     """
     if recipe.data.path is not None:
-        return ShardSet.open(Path(recipe.data.path), split)
+        return ShardSet.open(recipe.data.path, split)
     s = recipe.stream
     sides = {"train": (s.train, s.samples), "val": (s.val, s.val_samples)}
     if split not in sides:
@@ -103,9 +102,9 @@ def held_bytes(recipe: Recipe, config: ModelConfig) -> int:
     Raises DataError for data that cannot be read.
     """
     path = recipe.data.path
-    if recipe.data.cache != "device" or path is None or not (Path(path) / MANIFEST).is_file():
+    if recipe.data.cache != "device" or path is None or not has_manifest(path):
         return 0
-    has_val = "val" in read_manifest(Path(path)).splits
+    has_val = "val" in read_manifest(path).splits
     shapes = held_shapes(
         ShardSet.open(path, "train"), ShardSet.open(path, "val") if has_val else None, config.image_size
     )

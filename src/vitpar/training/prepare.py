@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vitpar.checkpoint import Checkpoint
+from vitpar.copying import refuse_used
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.models.config import ModelConfig
+from vitpar.object_store import local
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
@@ -115,6 +117,9 @@ def prepare(
 
     Raises UserError for everything that settings, data, plan, device and run folder rule out.
     """
+    for folder in (run_dir, resume):
+        if folder is not None:
+            local(Path(folder))  # raises
     source = resumed(resume, run_dir)
     if source.source is None and allow_change:
         raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
@@ -162,6 +167,7 @@ def prepare(
         allowed_changes(checkpoint, recipe, task, train_set, allow_change)
     resuming = run_dir is not None and source.source is not None and same_run(run_dir, source.source)
     check_run_folder(run_dir, resuming)
+    refuse_used(recipe.checkpoint.copy_to, resuming and not source.begins)
     return Prepared(
         recipe=recipe,
         config=config,
@@ -175,8 +181,17 @@ def prepare(
         run_dir=run_dir,
         resume=source.source,
         allow_change=tuple(allow_change),
+        notes=_no_copies(recipe, source),
         origin=SettingsOrigin(images, automatic),
     )
+
+
+def _no_copies(recipe: Recipe, source: Resumed) -> list[str]:
+    """Return a warning if only the recipe that came with the run to resume copies it (``without_commands``)."""
+    before = None if source.recipe is None else read_recipe(source.recipe).checkpoint.copy_to
+    if before is None or recipe.checkpoint.copy_to is not None:
+        return []
+    return [f"checkpoints are no longer copied to '{before}': to go on, add --set checkpoint.copy_to={before}"]
 
 
 def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:

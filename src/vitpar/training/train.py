@@ -49,7 +49,8 @@ def train(
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
     request = recipe if isinstance(recipe, Recipe) else RecipeRequest(Path(recipe), settings or {})
     given = dist.is_initialized()
-    world = find_world() or ALONE
+    # An engine that made the group may have set only some variables of a launcher, or those of another world.
+    world = ALONE if given else find_world() or ALONE
     ranks = dist.get_world_size() if given else world.size
     run = prepare(
         request,

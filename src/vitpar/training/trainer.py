@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vitpar.checkpoint import BestEvaluation, Checkpoint, Facts
+from vitpar.copying import upload_end
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest
@@ -168,6 +169,7 @@ class Trainer:
             last=self.total_steps,
             texts=self._texts,
             log=self.folder.log if self.folder else lambda text: None,
+            warn=lambda text: self.reporter.note(text),
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
         if self.folder:
@@ -378,4 +380,6 @@ class Trainer:
             "weights": str(weights),
         }
         self.reporter.finished(summary)
+        if self.folder and self.recipe.checkpoint.copy_to:
+            self._note(upload_end(self.path, self.recipe.checkpoint.copy_to))
         return summary

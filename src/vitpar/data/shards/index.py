@@ -21,6 +21,7 @@ from vitpar.data.tar import content, members, open_tar
 from vitpar.errors import DataError
 from vitpar.io import parse_json
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LABEL_BYTES
+from vitpar.object_store import ObjectPath
 from vitpar.text import literal, shown
 
 EXTENSIONS = (*IMAGE_TYPES, "jpeg", "tiff")
@@ -91,7 +92,7 @@ _Sample = tuple[int, int, int]
 """Offset, size and checksum of an image."""
 
 
-def scan(shard: Path, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
+def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
     """Find the samples of a tar file.
 
     An image and its label are paired by their key as in webdataset: a member's path up to the first dot of its file

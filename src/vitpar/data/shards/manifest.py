@@ -34,6 +34,7 @@ from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_json, write_text
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_SHARDS
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.records import Record, first_wrong, table_of
 from vitpar.text import shown
 
@@ -129,16 +130,28 @@ def read_any_manifest(folder: Path) -> AnyManifest:
         return AnyManifest()
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def has_manifest(folder: str | Path | ObjectPath) -> bool:
+    """Return whether `folder` has the manifest of a data set.
+
+    Raises DataError for object storage that cannot be asked.
+    """
+    path = parse_place(folder) / MANIFEST
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def read_manifest(folder: str | Path | ObjectPath) -> Manifest:
     """Read the manifest of a data set.
 
     Raises DataError if `folder` has none, or one that is damaged or of another version.
     """
-    path = Path(folder) / MANIFEST
+    path = parse_place(folder) / MANIFEST
     try:
         return Manifest.model_validate(read_json(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"no data set at '{folder}': {_how_to_make(Path(folder))}") from None
+        raise DataError(f"no data set at '{folder}': {_how_to_make(path.parent)}") from None
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
     except ValueError as error:
@@ -148,8 +161,10 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from None
 
 
-def _how_to_make(folder: Path) -> str:
+def _how_to_make(folder: Path | ObjectPath) -> str:
     """Return how to make a data set in `folder`, which has none."""
+    if isinstance(folder, ObjectPath):
+        return f"make one with `vitpar data pack SOURCE DIR`, and copy it with `vitpar copy DIR {folder}`"
     from vitpar.data.sources.arrays import DIGITS, DIGITS_PACKAGE, INSTALL_DIGITS
 
     if folder.name != DIGITS:  # the folder of the shipped recipe
@@ -191,7 +206,7 @@ def write_split(
     return SplitEntry(shards=entries, samples=len(rows), per_class=per_class, index_sha256=digest)
 
 
-def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
+def read_rows(folder: Path | ObjectPath, split: str, entry: SplitEntry) -> np.ndarray:
     """Read the index of a split, ROW [samples].
 
     Not a mapping of the file: if that is cut while it is used, the kernel ends the process.
@@ -203,7 +218,7 @@ def read_rows(folder: Path, split: str, entry: SplitEntry) -> np.ndarray:
     digest, start, pieces = hashlib.sha256(), 0, [np.empty(0, ROW)]
     try:
         with open_regular(path) as file:
-            offset, size = _header_bytes(file, entry.samples), os.fstat(file.fileno()).st_size
+            offset, size = _header_bytes(file, entry.samples), file.seek(0, os.SEEK_END)
             total = sum(shard.samples for shard in entry.shards)
             if offset is None or size != offset + entry.samples * ROW.itemsize or total != entry.samples:
                 raise DataError(f"index '{path}' does not match {MANIFEST}: {again}")

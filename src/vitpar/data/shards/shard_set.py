@@ -1,4 +1,4 @@
-"""Random access to the samples of a split: each is read with one `pread` and compared with its checksum."""
+"""Random access to the samples of a split: each is read with one request and compared with its checksum."""
 
 import os
 import tarfile
@@ -15,6 +15,7 @@ from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import Manifest, SplitEntry, read_manifest, read_rows
 from vitpar.errors import DataError
 from vitpar.io import open_regular, stat_regular
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.text import nearest, shown
 
 _OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
@@ -23,7 +24,7 @@ _OPEN_FILES = 256  # limit, because a data set may have more shards than a proce
 class ShardSet:
     """Split of a data set, opened for reading samples by number from any thread.
 
-    folder: folder of the data set.
+    folder: folder of the data set, on a disk or in object storage.
     split: name of the split.
     classes: class identifiers, in label order.
     class_names: human-readable names of the classes, in the same order.
@@ -38,7 +39,7 @@ class ShardSet:
     """Whether `read` compares the bytes with a checksum."""
     _renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None = None  # arguments of `relabelled`
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
+    def __init__(self, folder: Path | ObjectPath, split: str, manifest: Manifest, rows: np.ndarray) -> None:
         entry = manifest.splits[split]
         self.folder = folder
         self.split = split
@@ -51,11 +52,12 @@ class ShardSet:
         self.labels: NDArray[np.int32] = rows["label"]
         self._rows = rows
         self._shard, self._offset, self._size, self._crc = (rows[name] for name in ("shard", "offset", "size", "crc"))
-        self._stamps = {path: _checked(path, shard.bytes) for path, shard in zip(self.files, entry.shards, strict=True)}
+        self._sizes = tuple(shard.bytes for shard in entry.shards)
+        self._stamps = _stamps(folder, self.files, self._sizes)
         self._open_file = lru_cache(maxsize=_OPEN_FILES)(self._opened)
 
     @classmethod
-    def open(cls, folder: str | Path, split: str) -> "ShardSet":
+    def open(cls, folder: str | Path | ObjectPath, split: str) -> "ShardSet":
         """Open `split` of the data set in `folder`.
 
         Only the manifest, the index and the sizes of the shards are read.
@@ -63,7 +65,7 @@ class ShardSet:
         Raises DataError for a missing, damaged or empty data set, an unknown split, a shard that is missing or has
         another size than in the manifest, and an index that does not fit the shards.
         """
-        folder = Path(folder)
+        folder = parse_place(folder)
         manifest = read_manifest(folder)
         if manifest.text is not None:
             raise DataError(f"'{folder}' holds text, but images are needed: name a data set of images")
@@ -134,11 +136,7 @@ class ShardSet:
 
     def refuse_changed(self) -> None:
         """Raise DataError if a shard is missing or was replaced since the data set was opened."""
-        for path in self.files:
-            try:
-                stamp = _stamp(os.stat(path))
-            except OSError as error:
-                raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        for path, stamp in _stamps(self.folder, self.files).items():
             _refuse_other(path, self._stamps[path], stamp)
 
     def rows_of(self, number: int) -> np.ndarray:
@@ -162,7 +160,9 @@ class ShardSet:
             return f"{path.name}/byte {offset}"
         return f"{path.name}/{member.name.rpartition('.')[0]}"
 
-    def _opened(self, path: Path) -> "_OpenFile":
+    def _opened(self, path: Path | ObjectPath) -> "_OpenFile | _OpenObject":
+        if isinstance(path, ObjectPath):
+            return _OpenObject(path, self._stamps[path])
         file = _OpenFile(path)
         _refuse_other(path, self._stamps[path], file.stamp)
         return file
@@ -170,7 +170,7 @@ class ShardSet:
 
 def _reopened(
     kind: type[ShardSet],
-    folder: Path,
+    folder: Path | ObjectPath,
     split: str,
     fingerprint: str,
     renumbered: tuple[tuple[str, ...], tuple[int, ...]] | None,
@@ -182,7 +182,7 @@ def _reopened(
     return shards if renumbered is None else shards.relabelled(*renumbered)
 
 
-def filled_split(folder: Path, split: str, manifest: Manifest) -> SplitEntry:
+def filled_split(folder: Path | ObjectPath, split: str, manifest: Manifest) -> SplitEntry:
     """Return the manifest's entry of a split.
 
     Raises DataError for an unknown or empty split.
@@ -196,8 +196,9 @@ def filled_split(folder: Path, split: str, manifest: Manifest) -> SplitEntry:
     return entry
 
 
-Stamp = tuple[int, int]
-"""Size in bytes and modification time in ns of a file. Inodes are not included, since some mounts change them."""
+Stamp = tuple[int, int | str | None]
+"""Size in bytes, and modification time in ns of a file or version of an object. Inodes are not included, since some
+mounts change them."""
 
 
 class _OpenFile:
@@ -218,11 +219,21 @@ class _OpenFile:
             self._file.close()
 
 
+class _OpenObject:
+    """Object of which ranges are read; another version of it is refused, so every read checks it."""
+
+    def __init__(self, path: ObjectPath, stamp: Stamp) -> None:
+        self._path, self._version = path, None if stamp[1] is None else str(stamp[1])
+
+    def read(self, size: int, offset: int) -> bytes:
+        return self._path.read_range(offset, size, self._version)
+
+
 def _stamp(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns
 
 
-def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
+def _refuse_other(path: Path | ObjectPath, stamp: Stamp, now: Stamp) -> None:
     if stamp != now:
         raise DataError(
             f"shard '{path}' was replaced during use: restore it, or rewrite the index with `vitpar data "
@@ -230,17 +241,35 @@ def _refuse_other(path: Path, stamp: Stamp, now: Stamp) -> None:
         )
 
 
-def _checked(path: Path, size: int) -> Stamp:
-    name = shown(path, len(str(path)))  # shows the end of a long path
+def _stamps(
+    folder: Path | ObjectPath, files: Sequence[Path | ObjectPath], sizes: Sequence[int] | None = None
+) -> dict[Path | ObjectPath, Stamp]:
+    """Return the stamp of each shard. Objects are not asked one by one: the folder is listed.
+
+    sizes: of the shards when they were indexed; None compares none.
+
+    Raises DataError for a shard that is missing, cannot be read or has another size.
+    """
+    stamps: dict[Path | ObjectPath, Stamp] = {}
     try:
-        status = stat_regular(path)
-    except FileNotFoundError:
-        raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
+        listed = folder.files() if isinstance(folder, ObjectPath) else {}
     except OSError as error:
-        raise DataError(f"cannot read '{name}': {error.strerror}") from None
-    if status.st_size != size:
-        raise DataError(
-            f"shard '{path}' has {status.st_size} bytes but {size} were indexed: restore it, or rewrite the index "
-            f"with `vitpar data index {path.parent}`"
-        )
-    return _stamp(status)
+        raise DataError(f"cannot list '{folder}': {error.strerror}") from None
+    for number, path in enumerate(files):
+        name = shown(path, len(str(path)))  # shows the end of a long path
+        try:
+            if isinstance(path, ObjectPath):
+                stat = listed[str(path).removeprefix(f"{folder}/")]
+                stamps[path] = stat.size, stat.version
+            else:
+                stamps[path] = _stamp(stat_regular(path))
+        except (FileNotFoundError, KeyError):
+            raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
+        except OSError as error:
+            raise DataError(f"cannot read '{name}': {error.strerror}") from None
+        if sizes is not None and (size := stamps[path][0]) != sizes[number]:
+            raise DataError(
+                f"shard '{path}' has {size} bytes but {sizes[number]} were indexed: restore it, or rewrite the index "
+                f"with `vitpar data index {path.parent}`"
+            )
+    return stamps

@@ -16,10 +16,11 @@ from vitpar.data.tar import ForwardReader
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.limits import MAX_BRACE_DEPTH, MAX_SHARDS, MAX_URL_CHARS
+from vitpar.object_store import parse_place
 from vitpar.text import shown
 
-_COMMANDS = {"pipe": "a shell command", "s3": "the command `aws s3 cp`", "gs": "the command `gsutil cat`"}
-_PLAIN = ("", "file", "http", "https")
+_COMMANDS = {"pipe": "a shell command", "gs": "the command `gsutil cat`"}
+_PLAIN = ("", "file", "http", "https", "s3")
 _CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")  # environment variables that change webdataset's table
 _SILENT_S = 300.0  # seconds without a byte after which a source counts as dead
 _SLICE_MS = 200  # milliseconds between checks of whether reading was stopped
@@ -118,6 +119,8 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
                 f"'{shown(url)}' cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND with "
                 "a command that writes the shard"
             )
+        if scheme == "s3":
+            parse_place(url)  # raises
     changed = next((name for name in _CHANGES if name in os.environ), None)
     if changed is not None:
         raise DataError(f"{changed} is set in the environment and would change what URLs open: unset it")
@@ -136,18 +139,16 @@ def _opened(url: str) -> Any:
             return Pipe([*_CURL_COMMAND, url], mode="rb", bufsize=0)
         case "gs":
             return gopen_gsutil(url, bufsize=0)
-        case "s3":  # webdataset does not support s3
-            return Pipe(["aws", "s3", "cp", url, "-"], mode="rb", bufsize=0)
         case "pipe":
             return gopen_pipe(url, bufsize=0)
         case _:
-            return open_regular(re.sub(r"^file:(//)?", "", url))
+            return open_regular(parse_place(re.sub(r"^file:(//)?", "", url)))
 
 
 def words(error: Exception) -> str:
     """Return the message of `error` on one line, including the name of a missing program."""
     if isinstance(error, OSError) and error.strerror:
-        program = error.filename if error.filename in ("aws", "curl", "gsutil") else None
+        program = error.filename if error.filename in ("curl", "gsutil") else None
         return f"{error.strerror}{f' ({program})' if program else ''}"
     return shown(" ".join(str(error.args[0] if error.args else error).split()))
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vitpar.data.shards.manifest import ROW
 from vitpar.data.tar import content, members, open_tar
 from vitpar.errors import DataError
+from vitpar.object_store import ObjectPath
 from vitpar.text import shown
 
 HEADER = 128
@@ -68,7 +69,7 @@ def _plain_header() -> bytes:
     return bytes(header)
 
 
-def scan_text(path: Path, *, checksums: bool = True) -> np.ndarray:
+def scan_text(path: Path | ObjectPath, *, checksums: bool = True) -> np.ndarray:
     """Find the sequences in a shard of text: index rows, ROW [sequences], with the columns `shard` and `label` at 0.
 
     checksums: whether to read the sequences for their checksums; without, column `crc` is 0.

@@ -17,6 +17,7 @@ from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.shards import HEADER, lengths_of, npy_header
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
+from vitpar.object_store import ObjectPath, parse_place
 
 _GAP = 4096  # bytes between two sequences that are read and dropped, since another read takes longer
 _SPAN = 1 << 20  # most bytes of one read
@@ -34,7 +35,7 @@ class TextSet(ShardSet):
     It is pickled as its folder and split, and opened again.
     """
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, rows: np.ndarray) -> None:
+    def __init__(self, folder: Path | ObjectPath, split: str, manifest: Manifest, rows: np.ndarray) -> None:
         assert manifest.text is not None, "TextSet.open has checked it"
         super().__init__(folder, split, manifest, rows)
         self.text: TextSection = manifest.text
@@ -48,12 +49,12 @@ class TextSet(ShardSet):
             )
 
     @classmethod
-    def open(cls, folder: str | Path, split: str) -> TextSet:
+    def open(cls, folder: str | Path | ObjectPath, split: str) -> TextSet:
         """Open `split` of the text in `folder`.
 
         Raises DataError as `ShardSet.open` does, and for a data set of images.
         """
-        folder = Path(folder)
+        folder = parse_place(folder)
         manifest = read_manifest(folder)
         if manifest.text is None:
             raise DataError(

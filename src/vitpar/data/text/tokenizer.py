@@ -21,6 +21,7 @@ from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 from vitpar.io import read_bytes
 from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_COMMAS, MAX_VOCABULARY
+from vitpar.object_store import ObjectPath
 from vitpar.text import shown
 
 BYTES = "bytes"
@@ -231,7 +232,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(data, name)
 
 
-def load_tokenizer(path: Path | None, sha256: str | None) -> Tokenizer:
+def load_tokenizer(path: Path | ObjectPath | None, sha256: str | None) -> Tokenizer:
     """Return the tokenizer of a packed data set.
 
     path: tokenizer.json of the data set; None for the tokenizer of bytes.

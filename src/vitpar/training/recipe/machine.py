@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from vitpar.errors import RecipeError
 from vitpar.launch import find_world
 from vitpar.launch.resources import host_memory
@@ -66,12 +68,21 @@ def large_batch_warning(recipe: Recipe, samples: int) -> str | None:
 
 def refuse_huge_batch(recipe: Recipe, config: ModelConfig) -> None:
     """Raise RecipeError for a batch whose pixels alone do not fit into the memory of the machines."""
-    world, batch = find_world(), recipe.train.batch_size
-    machines = world.size // world.local_size if world else 1
-    pixels = batch * config.channels * config.image_size**2 // machines
+    batch = recipe.train.batch_size
+    pixels = batch * config.channels * config.image_size**2 // _most_machines()
     there = host_memory()
     if pixels > there:
         raise RecipeError(
             f"a batch of {batch:,} images of {config.image_size} pixels needs {size(pixels)} of memory on each machine "
             f"for its pixels alone, but this one has {size(there)}: use a smaller --batch-size"
         )
+
+
+def _most_machines() -> int:
+    """Return the number of machines of the world; of a process group that exists, at most: one for each rank."""
+    distributed = sys.modules.get("torch.distributed")  # no group exists if it is not imported
+    if distributed is not None and distributed.is_initialized():
+        ranks: int = distributed.get_world_size()
+        return ranks
+    world = find_world()
+    return world.size // world.local_size if world else 1

@@ -65,9 +65,9 @@ class RecipeRequest:
         if isinstance(trackers, tuple):
             refuse_missing(trackers)
         if isinstance(data, str):
-            from vitpar.data.shards.manifest import MANIFEST, read_manifest
+            from vitpar.data.shards.manifest import has_manifest, read_manifest
 
-            if not (Path(data) / MANIFEST).exists():
+            if not has_manifest(data):
                 read_manifest(data)  # raises
 
     def refuse_idle(self, doing: str) -> None:
@@ -126,14 +126,17 @@ class RecipeRequest:
         return with_defaults(begun, len(shards), side), len(shards), shards
 
     def without_commands(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with ``stream.allow_pipe`` off, unless an assignment gives that setting.
+        """Return a recipe with ``stream.allow_pipe`` and ``checkpoint.copy_to`` off, unless an assignment gives them.
 
         For a recipe that came with weights or a checkpoint: the user may not have read it, so its URLs may run
-        commands only with the user's new consent.
+        commands, and the run may be sent elsewhere, only with the user's new consent.
         """
-        if "stream.allow_pipe" in self.assigned or not recipe.stream.allow_pipe:
-            return recipe
-        return recipe.model_copy(update={"stream": recipe.stream.model_copy(update={"allow_pipe": False})})
+        stream, checkpoint = recipe.stream, recipe.checkpoint
+        if "stream.allow_pipe" not in self.assigned and stream.allow_pipe:
+            stream = stream.model_copy(update={"allow_pipe": False})
+        if "checkpoint.copy_to" not in self.assigned and checkpoint.copy_to:
+            checkpoint = checkpoint.model_copy(update={"copy_to": None})
+        return recipe.model_copy(update={"stream": stream, "checkpoint": checkpoint})
 
 
 def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
@@ -141,10 +144,10 @@ def classes_of(recipe: Recipe, given: int | None, default: int) -> int:
 
     Classes of text are the tokens of its vocabulary.
     """
-    from vitpar.data.shards.manifest import MANIFEST, read_manifest
+    from vitpar.data.shards.manifest import has_manifest, read_manifest
 
     path = recipe.data.path
-    if given is None and path is not None and (Path(path) / MANIFEST).is_file():
+    if given is None and path is not None and has_manifest(path):
         manifest = read_manifest(path)
         return len(manifest.classes) if manifest.text is None else manifest.text.vocab_size
     return given or recipe.stream.classes or default

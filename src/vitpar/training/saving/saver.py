@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from vitpar.checkpoint import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
 from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
 from vitpar.checkpoint.writer import Saved
+from vitpar.copying import upload_checkpoint
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
@@ -118,6 +121,7 @@ class Saver:
     last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
     log: called with messages on what was saved.
+    warn: called with a message if a checkpoint was not copied to object storage.
     beat: called before each wait for a disk.
     """
 
@@ -132,11 +136,14 @@ class Saver:
         last: int,
         texts: Callable[[int, int, BestEvaluation | None], dict[str, str]],
         log: Callable[[str], None],
+        warn: Callable[[str], None] = lambda text: None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
         self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
-        self._metric, self.writer = metric, Writer()
+        self._metric, self.writer, self._warn = metric, Writer(), warn
+        self._copy = parse_place(settings.copy_to) if settings.copy_to else None
+        self._not_copied: str | None = None
         self._best: BestEvaluation | None = None
         self._earlier: set[int] = set()
         self._saved: set[int] = set()
@@ -194,7 +201,7 @@ class Saver:
         self._saved.add(step)
         kept = self._settings.kept(sorted(self._earlier | self._saved), self._best.step if self._best else None)
         files = self._texts(step, samples, self._best)
-        self.writer.begin(self.checkpoints.path(step), self._state.saved(), files, lambda: self.checkpoints.keep(kept))
+        self.writer.begin(self.checkpoints.path(step), self._state.saved(), files, partial(self._published, step, kept))
         if not self._settings.asynchronous:
             self.finish()
         self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
@@ -211,7 +218,19 @@ class Saver:
         self._beat()
         self._tell(self.writer.finish())
 
+    def _published(self, step: int, kept: set[int]) -> None:
+        """Copy a checkpoint that is complete, and remove those that are not kept. Runs in a thread of rank 0."""
+        self.checkpoints.keep(kept)
+        if isinstance(self._copy, ObjectPath):
+            try:
+                upload_checkpoint(self.checkpoints.path(step), self._copy, kept)
+            except OSError as error:
+                self._not_copied = f"step {step:,} was saved but not copied to '{self._copy}': {error.strerror}"
+
     def _tell(self, saved: Saved | None) -> None:
+        if self._not_copied:
+            self._warn(self._not_copied)
+            self._not_copied = None
         if saved:
             self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
 

@@ -205,7 +205,7 @@ class StreamSection(Section):
     shuffle_buffer: int = Field(1000, ge=0, le=MAX_BUFFERED_SAMPLES)
     """Samples of a rank that are shuffled together."""
     allow_pipe: bool = False
-    """Whether URLs may run commands, which pipe:, s3:// and gs:// do."""
+    """Whether URLs may run commands, which pipe: and gs:// do."""
 
     def __bool__(self) -> bool:
         return any(value != type(self).model_fields[name].default for name, value in self)

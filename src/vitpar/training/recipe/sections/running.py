@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from vitpar.intervals import EPOCH, Interval
 from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES, MAX_TRACK_NAME_CHARS
+from vitpar.object_store import ObjectPath
 from vitpar.strategy import Plan
 from vitpar.training.recipe.sections.base import Section
 from vitpar.training.tracking.tracked_run import TrackerName
@@ -32,6 +33,14 @@ class CheckpointSection(Section):
     """Also save and keep the checkpoint of the evaluation with the best top-1."""
     asynchronous: bool = True
     """Whether training continues while files are written, which takes a copy of each rank's state in host memory."""
+    copy_to: str | None = None
+    """Folder in object storage, s3://BUCKET/FOLDER, for copies of the run's records, its checkpoints and its final
+    weights; none if unset."""
+
+    @field_validator("copy_to")
+    @classmethod
+    def _is_in_object_storage(cls, name: str | None) -> str | None:
+        return name and str(ObjectPath.parse(name))
 
     @property
     def every_minutes(self) -> float:

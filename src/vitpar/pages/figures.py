@@ -86,7 +86,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Message:
+class SentMessage:
     """A message from one row of a timeline to another."""
 
     source: str
@@ -208,7 +208,7 @@ def timeline(
     spans: Sequence[Span],
     seconds: float,
     unit: str | None = None,
-    messages: Sequence[Message] = (),
+    messages: Sequence[SentMessage] = (),
     notes: Sequence[str] = (),
 ) -> Figure:
     """Return the actions of every row of `spans` over a step, and the messages between rows.
@@ -268,7 +268,7 @@ def _between(start: float, end: float, factor: float, unit: str) -> str:
     return f"{start * factor:,.2f} to {end * factor:,.2f}{unit}"
 
 
-def _messages(messages: Sequence[Message], time: Callable[[float], float], factor: float, unit: str) -> dict[str, Any]:
+def _messages(messages: Sequence[SentMessage], time: Callable[[float], float], factor: float, unit: str) -> dict[str, Any]:
     """Return a line for each message, from the moment it is ready at the sender to its arrival."""
     said = [f"{one.words}: {_between(one.sent, one.arrived, factor, unit)}" for one in messages]
     return trace(
@@ -294,7 +294,7 @@ class Series:
     bands: Sequence[float] = ()
     """Uncertainty of each value, as a share of it; empty if none is known."""
     words: Sequence[str] = ()
-    """What the pointer shows of each value besides; empty for nothing."""
+    """Further text that the pointer shows of each value; empty for none."""
 
 
 def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tuple[str, str], note: str = "") -> Figure:

@@ -44,7 +44,7 @@ class Figure:
     words: str
     """Description for screen readers."""
     data: Mapping[str, Any]
-    """What the page's script draws: `lines` of runs, or `traces` and a `layout` as Plotly reads them."""
+    """Drawing for the page's script: `lines` of runs, or `traces` and a `layout` as Plotly reads them."""
     notes: Sequence[str] = ()
     """Sentences below the chart."""
     keys: Sequence[Key] = ()
@@ -82,7 +82,7 @@ class Charts:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page's script draws, for JSON."""
+        """Data of the charts for the page's script, for JSON."""
         return {**self._more, "charts": self._charts}
 
     def page(self, title: str, parts: Sequence[str], style: str = "", version: str = "") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from vitpar.pages.figures import ACTIONS, Message, Span
+from vitpar.pages.figures import ACTIONS, SentMessage, Span
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.pipeline import Event
@@ -60,7 +60,7 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start, span.row))
 
 
-def messages(price: Price) -> tuple[Message, ...]:
+def messages(price: Price) -> tuple[SentMessage, ...]:
     """Return the messages between the ranks of a pipeline, in the order of their arrivals."""
     ends = {(e.computation, e.stage, e.microbatch): e for e in price.events}
     found = []
@@ -73,7 +73,7 @@ def messages(price: Price) -> tuple[Message, ...]:
         source = next(ends[kind, stage, event.microbatch] for kind in kinds if (kind, stage, event.microbatch) in ends)
         if source.pp != event.pp:
             words = f"{'output' if forward else 'gradient'} of stage {stage} for micro-batch {event.microbatch}"
-            found.append(Message(f"pp {source.pp}", f"pp {event.pp}", source.end, event.arrived, words))
+            found.append(SentMessage(f"pp {source.pp}", f"pp {event.pp}", source.end, event.arrived, words))
     return tuple(sorted(found, key=lambda message: message.arrived))
 
 

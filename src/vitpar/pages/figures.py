@@ -268,7 +268,9 @@ def _between(start: float, end: float, factor: float, unit: str) -> str:
     return f"{start * factor:,.2f} to {end * factor:,.2f}{unit}"
 
 
-def _messages(messages: Sequence[SentMessage], time: Callable[[float], float], factor: float, unit: str) -> dict[str, Any]:
+def _messages(
+    messages: Sequence[SentMessage], time: Callable[[float], float], factor: float, unit: str
+) -> dict[str, Any]:
     """Return a line for each message, from the moment it is ready at the sender to its arrival."""
     said = [f"{one.words}: {_between(one.sent, one.arrived, factor, unit)}" for one in messages]
     return trace(

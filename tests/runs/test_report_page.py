@@ -97,6 +97,27 @@ def test_every_metric_has_a_chart_with_words(tmp_path: Path) -> None:
     assert set(titles(page, html)) == {*CURVES, "Model FLOPs utilisation (MFU)", "Loss scale"}
 
 
+def test_groups_of_layers_and_ranks_are_shown_for_one_run(tmp_path: Path) -> None:
+    def rows(**last: Any) -> list[dict[str, Any]]:
+        groups = {"embed": 0.5, "<i>head": 2.0}
+        return [train_row(step, **({"grad_norms": groups} if step % 5 == 0 else {})) for step in range(1, 15)] + [
+            train_row(15, grad_norms=groups, update_ratios={"embed": 1e-3}, **last)
+        ]
+
+    one = write_run(tmp_path / "one", rows(memory_by_rank=[10**9, 3 * 10**9], gpu_watts=1400.0))
+    page, html = page_of(one)
+    by_layers = [title for title in titles(page, html) if "by layers" in title]
+    assert by_layers == ["Gradient norm by layers, before clipping", "Update relative to the weights, by layers"]
+    assert "embed: first 0.5 at step 5, lowest 0.5 at step 5" in label(page, by_layers[0])
+    drawn = {chart["title"]: chart for chart in data_of(html)["charts"]}
+    assert [line["name"] for line in drawn[by_layers[0]]["lines"]] == ["embed", "<i>head"]
+    assert [line["x"]["step"] for line in drawn[by_layers[1]]["lines"]] == [[15]]
+    assert "&lt;i&gt;head" in html and "<i>head" not in html and "Power of all GPUs" in html
+    assert "at most 3&nbsp;GB on rank 1, 1&nbsp;GB on rank 0" in html
+    two, html = page_of(one, write_run(tmp_path / "two", rows()))
+    assert not [title for title in titles(two, html) if "by layers" in title], "too many lines"
+
+
 def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / mesh, usual_rows(), mesh=mesh) for mesh in ("dp2", "tp2", "fsdp2")]
     recipe = runs[1] / "recipe.toml"

@@ -193,7 +193,7 @@ def test_missing_shard_is_never_skipped(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     for path in damaged.glob("*.tar"):
         path.unlink()
-    with pytest.raises(DataError, match=r"cannot read '.*tar': No such file"):
+    with pytest.raises(DataError, match=r"^shard '.*tar' is missing: restore it"):
         take(TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip"), 1)
 
 

@@ -43,7 +43,7 @@ test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
 	$(PYTEST) -m 'not slow and not soak and not tools and not clusters and not engines'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not soak'
 
 test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harness, and the documentation site
 	$(PYTEST) -m tools tests/experiments

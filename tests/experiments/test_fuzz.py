@@ -76,7 +76,7 @@ def test_hanging_reader_is_killed_with_its_stack(planted: Planted) -> None:
 
 @pytest.mark.tools
 def test_finding_is_shrunk_and_repeated_from_the_database(planted: Planted, tmp_path: Path) -> None:
-    (found,) = planted("NeedsTheRightNumber", cases=2_000, shrink=20.0).found.values()
+    (found,) = planted("NeedsTheRightNumber", cases=2_000, shrink=60.0).found.values()
     simplest = next(tmp_path.glob("keep/*/*/file")).read_bytes()
     assert len(simplest) < 30 and simplest[1] > 200
     (tmp_path / "home").rename(tmp_path / "before")

@@ -221,7 +221,7 @@ def list_actions_once(kind: type) -> None:
         Case("pp64", {"schedule": "gpipe", "microbatches": 8}),
         Case("pp64", {"microbatches": 64}),
         *(Case("pp64", {**schedule, "microbatches": 16}) for schedule in (INTERLEAVED, ZERO_BUBBLE, ZBV)),
-        Case("pp64", {**DUALPIPEV, "microbatches": 128}),
+        pytest.param(Case("pp64", {**DUALPIPEV, "microbatches": 128}), marks=pytest.mark.soak),  # a minute
         *(Case("pp256", {**schedule, "microbatches": 4}) for schedule in ({"schedule": "gpipe"}, INTERLEAVED)),
     ],
     ids=str,

@@ -113,7 +113,7 @@ class Cluster:
         return clean_environment() | {"PATH": path, "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0"}
 
     def cut(self, host: str) -> None:
-        """Cut the link of a host. Nothing tells either end."""
+        """Cut the link of a host. Neither end is notified."""
         # Not `link set down`: the host's end would lose its carrier, as it does not where a switch is in between.
         self.ip("ctl", f"link set {host} nomaster")
 

@@ -124,7 +124,7 @@ def _runs(start: int, end: int, strategies: list[Strategy]) -> Iterator[tuple]:
 ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsdp"), ("pp", "dp", "fsdp"), ("pp", "tp"))
 
 
-@settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     roles=st.sampled_from(ROLES),
     flag=st.sampled_from(("sp", "2d", "zero1", "zero2", "ckpt", "ckpt.selective", "offload")),

@@ -32,17 +32,17 @@ def stop_at_once() -> None:
     For ranks that a launcher of others started, whose scheduler may start the job again. Also ends a rank that waits in
     C code, where handlers of Python do not run.
     """
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     for number in _EARLY:
         signal.signal(number, _nothing)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # Children have the pipe, and other reasons to be ended. A signal waits until a child has left it.
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_leave_pipe)
     _unblock()
 
     def wait() -> None:
-        while (number := os.read(heard, 1)[0]) not in _EARLY:
+        while (number := os.read(reader, 1)[0]) not in _EARLY:
             pass
         os.write(2, f"stopped by {signal.Signals(number).name} before the first step\n".encode())
         os._exit(SAVED)

@@ -18,7 +18,7 @@ class DeviceLoad(NamedTuple):
 
 
 def device_load(device: torch.device) -> DeviceLoad | None:
-    """Return the load of `device`; None for a CPU, and where NVML does not tell it. Takes about a millisecond."""
+    """Return the load of `device`; None for a CPU, and where NVML does not report it. Takes about a millisecond."""
     if device.type != "cuda" or not _answers(device):
         return None
     return DeviceLoad(torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000)
@@ -26,7 +26,7 @@ def device_load(device: torch.device) -> DeviceLoad | None:
 
 @cache
 def _answers(device: torch.device) -> bool:
-    """Return whether NVML tells the load of `device`: it needs its package, and rights that containers may lack."""
+    """Return whether NVML reports the load of `device`. It needs its package, and rights that containers may lack."""
     try:
         torch.cuda.utilization(device)
         torch.cuda.power_draw(device)

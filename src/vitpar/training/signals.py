@@ -51,14 +51,15 @@ class LayerSignals:
         number = {layer: index for index, layers in enumerate(groups.values()) for layer in layers}
         self._group = {name: number[_layer(name, number)] for name in optimizer.shards}
         copies = model.config.shared
-        self._shards = [shard for name, shard in optimizer.shards.items() if shard.numel() and name not in copies]
+        shards = {name: shard for name, shard in optimizer.shards.items() if shard.numel() and name not in copies}
+        self._shards = list(shards.values())
         index, weight = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.float64)]
-        for name, shard in optimizer.shards.items():
-            if shard.numel() and name not in copies:
-                part = min(SAMPLED, shard.numel())
-                index.append(torch.full((part,), self._group[name]))
-                replicas = model.replicas(optimizer.parameters[name])
-                weight.append(torch.full((part,), shard.numel() / part / replicas, dtype=torch.float64))
+        parameters = optimizer.parameters
+        for name, shard in shards.items():
+            part = min(SAMPLED, shard.numel())
+            index.append(torch.full((part,), self._group[name]))
+            share = part * model.replicas(parameters[name]) / shard.numel()
+            weight.append(torch.full((part,), 1 / share, dtype=torch.float64))
         self._index, self._weight = torch.cat(index).to(model.device), torch.cat(weight).to(model.device)
         self._index_of: dict[tuple[str, ...], Tensor] = {}
 

@@ -3,6 +3,7 @@
     python experiments/bench_data.py                               # two minutes; made-up images
     python experiments/bench_data.py --images PATH/TO/JPEGS        # your own; a few hundred suffice
     python experiments/bench_data.py --small data_shards/cifar10   # only small images, a packed data set
+    python experiments/bench_data.py --small data_shards/cifar10 --device cuda   # by the clock, on a GPU only
 
 Small images come first: augmented one by one, or in batches as with data.cache 'device'. Then photographs:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import shutil
 import sys
@@ -49,6 +51,8 @@ from vitpar.data import (
 )
 from vitpar.data.cache import stored_shape
 from vitpar.data.held import HeldTrainLoader, SharedPixels, decode_into
+from vitpar.data.loader import Batch
+from vitpar.data.transforms.device import DrawnBatch
 
 SIZE, BATCH, ROUNDS, SECONDS = 224, 64, 5, 1.0
 TRANSFORMS = {
@@ -67,9 +71,15 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--images", type=Path, metavar="FOLDER", help="JPEG files, also in folders (made up)")
     options.add_argument("--small", type=Path, metavar="FOLDER", help="packed images of one small size (made up)")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="which changes small images (cpu)")
     given = options.parse_args()
     torch.set_num_threads(1)
     report = Report(given.json)
+    if given.device == "cuda":
+        if given.small is None or not torch.cuda.is_available():
+            options.error("--device cuda needs --small and a GPU: name packed images, or leave it out")
+        small_images_on_gpu(report, given.small)
+        return 0
     with tempfile.TemporaryDirectory() as place:
         if given.small is None:
             write_small(Path(place))
@@ -128,16 +138,10 @@ def photographs(report: Report, given: Path | None) -> None:
 
 def small_images(report: Report, packed: Path) -> None:
     """Compare where small images are augmented: one by one, or in batches on the device, with THREADS threads."""
-    shards = ShardSet.open(packed, "train")
-    stored = SharedPixels([stored_shape(shards)]).images[0]
-    decode_into(stored, shards, range(len(shards)), None, THREADS)
-    side, policy = stored.shape[-1], "rand-m9-n2-mstd0.5-inc1"
+    shards, stored = decoded(packed)
+    side = stored.shape[-1]
     rows, measured = [], []
-    for augmented, transform in {
-        "crop, flip": TrainTransform(side, padding=4),
-        "RandAugment too": TrainTransform(side, padding=4, policy=parse_policy(policy)),
-        "RandAugment, always applied": TrainTransform(side, padding=4, policy=parse_policy(f"{policy}-p1")),
-    }.items():
+    for augmented, transform in small_transforms(side).items():
         cache = ImageCache([len(shards)], 2 * decoded_bytes(shards)).part(0)
         for number, image in enumerate(stored):
             cache.put(number, image.permute(1, 2, 0).numpy())
@@ -154,6 +158,57 @@ def small_images(report: Report, packed: Path) -> None:
         measured.append({"augmentation": augmented, "rates": rates})
     heads = ("augmentation", *loaders, "in batches over one by one", "over cached")
     report.show(f"images/s of a core, {side} pixels, {THREADS} threads", heads, rows, measured)
+
+
+def small_images_on_gpu(report: Report, packed: Path) -> None:
+    """Measure the images that a GPU augments in a second of the clock, while a thread for each core draws choices."""
+    shards, stored = decoded(packed)
+    held, side, workers = stored.cuda(), stored.shape[-1], max(1, (os.cpu_count() or 1) - 1)
+    rows, measured = [], []
+    for augmented, transform in small_transforms(side).items():
+        order = SampleOrder(0, len(shards))
+        loader = HeldTrainLoader(shards, transform, held, order=order, batch_size=SMALL_BATCH, workers=workers)
+        rates = [on_gpu(loader) for _ in range(ROUNDS)]
+        rows.append([augmented, Spread.of(rates).text(0)])
+        measured.append({"augmentation": augmented, "rates": rates})
+    report.show(f"images/s of a GPU, {side} pixels", ("augmentation", "images/s"), rows, measured)
+
+
+def on_gpu(loader: TrainLoader) -> float:
+    """Return images per second of the clock, until the GPU has made them, after the first batches."""
+    with closing(iter(loader)) as stream:
+
+        def made(batch: Batch) -> None:
+            assert isinstance(batch.images, DrawnBatch)
+            batch.images.made(batch.images.packed.pin_memory().cuda(non_blocking=True))
+
+        for batch in itertools.islice(stream, SETTLING):
+            made(batch)
+        torch.cuda.synchronize()
+        begun, done = time.perf_counter(), 0
+        while time.perf_counter() - begun < SECONDS:
+            made(next(stream))
+            done += SMALL_BATCH
+        torch.cuda.synchronize()
+        return done / (time.perf_counter() - begun)
+
+
+def decoded(packed: Path) -> tuple[ShardSet, Tensor]:
+    """Return a packed data set and its images, uint8 [images, 3, side, side]."""
+    shards = ShardSet.open(packed, "train")
+    stored = SharedPixels([stored_shape(shards)]).images[0]
+    decode_into(stored, shards, range(len(shards)), None, THREADS)
+    return shards, stored
+
+
+def small_transforms(side: int) -> dict[str, TrainTransform]:
+    """Return the augmentations of small images by name."""
+    policy = "rand-m9-n2-mstd0.5-inc1"
+    return {
+        "crop, flip": TrainTransform(side, padding=4),
+        "RandAugment too": TrainTransform(side, padding=4, policy=parse_policy(policy)),
+        "RandAugment, always applied": TrainTransform(side, padding=4, policy=parse_policy(f"{policy}-p1")),
+    }
 
 
 def settled_rate(loader: TrainLoader) -> float:

@@ -23,6 +23,7 @@ from vitpar.data.transforms.policies import OPERATIONS, BatchContext, OperationC
 from vitpar.errors import DataError
 
 SIDE, FILL = 24, (124, 116, 104)
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def pictures() -> NDArray[np.uint8]:
@@ -46,9 +47,10 @@ NUMBERS = np.arange(len(PICTURES))
 KEYS = sample_keys(3, np.zeros_like(NUMBERS), NUMBERS, np.zeros_like(NUMBERS))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("increasing", [False, True])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_on_batches_equal_those_on_images(name: str, increasing: bool) -> None:
+def test_operations_on_batches_equal_those_on_images(name: str, increasing: bool, device: str) -> None:
     """Every operation, at all levels, has the pixels of Pillow."""
     levels = NUMBERS % 101 / 10
     settings = [OperationContext(Draws(key), FILL, increasing) for key in KEYS.tolist()]
@@ -58,9 +60,9 @@ def test_operations_on_batches_equal_those_on_images(name: str, increasing: bool
     ]
     drawn = OPERATIONS[name].argument(levels, BatchContext(BatchDraws(KEYS), FILL, increasing), (SIDE, SIDE))
     change, rows = arguments(name, np.broadcast_to(drawn, len(KEYS)), SIDE)
-    values = torch.from_numpy(rows)
-    found = affine(STORED, values, FILL) if change == "affine" else CHANGES[change](STORED, values)
-    assert torch.equal(found.permute(0, 2, 3, 1), torch.from_numpy(np.stack(expected)))
+    images, values = STORED.to(device), torch.from_numpy(rows).to(device)
+    found = affine(images, values, FILL) if change == "affine" else CHANGES[change](images, values)
+    assert torch.equal(found.cpu().permute(0, 2, 3, 1), torch.from_numpy(np.stack(expected)))
 
 
 PADDED: dict[str, Any] = {"padding": 4}
@@ -92,12 +94,13 @@ CHAINS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", CHAINS.values(), ids=CHAINS)
-def test_chains_on_batches_equal_those_on_images(settings: dict[str, Any]) -> None:
+def test_chains_on_batches_equal_those_on_images(settings: dict[str, Any], device: str) -> None:
     transform = TrainTransform(**{"size": SIDE, **settings})
     expected = [transform(image, Draws(key)) for image, key in zip(PICTURES, KEYS.tolist(), strict=True)]
-    drawn = DeviceTransform(transform, STORED).draw(NUMBERS, KEYS)
-    assert torch.equal(drawn.made(drawn.packed), torch.stack(expected))
+    drawn = DeviceTransform(transform, STORED.to(device)).draw(NUMBERS, KEYS)
+    assert torch.equal(drawn.made(drawn.packed.to(device)).cpu(), torch.stack(expected))
 
 
 @pytest.fixture(scope="module")

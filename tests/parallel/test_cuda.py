@@ -110,8 +110,8 @@ def test_device_does_not_change_the_training(tmp_path: Path) -> None:
     assert runs["cuda"] == pytest.approx(runs["cpu"], rel=1e-6)  # images are normalised in fp32
 
 
-@pytest.mark.parametrize("mixup", [0.0, 0.8])
-def test_no_step_synchronises_with_the_gpu(mixup: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mixup", "cache"), [(0.0, "none"), (0.8, "none"), (0.8, "device")])
+def test_no_step_synchronises_with_the_gpu(mixup: float, cache: str, tmp_path: Path) -> None:
     """From the fourth step on, a step and its input run under torch's sync debug mode "error".
 
     The first steps compile, allocate and choose kernels, which may wait. Losses are read outside the step.
@@ -140,12 +140,17 @@ def test_no_step_synchronises_with_the_gpu(mixup: float, tmp_path: Path) -> None
     }
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
+    settings += [f"--set=data.cache={cache}", "--set=augment.policy=rand-m9-n2", "--set=train.log_every=4"]
     words = ["train", "--data", str(data), "--model", "vit_custom", *settings, "--steps", "8", "--batch-size", "8"]
     command = [sys.executable, "-c", program, *words, "--device", "cuda", "--run-dir", "run"]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = json.loads((tmp_path / "run" / "env.json").read_text())
     assert kernels["compiled"] is True and kernels["attention"]["backend"] in ("cudnn", "flash", "efficient")
+    if find_spec("pynvml"):
+        rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        loads = [row for row in rows if "gpu_watts" in row]
+        assert loads and all(0 <= row["gpu_utilization"] <= 1 and 20 < row["gpu_watts"] < 2000 for row in loads)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from bench.gpu_models import card_of
-from bench.harness import table
+from bench.harness import Spread, table
 from bench.programme.compared import COLUMNS, FAR, Compared, of, rates, steps
 from vitpar.planner.profile.cluster import Cluster, find_cluster
 
@@ -90,10 +90,11 @@ def _repeated(runs: Runs) -> Iterator[str]:
 
 
 def _tests(runs: Runs) -> Iterator[str]:
-    if found := _found(runs, "tests"):
-        measured = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found["counts"].items())) or "none"
-        yield from table(("predicted", "measured"), [[runs["tests"]["prediction"], measured]])
-        yield from table(("failed", "why"), [[name, _one_line(why)] for name, why in found["failed"].items()])
+    for job, run in runs.items():
+        if job.startswith("tests") and (found := run["found"]):
+            measured = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found["counts"].items())) or "none"
+            yield from table(("tests", "predicted", "measured"), [[job, run["prediction"], measured]])
+            yield from table(("failed", "why"), [[name, _one_line(why)] for name, why in found["failed"].items()])
 
 
 def _steps(runs: Runs) -> Iterator[str]:
@@ -197,6 +198,16 @@ def _cifar(runs: Runs) -> Iterator[str]:
         yield from table(("epoch", "seconds", "training loss", "top-1", "top-1 of the average"), cells)
 
 
+def _small(runs: Runs) -> Iterator[str]:
+    """Yield the images that a GPU augments in a second."""
+    found = _found(runs, "small images")
+    measured = next((rows for name, rows in found.items() if name.startswith("images/s")), ())
+    rows = [
+        [row["augmentation"], runs["small images"]["prediction"], Spread.of(row["rates"]).text(0)] for row in measured
+    ]
+    yield from table(("augmentation", "predicted", "images/s"), rows)
+
+
 def _validated(runs: Runs) -> Iterator[str]:
     rows = []
     for row in _found(runs, "validate").get("rows", ()):
@@ -218,6 +229,7 @@ SECTIONS = {
     "GELU in the epilogue": _epilogues,
     "Comparisons": _turns,
     "Other loops": _peers,
+    "Small images": _small,
     "CIFAR-10": _cifar,
     "Plans": _validated,
     "Not measured": _errors,

@@ -147,7 +147,8 @@ def _model(
     from vitpar.launch.store import meeting_place
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
-    from vitpar.planner.measure.model import Subject, profile_model
+    from vitpar.planner.measure.layer_bench import Subject
+    from vitpar.planner.measure.model import profile_model
 
     where = torch.device(device_type)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)

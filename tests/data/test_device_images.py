@@ -135,6 +135,10 @@ def test_batches_are_those_of_the_host(packed: Path, workers: int, start: int) -
     common: dict[str, Any] = {"order": order, "start": start, "batch_size": 12, "rows": [7, 2, 3], "workers": workers}
     common["sizes"] = lambda done: 8 if done < start + 36 else 6
     ours, theirs = HeldTrainLoader(images, transform, held(images), **common), TrainLoader(images, transform, **common)
+    for device, most in (("cpu", 8), ("meta", 2)):  # a GPU gets few threads
+        assert (
+            HeldTrainLoader(images, transform, STORED.to(device), order=order, batch_size=1, workers=8).workers == most
+        )
     threads = torch.get_num_threads()
     for _, one, other in zip(range(8), ours, theirs, strict=False):
         assert same(one, other)

@@ -20,9 +20,9 @@ from vitpar.models import model_config
 from vitpar.parallel.attention import CANDIDATES, choose_attention, use_attention
 from vitpar.parallel.float8 import float8_fault
 from vitpar.parallel.precision import resolve_precision
-from vitpar.planner.measure import model as model_profile
+from vitpar.planner.measure import layer_bench
 from vitpar.planner.measure.device import AllocatedBytes, LiveBytes
-from vitpar.planner.measure.model import LayerBench, Subject, built
+from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
 from vitpar.strategy import parse, validate
 
 GPUS = torch.cuda.device_count()
@@ -190,7 +190,7 @@ def test_live_bytes_match_the_cuda_allocator() -> None:
             built(Subject(config, "fp32", 1), "dp1", torch.device("cuda", 0)) as model,
             pytest.MonkeyPatch.context() as m,
         ):
-            m.setattr(model_profile, "live_bytes", lambda device, count=count: count())
+            m.setattr(layer_bench, "live_bytes", lambda device, count=count: count())
             counted[name] = [LayerBench(model, kind).memory(4) for kind in ("embed", "block", "head")]
     for (saved, space), (also_saved, also_space) in zip(*counted.values(), strict=True):
         assert also_saved == pytest.approx(saved, rel=0.02) and also_space >= 0.9 * space

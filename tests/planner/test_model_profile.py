@@ -1,5 +1,6 @@
 """Profiles of a model's layers, measured on one device for the shards of every strategy."""
 
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from vitpar.parallel.attention import use_attention
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
 from vitpar.planner.measure.device import LiveBytes
-from vitpar.planner.measure.model import LayerBench, Subject, built, profile_model
+from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
+from vitpar.planner.measure.model import profile_model
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import CHECKPOINTS, Bytes, LayerProfile, ModelProfile
@@ -43,15 +45,19 @@ def tiny(**options: Any) -> ViTConfig:
     return model_config("vit_custom", **{**sizes, **options})
 
 
+def hurry(patch: pytest.MonkeyPatch, rows: int) -> None:
+    """Take two readings each, with a small probe of the machine's speed, of all numbers up to `rows`."""
+    for name, value in (("SHORTEST", 0.0), ("FEWEST", 2), ("MOST", 2), ("PACES", 2)):
+        patch.setattr(timing, name, value)
+    patch.setattr(timing, "CpuSpeedProbe", partial(timing.CpuSpeedProbe, 1, 8))
+    patch.setattr(profiling, "MOST_ROWS", rows)
+    patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # do not skip slow measurements on a busy machine
+
+
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
     with pytest.MonkeyPatch.context() as patch:
-        # Durations do not matter here: two readings each, and a small probe of the machine's speed.
-        for name, value in (("SHORTEST", 0.0), ("FEWEST", 2), ("MOST", 2), ("PACES", 2)):
-            patch.setattr(timing, name, value)
-        patch.setattr(timing, "CpuSpeedProbe", partial(timing.CpuSpeedProbe, 1, 8))
-        patch.setattr(profiling, "MOST_ROWS", 4)
-        patch.setattr(profiling, "LONGEST", {"cpu": 1e6})  # do not skip slow measurements on a busy machine
+        hurry(patch, rows=4)  # durations do not matter here
         clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
         said: list[tuple[int, int, str]] = []
         found = profile_model(Subject(tiny(), "fp32", 4), CPU, clock, 1, lambda *point: said.append(point))
@@ -180,6 +186,23 @@ def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh
 def test_time_beside_the_layers_of_a_model_of_tokens_is_measured() -> None:
     clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
     assert all(profiling._microbatch(Subject(config, "fp32", 1), CPU, clock) >= 0 for config in (mae(), t5()))
+
+
+def test_every_number_of_rows_is_measured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its limit of graphs the compiler would run a block eagerly, without a word in the profile."""
+    hurry(monkeypatch, rows=256)
+    graphs: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    monkeypatch.setattr(sys.modules["vitpar.parallel.parallelize"], "GRAPHS", 2)
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2, fail_on_recompile_limit_hit=True):
+        clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
+        profile_model(Subject(tiny(), "fp32", 1, compile_blocks=True), CPU, clock)
+    assert len(graphs) == 5  # 1, 4, 16, 64, 256 rows
 
 
 def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

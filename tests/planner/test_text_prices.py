@@ -12,7 +12,7 @@ from helpers.text_models import V1_1, TextModel, bert, t5
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.vocabulary import token_losses
-from vitpar.planner.measure.model import LayerBench, Subject, built
+from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 

@@ -121,19 +121,22 @@ def _products(runs: Runs) -> Iterator[str]:
     """Yield the table of ``vitpar bench``, and the time of each phase with its limit."""
     rows = []
     for job, run in runs.items():
-        if not (run["found"] or {}).get("step_seconds"):
+        if "phased_step_seconds" not in (run["found"] or {}):
             continue
         found = run["found"]
         phases = ", ".join(f"{phase['name']} {1e3 * phase['seconds']['mean']:.1f}" for phase in found["phases"])
+        data = found.get("data")
         cells = [
             f"{1e3 * found['step_seconds']['mean']:.1f}",
+            data and f"{1e3 * data['synthetic_step_seconds']['mean']:.1f}",
             f"{found['images_per_second']['mean']:.0f}",
             found["mfu"] is not None and f"{100 * _mean(found['mfu']):.1f} %",
             f"{found['memory_bytes'] / 2**30:.1f}",
             str(found["attention"]),
         ]
         rows.append([job, f"{_named(found)}", run["prediction"], *(cell or "–" for cell in cells), phases])
-    columns = ("program", "model, batch", "predicted", "ms", "samples/s", "MFU", "GiB", "attention", "phases, ms")
+    columns = ("program", "model, batch", "predicted", "ms", "ms without data")
+    columns = (*columns, "samples/s", "MFU", "GiB", "attention", "phases, ms")
     yield from table(columns, rows)
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
 _TASK = 256  # images that a thread decodes at a time
+DRAWING_THREADS = 2
+"""Most threads that draw for a GPU. They hold Python's lock, which the thread that starts the GPU's kernels needs."""
 
 
 class SharedPixels:
@@ -97,7 +99,11 @@ class _HeldLoader(Loader):
     that wait for each other after every call.
     """
 
-    _stored: Tensor
+    def __init__(self, *args: Any, stored: Tensor, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._stored = stored
+        if stored.device.type != "cpu":
+            self.workers = min(self.workers, DRAWING_THREADS)
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         with closing(super()._threaded(jobs)) as filled:
@@ -140,8 +146,7 @@ class HeldTrainLoader(_HeldLoader, TrainLoader):
         start: int = 0,
         **settings: Unpack[LoaderSettings],
     ) -> None:
-        super().__init__(shards, transform, order=order, start=start, **settings)
-        self._stored = stored
+        super().__init__(shards, transform, order=order, start=start, stored=stored, **settings)
 
 
 class HeldEvalLoader(_HeldLoader, EvalLoader):
@@ -153,5 +158,4 @@ class HeldEvalLoader(_HeldLoader, EvalLoader):
     def __init__(
         self, images: Labelled, transform: EvalTransform, stored: Tensor, **settings: Unpack[LoaderSettings]
     ) -> None:
-        super().__init__(images, transform, **settings)
-        self._stored = stored
+        super().__init__(images, transform, stored=stored, **settings)

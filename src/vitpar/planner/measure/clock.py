@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Self
@@ -30,7 +30,8 @@ from vitpar.planner.profile.curves import Timing
 SHORTEST = 1e-3  # seconds of a reading at least: shorter work is repeated within it
 FEWEST, MOST = 5, 25  # readings of a point; work that is repeated within a reading needs only three
 PACES = 25  # runs of the speed probe that define the pace
-AHEAD_CYCLES = 40_000_000  # GPU cycles, about 20 ms, in which the host queues work that is timed with the host ahead
+AHEAD_CYCLES = 40_000_000  # GPU cycles, about 20 ms, in which the host queues the work to be timed
+_Phases = tuple[Callable[[], object], ...]
 Progress = Callable[[int, int, str], None]
 """Callback that receives (points done, points in total, name of the next point)."""
 
@@ -196,22 +197,30 @@ class Clock:
         return statistics.fmean(self._paces)
 
     def timing(self, size: int, work: Callable[[], object]) -> Timing:
-        """Return the timing of `work`, the median of several readings. Collective; equal on all processes.
+        """Return the timing of `work` alone, from its first call until the device is done.
+
+        It is the median of several readings. Collective; equal on all processes.
 
         size: size to record in the timing.
         """
-        return self.timings(size, work)[0]
+        return self._timings(size, (work,), self._read)[0]
 
-    def timings(self, size: int, *phases: Callable[[], object], ahead: bool = False) -> tuple[Timing, ...]:
-        """Return the timings of several functions that run one after the other, such as forward and backward.
+    def timings(self, size: int, *phases: Callable[[], object], host: bool = True) -> tuple[Timing, ...]:
+        """Return the timings of functions that run one after the other in a step, such as forward and backward.
 
-        ahead: whether the host queues everything before a GPU begins, as it does late in a training step. Then time in
-            which the GPU would wait for the host does not count.
+        On a GPU, each takes the time of its kernels, or that in which the host queues them if it is longer: in a step
+        the host is ahead where it is faster, and the GPU waits for it where it is not.
+
+        host: whether the host's time counts.
         """
+        return self._timings(
+            size, phases, partial(self._read_queued, host) if self.device.type == "cuda" else self._read
+        )
+
+    def _timings(self, size: int, phases: _Phases, read: Callable[[_Phases, int], list[float]]) -> tuple[Timing, ...]:
         # The first call allocates and compiles; it is not timed.
         for phase in phases:
             phase()
-        read = self._read_queued if ahead and self.device.type == "cuda" else self._read
         once, _ = self._together.agree(read(phases, 1))
         inner = max(1, math.ceil(SHORTEST / min(once)))
         samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once)))))
@@ -256,7 +265,7 @@ class Clock:
         self._together.meet()
         return self._work.read()
 
-    def _read(self, phases: tuple[Callable[[], object], ...], times: int) -> list[float]:
+    def _read(self, phases: _Phases, times: int) -> list[float]:
         """Return the seconds of each phase, each called `times` times in a row."""
         taken = []
         for phase in phases:
@@ -266,18 +275,22 @@ class Clock:
             taken.append(self._now() - begun)
         return taken
 
-    def _read_queued(self, phases: tuple[Callable[[], object], ...], times: int) -> list[float]:
-        """Return what `_read` does, by the GPU's clock and with the host ahead."""
+    def _read_queued(self, host: bool, phases: _Phases, times: int) -> list[float]:
+        """Return what `_read` does, for a GPU that begins when everything is queued. host: as for `timings`."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]
         torch.cuda.synchronize(self.device)
         torch.cuda._sleep(AHEAD_CYCLES)
         events[0].record()
+        queued = [time.perf_counter()]
         for phase, event in zip(phases, events[1:], strict=True):
             for _ in range(times):
                 phase()
             event.record()
+            queued.append(time.perf_counter())
         torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+        computing = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+        queueing = [end - begin if host else 0.0 for begin, end in pairwise(queued)]
+        return [*map(max, computing, queueing)]
 
     def _now(self) -> float:
         if self.device.type == "cuda":

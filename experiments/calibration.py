@@ -1,6 +1,6 @@
 """Compare the planner's predictions from cluster data sheets with measured training runs.
 
-    python experiments/calibration.py        # the page experiments/results/calibration_2026-11-26.md
+    python experiments/calibration.py        # the page experiments/results/calibration_2026-11-27.md
 
 Takes seconds and needs no GPU. The runs are in bench/published_runs.toml, with sources. Constants are fitted to runs of
 PyTorch, in which vitpar is written:

@@ -30,7 +30,8 @@ from vitpar.planner.profile.curves import Timing
 SHORTEST = 1e-3  # seconds of a reading at least: shorter work is repeated within it
 FEWEST, MOST = 5, 25  # readings of a point; work that is repeated within a reading needs only three
 PACES = 25  # runs of the speed probe that define the pace
-AHEAD_CYCLES = 40_000_000  # GPU cycles, about 20 ms, in which the host queues the work to be timed
+AHEAD = 0.02  # seconds that a GPU sleeps, in which the host queues the work to be timed
+CYCLES = 2_000_000_000  # a second of a GPU's clock at least
 _Phases = tuple[Callable[[], object], ...]
 Progress = Callable[[int, int, str], None]
 """Callback that receives (points done, points in total, name of the next point)."""
@@ -203,7 +204,7 @@ class Clock:
 
         size: size to record in the timing.
         """
-        return self._timings(size, (work,), self._read)[0]
+        return self._timings(size, (work,), self._read, SHORTEST)[0]
 
     def timings(self, size: int, *phases: Callable[[], object], host: bool = True) -> tuple[Timing, ...]:
         """Return the timings of functions that run one after the other in a step, such as forward and backward.
@@ -213,17 +214,29 @@ class Clock:
 
         host: whether the host's time counts.
         """
-        return self._timings(
-            size, phases, partial(self._read_queued, host) if self.device.type == "cuda" else self._read
-        )
+        if self.device.type == "cuda":
+            return self._timings(size, phases, partial(self._read_queued, host), extra=AHEAD)
+        return self._timings(size, phases, self._read, SHORTEST)
 
-    def _timings(self, size: int, phases: _Phases, read: Callable[[_Phases, int], list[float]]) -> tuple[Timing, ...]:
+    def _timings(
+        self,
+        size: int,
+        phases: _Phases,
+        read: Callable[[_Phases, int], list[float]],
+        shortest: float = 0.0,
+        extra: float = 0.0,
+    ) -> tuple[Timing, ...]:
+        """Return what `timings` does.
+
+        shortest: seconds of each phase in a reading at least.
+        extra: seconds of a reading besides the phases.
+        """
         # The first call allocates and compiles; it is not timed.
         for phase in phases:
             phase()
         once, _ = self._together.agree(read(phases, 1))
-        inner = max(1, math.ceil(SHORTEST / min(once)))
-        samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once)))))
+        inner = max(1, math.ceil(shortest / min(once)))
+        samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once) + extra))))
         readings = self._readings(samples, lambda: read(phases, inner))
         agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)
         each = len(phases)
@@ -279,7 +292,7 @@ class Clock:
         """Return what `_read` does, for a GPU that begins when everything is queued. host: as for `timings`."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(phases) + 1)]
         torch.cuda.synchronize(self.device)
-        torch.cuda._sleep(AHEAD_CYCLES)
+        torch.cuda._sleep(int(AHEAD * CYCLES))
         events[0].record()
         queued = [time.perf_counter()]
         for phase, event in zip(phases, events[1:], strict=True):

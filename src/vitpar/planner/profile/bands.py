@@ -26,8 +26,10 @@ class Band(NamedTuple):
         return f"± {100 * self.share:.0f} %"
 
 
-VITPAR = Band(0.08, 5, "runs of vitpar on one H100")
-"""Band of vitpar's compiled Vision Transformers in bf16 on one such device."""
+VITPAR = Band(0.08, 9, "runs of vitpar on one H100 or H200")
+"""Band of vitpar's compiled Vision Transformers in bf16 on one of MEASURED."""
+MEASURED = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+"""Devices of these runs."""
 BANDS = {
     (True, False): Band(0.15, 5, "published runs of compiled PyTorch on one GPU"),
     (True, True): Band(0.30, 20, "published runs of compiled blocks on several GPUs"),
@@ -40,6 +42,6 @@ BANDS = {
 def error_band(config: ModelConfig, model: ModelProfile, ranks: int) -> Band:
     """Return the band of a prediction for `ranks` devices: that of vitpar's runs if they resemble it."""
     compared = config.CALIBRATED and model.precision == "bf16"
-    if compared and model.compiled and ranks == 1 and model.device_name == "NVIDIA H100 80GB HBM3":
+    if compared and model.compiled and ranks == 1 and model.device_name in MEASURED:
         return VITPAR
     return BANDS[model.compiled, ranks > 1]

@@ -183,7 +183,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, together: ClockedRanks | Neighbours, seconds: float) -> None:
-        self.device, self._together, self._seconds = device, together, seconds
+        self.device, self._together, self.seconds = device, together, seconds
         self._work = CpuSpeedProbe() if device.type == "cpu" else None
         self._paces: list[float] = []
 
@@ -236,7 +236,7 @@ class Clock:
             phase()
         once, _ = self._together.agree(read(phases, 1))
         inner = max(1, math.ceil(shortest / min(once)))
-        samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self._seconds / (inner * sum(once) + extra))))
+        samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self.seconds / (inner * sum(once) + extra))))
         readings = self._readings(samples, lambda: read(phases, inner))
         agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)
         each = len(phases)

@@ -36,7 +36,7 @@ from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 
-LONGEST = {"cpu": 0.25, "cuda": 0.1}  # seconds of forward and backward: no point that would take longer is measured
+LONGEST = {"cpu": 2.5, "cuda": 1.0}  # forward and backward of a point take this many times the seconds for it at most
 MOST_GRAPHS = 10_000
 """Limit of graphs of a compiled block, over all strategies."""
 BEND = 16
@@ -117,7 +117,7 @@ def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrappe
         taken = sum(timing.seconds for timing in both)
         # A GPU's time has a bend where it no longer waits for the host: points are closer there.
         larger = (2,) if clock.device.type == "cuda" and rows >= BEND * bench.unit else (4, 2)
-        more = next((times for times in larger if times * taken < LONGEST[clock.device.type]), None)
+        more = next((times for times in larger if times * taken < LONGEST[clock.device.type] * clock.seconds), None)
         if more is None:
             break
         rows *= more

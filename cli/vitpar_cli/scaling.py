@@ -66,7 +66,7 @@ def scaling(
     merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.data import scaling_columns, scaling_notes, scaling_rows, scaling_to_json
+    from vitpar.planner.report.data import scaling_notes, scaling_table, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
@@ -114,7 +114,7 @@ def scaling(
     for note in scaling_notes(by_regime, whole):
         print_words(console, note, "yellow")
     for regime, points in by_regime.items():
-        print_plans(console, f"{regime} scaling: {WORDS[regime]}", scaling_columns(points), scaling_rows(points, whole))
+        print_plans(console, f"{regime} scaling: {WORDS[regime]}", *scaling_table(points, whole))
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
 

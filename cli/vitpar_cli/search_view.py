@@ -107,16 +107,16 @@ def show_comparison(rows: "Sequence[Compared]", origin: "Provenance", as_json: b
 
 def _print_comparison(console: Console, title: str, rows: "Sequence[Compared]") -> None:
     """Print a table of the best plans of combinations."""
-    from vitpar.planner.report.comparison import comparison_columns, comparison_rows
+    from vitpar.planner.report.comparison import comparison_table
 
-    print_plans(console, title, comparison_columns(rows), comparison_rows(rows))
+    print_plans(console, title, *comparison_table(rows))
 
 
 def _show_gains(console: Console, gains: "Sequence[Gain]", best: "Price") -> None:
     """Print how much each change of the machine or the batch would help."""
-    from vitpar.planner.report.data import GAIN_COLUMNS, gain_rows
+    from vitpar.planner.report.data import gain_table
 
-    print_plans(console, "what would help", GAIN_COLUMNS, gain_rows(gains, best))
+    print_plans(console, "what would help", *gain_table(gains, best))
 
 
 def show_choice(findings: "Findings") -> None:

@@ -149,7 +149,8 @@ def _validate(
             progress(f"run {run}, of {max(run, 2 * len(plans))} or more: {plans[index]}")
     if world.rank == 0:
         if corrected is not None:
-            factors = correction([row.evidence for row in rows])
+            missing = [row.memory - row.price.memory_bytes for row in rows if row.memory is not None]
+            factors = correction([row.parts for row in rows], missing)
             for better, file in zip(factors.of(machine, profile), corrected, strict=True):
                 better.save(file)
             complain(f"corrected profiles written to {corrected[0].parent}: {factors}")

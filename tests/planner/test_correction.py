@@ -11,7 +11,7 @@ from vitpar.planner.measure.steps import Measured, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.planner.report.accuracy import LEAST, AccuracyRow, Correction, Evidence, accuracy, correction
+from vitpar.planner.report.accuracy import LEAST, AccuracyRow, Correction, accuracy, correction
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_custom", embed_dim=256, depth=4, num_heads=4, patch_size=8, image_size=64, num_classes=10)
@@ -31,17 +31,17 @@ def prices(hardware: Hardware, model: ModelProfile) -> list[Price]:
 def test_correction_recovers_known_factors() -> None:
     """The steps take 1.5 times the predicted computing and 0.8 times the predicted sending."""
     parts = [(1.0, 0.1), (2.0, 1.0), (1.0, 3.0), (4.0, 0.0)]
-    found = correction([Evidence(c, s, 1.5 * c + 0.8 * s, (100.0, 130.0)) for c, s in parts])
+    found = correction([(c / (1.5 * c + 0.8 * s), s / (1.5 * c + 0.8 * s)) for c, s in parts], [30.0] * 4)
     assert found.computing == pytest.approx(1.5) and found.sending == pytest.approx(0.8)
     assert found.memory_bytes == 30 and found.plans == 4
 
 
 def test_indistinguishable_plans_get_one_common_factor() -> None:
-    found = correction([Evidence(c, c, 3 * c, None) for c in (1.0, 2.0)])
+    found = correction([(1 / 3, 1 / 3)] * 2, [])
     assert found.computing == found.sending == pytest.approx(1.5) and found.memory_bytes == 0
-    assert correction([Evidence(1.0, 0.0, 0.001, None)]).computing == LEAST
+    assert correction([(1000.0, 0.0)], [-5.0]).computing == LEAST
     # The best fit has a negative factor for sending.
-    absurd = correction([Evidence(1.0, 0.01, 1.2, None), Evidence(1.0, 0.02, 1.0, None)])
+    absurd = correction([(1 / 1.2, 0.01 / 1.2), (1.0, 0.02)], [])
     assert absurd.computing == absurd.sending > 0
 
 
@@ -56,7 +56,7 @@ def test_corrected_profiles_predict_the_measurements(tmp_path: Path) -> None:
         AccuracyRow(predicted, Measured((PlanSteps((true.seconds,)),), (round(true.memory_bytes),)))
         for predicted, true in zip(prices(hardware, model), prices(*truth), strict=True)
     ]
-    found = correction([row.evidence for row in rows])
+    found = correction([row.parts for row in rows], [(row.memory or 0) - row.price.memory_bytes for row in rows])
     better = found.of(hardware, model)
     for record, name in zip(better, ("hardware.json", "model.json"), strict=True):
         record.save(tmp_path / name)

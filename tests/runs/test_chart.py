@@ -31,8 +31,8 @@ def html_of(chart: Chart) -> str:
 
 def test_lines_have_their_values_on_every_axis() -> None:
     found = drawn(line(0, [3.0, np.inf, 1.0, 2.0]), unit=" %", scale=100.0)["lines"][0]
-    assert found["y"] == [300, None, 100, 200] and found["x"]["step"] == [1, 1, 3, 4]
-    assert found["x"]["samples"] == [128, 128, 384, 512] and found["smooth"]["strong"] == [300, None, 100, 200]
+    assert found["y"] == [300, None, 100, 200] and found["x"]["step"] == [1, None, 3, 4]
+    assert found["x"]["samples"] == [128, None, 384, 512] and found["smooth"]["strong"] == [300, None, 100, 200]
     smooth = drawn(line(0, list(range(100))))["lines"][0]["smooth"]
     assert smooth["light"][1] == 1 and smooth["strong"][0] == 3
     for other in (drawn(line(0, [1.0] * 9, evaluated=True)), drawn(line(0, [1.0] * 9), smooth=False)):
@@ -116,9 +116,9 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
 
 def test_the_description_names_the_key_points() -> None:
     html = html_of(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"))
-    first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4."
-    assert f'aria-label="Loss. {first} run 2: no finite value."' in html
-    assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td>–</td><td>4</td>" in html
+    first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4, missing 1."
+    assert f'aria-label="Loss. {first} run 2: missing 4."' in html
+    assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td></td><td>4</td>" in html
 
 
 def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:

@@ -11,7 +11,7 @@ from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 def drawn(x: Column, y: Column, columns: int = 400) -> tuple[list[float], list[int]]:
     """Return the values of a line that are drawn, and the places of those before which it is interrupted."""
     rows, breaks = drawn_rows(x, y, shared_steps([(x, y)], columns), columns)
-    return y[rows].tolist(), np.flatnonzero(breaks).tolist()
+    return y[rows].tolist(), breaks.tolist()
 
 
 def test_every_spike_stays() -> None:

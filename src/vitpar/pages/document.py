@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 STYLE = """
@@ -55,21 +55,7 @@ i[class^="c"] { background: var(--run); display: inline-block; width: .8em; heig
 @media print { .switch { display: none; } }
 """
 """Style of all pages."""
-SCRIPT = """
-for (const input of document.querySelectorAll('.switch input[type=radio]')) {
-  try {
-    const kept = sessionStorage.getItem(input.name);
-    if (kept) input.checked = kept === input.id;
-  } catch {}
-  input.addEventListener('change', () => {
-    try { sessionStorage.setItem(input.name, input.id); } catch {}
-  });
-}
-"""
-"""Script of all pages: it keeps the state of switches when a page is reloaded."""
-
-
-def policy(scripts: Sequence[str], live: bool = False) -> str:
+def policy(scripts: Sequence[str], live: bool) -> str:
     """Return the content security policy of a page that runs exactly these scripts.
 
     live: whether the page asks its server for news.
@@ -77,45 +63,29 @@ def policy(scripts: Sequence[str], live: bool = False) -> str:
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     source = "'self'" if live else "'none'"
-    return "; ".join(
-        (
-            "default-src 'none'",
-            "style-src 'unsafe-inline'",
-            f"script-src {hashes}",
-            "img-src data: blob:",
-            f"connect-src {source}",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data: blob:; "
+        f"connect-src {source}; base-uri 'none'; form-action 'none'"
     )
 
 
-def document(
-    title: str,
-    parts: Sequence[str],
-    style: str = "",
-    script: str = "",
-    others: Sequence[str] = (),
-    version: str = "",
-) -> str:
-    """Return a complete HTML page with the given title and parts of its body.
+def document(title: str, body: str, style: str, script: str, library: str, version: str = "") -> str:
+    """Return a complete HTML page.
 
     style: rules in addition to `STYLE`.
-    script: script in addition to `SCRIPT`, which runs after it.
-    others: further scripts that `script` may run.
+    script: script that runs after the body.
+    library: script that it may add to the page.
     version: state of what a live page shows; empty for a page in a file.
     """
-    scripts = [SCRIPT, script] if script else [SCRIPT]
     head = (
         '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-        f'content="{escape(policy([*scripts, *others], bool(version)))}">'
+        f'content="{escape(policy([script, library], bool(version)))}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}{style}</style>"
     )
     live = f' data-version="{escape(version)}"' if version else ""
     theme = switch("theme", "theme", {"auto": "auto", "light": "light", "dark": "dark"})
-    run = "".join(f"<script>{one}</script>" for one in scripts)
-    body = f'<div class="theme">{theme}</div>{"".join(parts)}{run}'
+    body = f'<div class="theme">{theme}</div>{body}<script>{script}</script>'
     return f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
 
 
@@ -148,8 +118,8 @@ def facts(rows: Mapping[str, str]) -> str:
     return f'<table class="facts">{cells}</table>'
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: slice) -> str:
-    """Return a table of HTML cells. numbers: columns that are right-aligned."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: slice = slice(0)) -> str:
+    """Return a table of HTML cells. numbers: columns that are right-aligned; none by default."""
     right = range(len(headings))[numbers]
 
     def row(tag: str, cells: Sequence[str]) -> str:

@@ -63,8 +63,6 @@ EDGE = {"color": "#88888888", "width": 0.5}
 """Edge of bars, which separates neighbours of a colour, and dark ones from a dark page."""
 BANDS = Key("bands", "#888888", "I")
 """Key of the error bars of a chart."""
-Words = Callable[[float], str]
-"""Function that formats a number with its unit."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,11 @@ class Span:
     stage: int = 0
     """Index of the pipeline stage."""
 
+    @property
+    def words(self) -> str:
+        """Action as text, as in `forward of micro-batch 3, stage 0`."""
+        return self.what + ("" if self.microbatch is None else f" of micro-batch {self.microbatch}, stage {self.stage}")
+
 
 @dataclass(frozen=True)
 class SentMessage:
@@ -99,11 +102,6 @@ class SentMessage:
     """Moment at which it has arrived."""
     words: str
     """Content, as in `output of stage 0 for micro-batch 3`."""
-
-
-def trace(kind: str, **attributes: Any) -> dict[str, Any]:
-    """Return a trace of Plotly."""
-    return {"type": kind, **attributes}
 
 
 def series_colour(number: int) -> str:
@@ -129,52 +127,51 @@ def rows_of(spans: Sequence[Span]) -> list[str]:
 
 
 def bars(
-    title: str, rows: Sequence[tuple[str, Mapping[str, float]]], words: Words, unit: tuple[str, float], **more: Any
+    title: str,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    words: Callable[[float], str],
+    unit: tuple[str, float],
+    limit: float | None = None,
+    note: str = "",
 ) -> Figure:
     """Return a stacked horizontal bar for each (name, values by part).
 
     words: formats a value.
     unit: name of the axis' unit, and its size.
-    more: `limit` for a line at that value; fields of `Figure`.
+    limit: value at which there is a line; None for none.
     """
-    limit, names, (axis, size) = more.pop("limit", None), [name for name, _ in rows], unit
+    names, (axis, size) = [name for name, _ in rows], unit
     totals = [sum(values.values()) for _, values in rows]
     parts = [part for part in COLOURS if any(values.get(part) for _, values in rows)]
-    traces = [_bar(part, names, [values.get(part, 0.0) for _, values in rows], words, size) for part in parts]
+    cells = [[name, *(words(values[part]) if values.get(part) else "" for part in parts)] for name, values in rows]
+    traces = [
+        _bar(
+            part,
+            names,
+            [values.get(part, 0.0) / size for _, values in rows],
+            [f"{row[0]}: {part} {row[number]}" for row in cells],
+        )
+        for number, part in enumerate(parts, start=1)
+    ]
     most = max(*totals, limit if limit is not None and limit < 3 * max(totals) else 0.0) / size
     # The total stands behind each bar.
-    text = [f" {words(total)}" for total in totals]
-    ends = trace("scatter", mode="text", x=[total / size for total in totals], y=names, text=text, hoverinfo="skip")
-    traces.append(ends | {"textposition": "middle right", "cliponaxis": False})
+    ends = {"x": [total / size for total in totals], "y": names, "text": [f" {words(total)}" for total in totals]}
+    traces.append({**ends, "mode": "text", "hoverinfo": "skip", "textposition": "middle right", "cliponaxis": False})
     layout = _rows(names) | {"xaxis": {"range": [0, 1.02 * most], "ticksuffix": f" {axis}"}}
     if limit is not None and limit / size <= most:
         layout |= budget(limit / size, f"budget {words(limit)}") | {"margin": SIDES | {"t": 20}}
-    said = (
-        f"{name}: {', '.join(f'{part} {words(values[part])}' for part in parts if values.get(part))}"
-        for name, values in rows
-    )
+    keys = [Key(part, COLOURS[part]) for part in parts]
     data = {"traces": traces, "layout": layout, "fixed": True}
-    return Figure(
-        title,
-        f"{title}. {'; '.join(said)}.",
-        data,
-        keys=[Key(part, COLOURS[part]) for part in parts],
-        height=EACH * len(rows) + AROUND,
-        **more,
-    )
+    return Figure(title, data, ["", *parts], cells, [note], keys, EACH * len(rows) + AROUND)
 
 
-def _bar(part: str, names: Sequence[str], values: Sequence[float], words: Words, size: float) -> dict[str, Any]:
-    return trace(
-        "bar",
-        orientation="h",
-        name=part,
-        y=names,
-        x=[value / size for value in values],
-        marker={"color": COLOURS[part], "line": EDGE},
-        customdata=[words(value) for value in values],
-        hovertemplate="%{y}: %{fullData.name} %{customdata}<extra></extra>",
-    )
+def _bar(
+    part: str, rows: Sequence[str], lengths: Sequence[float], words: Sequence[str], **attributes: Any
+) -> dict[str, Any]:
+    """Return horizontal bars of a part of a step or of memory. words: what the pointer shows of each."""
+    marker = {"color": COLOURS[part], "line": EDGE}
+    bar = {"type": "bar", "orientation": "h", "name": part, "y": rows, "x": lengths, "marker": marker}
+    return {**bar, "customdata": words, "hovertemplate": "%{customdata}<extra></extra>", **attributes}
 
 
 def _rows(names: Sequence[str]) -> dict[str, Any]:
@@ -209,7 +206,7 @@ def timeline(
     seconds: float,
     unit: str | None = None,
     messages: Sequence[SentMessage] = (),
-    notes: Sequence[str] = (),
+    note: str = "",
 ) -> Figure:
     """Return the actions of every row of `spans` over a step, and the messages between rows.
 
@@ -224,65 +221,46 @@ def timeline(
     def time(moment: float) -> float:
         return float(f"{moment * factor:.6g}")
 
-    traces = []
-    for what in COLOURS:
-        if mine := [span for span in spans if span.what == what]:
-            traces.append(
-                trace(
-                    "bar",
-                    orientation="h",
-                    name=what,
-                    y=[span.row for span in mine],
-                    base=[time(span.start) for span in mine],
-                    x=[time(span.end - span.start) for span in mine],
-                    marker={"color": COLOURS[what], "line": EDGE},
-                    text=["" if span.microbatch is None else str(span.microbatch) for span in mine],
-                    textposition="inside",
-                    insidetextanchor="middle",
-                    textangle=0,
-                    customdata=[f"{_action(span)}: {_between(span.start, span.end, factor, unit)}" for span in mine],
-                    hovertemplate="%{customdata}<extra></extra>",
-                )
-            )
+    def said(words: str, start: float, end: float) -> str:
+        return f"{words}: {start * factor:,.2f} to {end * factor:,.2f}{unit}"
+
+    by_part = {what: mine for what in COLOURS if (mine := [span for span in spans if span.what == what])}
+    traces = [
+        _bar(
+            what,
+            [span.row for span in mine],
+            [time(span.end - span.start) for span in mine],
+            [said(span.words, span.start, span.end) for span in mine],
+            base=[time(span.start) for span in mine],
+            text=["" if span.microbatch is None else str(span.microbatch) for span in mine],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+        )
+        for what, mine in by_part.items()
+    ]
     if messages:
-        traces.append(_messages(messages, time, factor, unit))
+        # A line for each message, from the moment it is ready at the sender to its arrival.
+        words = [said(one.words, one.sent, one.arrived) for one in messages]
+        ends = {
+            "x": [x for one in messages for x in (time(one.sent), time(one.arrived), None)],
+            "y": [y for one in messages for y in (one.source, one.target, None)],
+            "customdata": [text for one in words for text in (one, one, "")],
+        }
+        line = {"mode": "lines", "name": "messages", "line": {"color": MESSAGE, "width": 1}}
+        traces.append({**ends, **line, "hovertemplate": "%{customdata}<extra></extra>"})
     layout = _rows(rows) | {
         "barmode": "overlay",
         "uniformtext": {"minsize": 8, "mode": "hide"},
         "xaxis": {"range": [0, time(seconds)], "ticksuffix": unit},
     }
     layout["yaxis"] |= {"fixedrange": True}
-    done = {what: sum(span.end - span.start for span in spans if span.what == what) for what in COLOURS}
-    said = ", ".join(f"{what} {total * factor:,.1f}{unit}" for what, total in done.items() if total)
-    words = f"{title}: {seconds * factor:,.1f}{unit} with the rows {', '.join(rows)}; in sum over them {said}."
+    sums = [
+        [what, f"{sum(span.end - span.start for span in mine) * factor:,.1f}{unit}"] for what, mine in by_part.items()
+    ]
     keys = [Key(one["name"], COLOURS.get(one["name"], MESSAGE)) for one in traces]
     data = {"traces": traces, "layout": layout}
-    return Figure(title, words, data, [*notes, cut], keys, height=EACH * len(rows) + AROUND)
-
-
-def _action(span: Span) -> str:
-    return span.what + ("" if span.microbatch is None else f" of micro-batch {span.microbatch}, stage {span.stage}")
-
-
-def _between(start: float, end: float, factor: float, unit: str) -> str:
-    return f"{start * factor:,.2f} to {end * factor:,.2f}{unit}"
-
-
-def _messages(
-    messages: Sequence[SentMessage], time: Callable[[float], float], factor: float, unit: str
-) -> dict[str, Any]:
-    """Return a line for each message, from the moment it is ready at the sender to its arrival."""
-    said = [f"{one.words}: {_between(one.sent, one.arrived, factor, unit)}" for one in messages]
-    return trace(
-        "scatter",
-        mode="lines",
-        name="messages",
-        line={"color": MESSAGE, "width": 1},
-        x=[x for one in messages for x in (time(one.sent), time(one.arrived), None)],
-        y=[y for one in messages for y in (one.source, one.target, None)],
-        customdata=[words for text in said for words in (text, text, "")],
-        hovertemplate="%{customdata}<extra></extra>",
-    )
+    return Figure(title, data, ["", "in sum"], sums, [note, cut], keys, EACH * len(rows) + AROUND)
 
 
 @dataclass(frozen=True)
@@ -304,17 +282,16 @@ def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tupl
     traces = []
     for number, one in enumerate(series):
         colour = series_colour(number)
-        line = trace(
-            "scatter",
-            mode="lines+markers",
-            name=one.name,
-            x=ticks,
-            y=one.values,
-            line={"color": colour, "width": 1.7},
-            marker={"color": colour, "symbol": series_mark(number), "size": 7},
-            customdata=one.words or [""] * len(ticks),
-            hovertemplate="%{y:,.4~g}" + ("<br>%{customdata}" if one.words else ""),
-        )
+        line = {
+            "mode": "lines+markers",
+            "name": one.name,
+            "x": ticks,
+            "y": one.values,
+            "line": {"color": colour, "width": 1.7},
+            "marker": {"color": colour, "symbol": series_mark(number), "size": 7},
+            "customdata": one.words,
+            "hovertemplate": "%{y:,.4~g}" + ("<br>%{customdata}" if one.words else ""),
+        }
         traces.append(line | ({"error_y": band(one.values, one.bands, colour)} if any(one.bands) else {}))
     known = [value for one in series for value in one.values if value]
     log = {"type": "log", "dtick": "D2", "tickformat": ".3~s"}
@@ -324,13 +301,15 @@ def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tupl
         "yaxis": {"title": {"text": axes[1]}, **vertical},
         "hovermode": "x unified",
     }
-    said = "; ".join(
-        f"{one.name}: {', '.join(f'{v:,.4g} at {t}' for v, t in zip(one.values, ticks, strict=True) if v is not None)}"
-        for one in series
-    )
+    rows = [[one.name, *("" if value is None else _digits(value) for value in one.values)] for one in series]
     keys = [series_key(one.name, number) for number, one in enumerate(series)]
     keys += [BANDS] if any(any(one.bands) for one in series) else []
-    return Figure(title, f"{title}. {said}.", {"traces": traces, "layout": layout}, [note], keys, height=300)
+    return Figure(title, {"traces": traces, "layout": layout}, ["", *ticks], rows, [note], keys, 300)
+
+
+def _digits(value: float) -> str:
+    """Return a number with 4 digits or more, without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def band(values: Sequence[float | None], shares: Sequence[float], colour: str) -> dict[str, Any]:

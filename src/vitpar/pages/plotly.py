@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.errors import DataError
-from vitpar.pages.document import document, toggles
+from vitpar.pages.document import document, table, toggles
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,27 @@ class Figure:
 
     title: str
     """Title."""
-    words: str
-    """Description for screen readers."""
     data: Mapping[str, Any]
     """Drawing for the page's script: `lines` of runs, or `traces` and a `layout` as Plotly reads them."""
+    heads: Sequence[str] = ()
+    """Headings of the table of key points, the first of the names of its rows; empty for no table."""
+    rows: Sequence[Sequence[str]] = ()
+    """Rows of that table, as text. Screen readers say them as the description of the chart."""
     notes: Sequence[str] = ()
     """Sentences below the chart."""
     keys: Sequence[Key] = ()
     """Legend; empty for charts that have one for all on the page."""
-    points: str = ""
-    """HTML table of key points, which is folded; empty for none."""
     height: int = 240
     """Height in pixels."""
+
+    @property
+    def words(self) -> str:
+        """Description: title, key points and notes."""
+        points = (
+            f"{name}: {', '.join(f'{head} {cell}' for head, cell in zip(self.heads[1:], cells, strict=True) if cell)}."
+            for name, *cells in self.rows
+        )
+        return " ".join((f"{self.title}.", *points, *filter(None, self.notes)))
 
 
 class Charts:
@@ -72,7 +81,8 @@ class Charts:
         place = f"chart-{figure.title}-{again}"
         self._charts.append({"title": figure.title, "place": place, **figure.data})
         notes = "".join(f'<p class="note">{escape(text)}</p>' for text in figure.notes if text)
-        points = f"<details><summary>Key points</summary>{figure.points}</details>" if figure.points else ""
+        cells = [list(map(escape, row)) for row in figure.rows]
+        points = f"<details><summary>Key points</summary>{table(figure.heads, cells)}</details>" if cells else ""
         keys = toggles({escape(f"{place}/{key.name}"): key.html for key in figure.keys}) if figure.keys else ""
         return (
             f'<figure class="chart"><figcaption>{escape(figure.title)}</figcaption>{keys}'
@@ -93,13 +103,13 @@ class Charts:
 
         Raises DataError if Plotly is not installed.
         """
-        data = json.dumps(self.data, allow_nan=False, separators=(",", ":"))
-        body = [
-            "<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>",
-            f"<main>{''.join(parts)}{_block('data', packed(data))}</main>",
-            _block("library", _packed_library()),
-        ]
-        return document(title, body, style, drawing(), [library()], version)
+        data = packed(json.dumps(self.data, allow_nan=False, separators=(",", ":")))
+        body = (
+            "<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>"
+            f"<main>{''.join(parts)}{_block('data', data)}</main>{_block('library', _packed_library())}"
+        )
+        script = Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
+        return document(title, body, style, script, library(), version)
 
 
 def _block(name: str, content: str) -> str:
@@ -117,12 +127,6 @@ def library() -> str:
     if spec is None or not spec.origin:
         raise DataError("charts need Plotly, which is not installed: pip install 'vitpar[report]'")
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-
-
-@cache
-def drawing() -> str:
-    """Return the script that draws the charts of a page."""
-    return Path(__file__).with_name("charts.js").read_text(encoding="utf-8")
 
 
 def packed(text: str) -> str:

@@ -1,15 +1,15 @@
-"""Charts of series over steps: the data that the page's script draws, a description, and a table of key points."""
+"""Charts of series over steps: the data that the page's script draws, and their key points."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vitpar.pages.document import table
 from vitpar.pages.figures import SERIES, series_colour
 from vitpar.pages.plotly import Figure, Key
 from vitpar.runs.metrics import Column
@@ -23,8 +23,8 @@ SAME = 0.01
 """Largest difference of lines that coincide, as a fraction of their range. They are drawn with different widths."""
 LOG_SPAN = 50.0
 """Ratio of the largest to the usual smallest value above which a chart may have a logarithmic axis."""
-KEY_POINTS = ("first", "lowest", "highest", "last")
-"""Points of a line that its description and the table name."""
+KEY_POINTS = ("first", "lowest", "highest", "last", "missing")
+"""Points of a line in the table below its chart, and the number of rows without a value."""
 DIGITS = 6
 """Significant digits of numbers in the page."""
 
@@ -38,7 +38,7 @@ class Line:
     name: str
     """Name in texts, such as `run 1, validation`."""
     x: Mapping[str, Column]
-    """Position of every row on each of `AXES`."""
+    """Position of every row on each of `AXES`, and possibly other columns."""
     y: Column
     """Values; those that are not finite interrupt the line."""
     evaluated: bool = False
@@ -71,68 +71,49 @@ class Chart:
     """Whether values are shares, from 0 to 1: the axis ends at 1 at most."""
     whole: bool = False
     """Whether values are counts."""
-    note: str = field(default="")
+    note: str = ""
     """Sentence below the chart."""
 
-    def words(self, value: float) -> str:
-        """Return a value with its unit."""
-        return f"{value * self.scale:{self.digits}}{self.unit}"
+    @property
+    def groups(self) -> list[list[Line]]:
+        """Lines of training, and those of evaluations, where there are any."""
+        both = ([line for line in self.lines if line.evaluated == evaluated] for evaluated in (False, True))
+        return [lines for lines in both if lines]
 
 
 def figure(chart: Chart, columns: int, height: int = 240) -> Figure:
-    """Return a chart for a page, with its description, notes and a table of key points.
-
-    columns: as for `data_of`.
-    """
-    _, difference = coinciding(chart.lines)
-    same = "" if difference is None else "The lines of the runs are equal."
-    if difference:
-        apart = f"{difference * chart.scale:.2g}{chart.unit}"
-        same = f"The lines of the runs coincide: they differ by at most {apart}."
-    points = {line.name: _key_points(chart, line) for line in chart.lines}
-    said = (
-        f"{name}: {', '.join(f'{what} {value}' for what, value in zip(KEY_POINTS, values, strict=True))}."
-        if values
-        else f"{name}: no finite value."
-        for name, values in points.items()
-    )
-    words = " ".join(filter(None, (f"{chart.title}.", *said, same)))
-    missing = (str(int((~np.isfinite(line.y)).sum())) for line in chart.lines)
-    rows = [
-        [escape(text) for text in (name, *(values or ["–"] * len(KEY_POINTS)), lost)]
-        for (name, values), lost in zip(points.items(), missing, strict=True)
-    ]
-    key_points = table(("line", *KEY_POINTS, "missing"), rows, slice(0, 0))
-    keys = [Key(line.name, series_colour(line.group)) for line in chart.lines if line.group is not None]
-    return Figure(chart.title, words, data_of(chart, columns), (chart.note, same), keys, key_points, height)
-
-
-def _key_points(chart: Chart, line: Line) -> list[str]:
-    """Return the values of `KEY_POINTS` with their steps; nothing if no value is finite."""
-    fine = np.flatnonzero(np.isfinite(line.y))
-    if not len(fine):
-        return []
-    y = line.y[fine]
-    indices = fine[[0, int(y.argmin()), int(y.argmax()), -1]].tolist()
-    return [f"{chart.words(float(line.y[index]))} at step {line.x['step'][index]:,.0f}" for index in indices]
-
-
-def data_of(chart: Chart, columns: int) -> dict[str, Any]:
-    """Return what the page's script draws of a chart, as JSON.
+    """Return a chart for a page.
 
     columns: parts of the axis of which a long line keeps the smallest and the largest value.
     """
+    differences = [difference(lines) for lines in chart.groups]
+    same = ""
+    if None not in differences:
+        apart = max(filter(None, differences), default=0.0)
+        by = f"coincide: they differ by at most {apart * chart.scale:.2g}{chart.unit}" if apart else "are equal"
+        same = f"The lines of the runs {by}."
+    rows = [_key_points(chart, line) for line in chart.lines]
+    keys = [Key(line.name, series_colour(line.group)) for line in chart.lines if line.group is not None]
+    data = data_of(chart, columns)
+    return Figure(chart.title, data, ["line", *KEY_POINTS], rows, (chart.note, same), keys, height)
+
+
+def _key_points(chart: Chart, line: Line) -> list[str]:
+    """Return the name of a line and its values for `KEY_POINTS`; empty ones if no value is finite."""
+    fine = np.flatnonzero(np.isfinite(line.y))
+    y = line.y[fine]
+    indices = fine[[0, y.argmin(), y.argmax(), -1]].tolist() if len(fine) else []
+    said = [
+        f"{line.y[index] * chart.scale:{chart.digits}}{chart.unit} at step {line.x['step'][index]:,.0f}"
+        for index in indices
+    ]
+    return [line.name, *(said or [""] * 4), str(len(line.y) - len(fine))]
+
+
+def data_of(chart: Chart, columns: int) -> dict[str, Any]:
+    """Return what the page's script draws of a chart, as JSON. columns: as for `figure`."""
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
     positive = bool((values > 0).all())
-    widths, _ = coinciding(chart.lines)
-    shared = {
-        evaluated: shared_steps(
-            [(line.x["step"], line.y) for line in chart.lines if line.evaluated == evaluated], columns
-        )
-        for evaluated in (False, True)
-    }
-    # Training rows at evaluated steps are kept, so that both values are shown together.
-    shared[False] = np.union1d(shared[False], shared[True])
     return {
         "digits": chart.digits.replace("g", "~g"),
         "unit": chart.unit,
@@ -142,32 +123,36 @@ def data_of(chart: Chart, columns: int) -> dict[str, Any]:
         "whole": chart.whole,
         "positive": positive,
         "log": chart.log and positive and float(values.max()) > LOG_SPAN * float(np.quantile(values, 0.05)),
-        "lines": [
-            _line(chart, line, widths.get(number, 0), shared[line.evaluated], columns)
-            for number, line in enumerate(chart.lines)
-        ],
+        "lines": list(_lines(chart, columns)),
     }
 
 
-def _line(chart: Chart, line: Line, wider: int, shared: Column, columns: int) -> dict[str, Any]:
-    """Return the data of a line. A missing value interrupts it."""
-    rows, breaks = drawn_rows(line.x["step"], line.y, shared, columns)
-    places = np.flatnonzero(breaks)
-    smooth = {} if line.evaluated or not chart.smooth else {name: share for name, share in SMOOTHING.items() if share}
+def _lines(chart: Chart, columns: int) -> Iterator[dict[str, Any]]:
+    """Yield the data of the lines of a chart. null interrupts a line."""
+    shared = [shared_steps([(line.x["step"], line.y) for line in lines], columns) for lines in chart.groups]
+    # Training rows at evaluated steps are kept, so that both values are shown together.
+    shared[0] = np.unique(np.concatenate(shared))
+    for lines, steps in zip(chart.groups, shared, strict=True):
+        same = difference(lines) is not None
+        for above, line in zip(reversed(range(len(lines))), lines, strict=True):
+            rows, breaks = drawn_rows(line.x["step"], line.y, steps, columns)
+            values = partial(_values, rows=rows, breaks=breaks)
+            windows = {} if line.evaluated or not chart.smooth else SMOOTHING
+            yield {
+                "run": line.run,
+                "colour": None if line.group is None else SERIES[line.group % len(SERIES)],
+                "name": line.name,
+                "evaluated": line.evaluated,
+                # Of lines that coincide the first is drawn first, and broadest.
+                "wider": above if same else 0,
+                "x": {axis: values(line.x[axis]) for axis in AXES},
+                "y": values(line.y * chart.scale),
+                "smooth": {name: values(smoothed(line.y, n) * chart.scale) for name, n in windows.items() if n},
+            }
 
-    def values(column: Column, inserted: Column | float = np.nan) -> list[float | None]:
-        return numbers(np.insert(column[rows], places, inserted))
 
-    return {
-        "run": line.run,
-        "colour": None if line.group is None else SERIES[line.group % len(SERIES)],
-        "name": line.name,
-        "evaluated": line.evaluated,
-        "wider": wider,
-        "x": {axis: values(line.x[axis], line.x[axis][rows][places - 1]) for axis in AXES},
-        "y": values(line.y * chart.scale),
-        "smooth": {name: values(smoothed(line.y, share) * chart.scale) for name, share in smooth.items()},
-    }
+def _values(column: Column, rows: NDArray[np.int64], breaks: NDArray[np.int64]) -> list[float | None]:
+    return numbers(np.insert(column[rows], breaks, np.nan))
 
 
 def numbers(column: Column) -> list[float | None]:
@@ -178,27 +163,8 @@ def numbers(column: Column) -> list[float | None]:
     ]
 
 
-def coinciding(lines: Sequence[Line]) -> tuple[dict[int, int], float | None]:
-    """Return how many lines are drawn over each of those that coincide, by its index: it is that much wider.
-
-    Also returns the largest difference between the lines, if all coincide with those of the same kind; else None.
-    """
-    widths: dict[int, int] = {}
-    differences = []
-    for evaluated in (False, True):
-        group = [index for index, line in enumerate(lines) if line.evaluated == evaluated]
-        if not group:
-            continue
-        apart = _difference([lines[index] for index in group])
-        differences.append(apart)
-        if apart is not None:
-            widths |= {index: len(group) - 1 - turn for turn, index in enumerate(group)}
-    known = [apart for apart in differences if apart is not None]
-    return widths, max(known) if len(known) == len(differences) else None
-
-
-def _difference(lines: Sequence[Line]) -> float | None:
-    """Return the largest difference of several lines; None for lines that do not coincide, and for a line alone."""
+def difference(lines: Sequence[Line]) -> float | None:
+    """Return the largest difference of lines that coincide; None for those that do not, and for a line alone."""
     first = lines[0]
     if len(lines) < 2 or any(not np.array_equal(first.x["step"], line.x["step"]) for line in lines):
         return None
@@ -207,5 +173,5 @@ def _difference(lines: Sequence[Line]) -> float | None:
     if not fine.any() or (fine != fine[0]).any():
         return None
     values = values[:, fine[0]]
-    apart = float((values.max(axis=0) - values.min(axis=0)).max())
-    return apart if apart <= SAME * float(values.max() - values.min()) else None
+    apart = float(np.ptp(values, axis=0).max())
+    return apart if apart <= SAME * float(np.ptp(values)) else None

@@ -54,6 +54,8 @@ class RunRecord:
 
     path: Path
     """Folder of the run."""
+    newest: int | None = None
+    """Number of the newest rows of metrics that are read, where they can be read; None for all."""
 
     @property
     def name(self) -> str:
@@ -71,11 +73,12 @@ class RunRecord:
     @cached_property
     def metrics(self) -> Metrics:
         """Metrics of the run."""
+        names = [metric.name for metric in self.task_metrics]
         try:
-            return read_metrics(self.path / METRICS, self._names)
-        except FileNotFoundError:
-            return collect((), self._names)
+            return read_metrics(self.path / METRICS, names, self.newest)
         except OSError as error:
+            if self.newest or isinstance(error, FileNotFoundError):
+                return collect((), names)
             raise DataError(f"cannot read '{self.path / METRICS}': {error.strerror}: name another run") from None
 
     @cached_property
@@ -92,10 +95,6 @@ class RunRecord:
             return Classify.METRICS
         known = [metric for one in described[:MOST_METRICS] if (metric := Metric.read(one))]
         return tuple({metric.name: metric for metric in known}.values())
-
-    @property
-    def _names(self) -> list[str]:
-        return [metric.name for metric in self.task_metrics]
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:

@@ -1,22 +1,17 @@
-"""Summaries of the runs in a folder, made without parsing every row of their metrics."""
+"""Summaries of the runs in a folder, made without all rows of their metrics."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vitpar.errors import DataError
-from vitpar.runs.folder import LOG, METRICS, RunRecord, RunState
-from vitpar.runs.lines import lines_of, row_of
+from vitpar.runs.folder import LOG, RunRecord, RunState
 from vitpar.tasks import Metric
 from vitpar.text import shown
 
 RECENT = 200
-"""Number of the newest rows whose mean rate is shown."""
+"""Number of the newest rows that are read: their mean rate is shown."""
 
 
 @dataclass(frozen=True)
@@ -55,56 +50,27 @@ def runs_in(folder: Path) -> list[RunSummary]:
     if not folder.is_dir():
         raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
     places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
-    summaries = [_summary_or_error(RunRecord(path)) for path in places]
+    summaries = [_summary(RunRecord(path, newest=RECENT)) for path in places]
     return sorted(summaries, key=lambda run: (run.age_seconds, run.name))
 
 
-def _summary_or_error(run: RunRecord) -> RunSummary:
-    """Return the summary of a run, or one that says why it cannot be read."""
+def _summary(run: RunRecord) -> RunSummary:
+    """Return the summary of a run, or one that says why its log cannot be read."""
     try:
-        return summary(run)
+        state, plan, total_steps, note = run.state, run.plan_words, run.total_steps, run.note
     except DataError as error:
         return RunSummary(run.name, "failed", "?", 0, None, None, None, None, None, run.age_seconds, str(error))
-
-
-def summary(run: RunRecord) -> RunSummary:
-    """Return the summary of a run. Metrics that cannot be read are left out.
-
-    Raises DataError for a log that cannot be read.
-    """
-    evaluation: dict[str, Any] = {}
-    newest: deque[bytes] = deque(maxlen=RECENT)
-    with suppress(OSError):
-        for line in filter(None, lines_of(run.path / METRICS)):
-            if b'"eval"' in line:
-                evaluation = row_of(line) or evaluation
-            else:
-                newest.append(line)
-    rows = [row for row in map(row_of, newest) if row is not None and row.get("kind") == "train"]
-    steps = [int(step) for row in rows if (step := _finite(row.get("step"))) is not None]
-    losses = [loss for row in rows if (loss := _finite(row.get("loss"))) is not None]
-    rates = [rate for row in rows if (rate := _finite(row.get("images_per_second"))) is not None and rate > 0]
-    loss = _finite(evaluation.get("loss"))
-    metric = next(iter(run.task_metrics), None)
-    value = None if metric is None else _finite(evaluation.get(metric.name))
+    loss, metric = run.last("loss"), next(iter(run.task_metrics), None)
     return RunSummary(
         run.name,
-        run.state,
-        run.plan_words,
-        max(steps, default=0),
-        run.total_steps,
-        loss if loss is not None else losses[-1] if losses else None,
+        state,
+        plan,
+        run.metrics.steps,
+        total_steps,
+        run.last("loss", "train") if loss is None else loss,
         metric,
-        value,
-        len(rates) / sum(1 / rate for rate in rates) if rates else None,
+        metric and run.last(metric.name),
+        run.images_per_second,
         run.age_seconds,
-        run.note,
+        note,
     )
-
-
-def _finite(value: Any) -> float | None:
-    """Return a finite number, None for anything else."""
-    with suppress(OverflowError):
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    return None

@@ -7,6 +7,7 @@ may leave its last line incomplete.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +67,23 @@ class Metrics:
         return np.interp(steps, x, np.concatenate([np.zeros(int(first)), known[fine]]))
 
 
-def read_metrics(path: Path, names: Sequence[str] = ()) -> Metrics:
+def read_metrics(path: Path, names: Sequence[str] = (), newest: int | None = None) -> Metrics:
     """Return the metrics in the file `path`.
 
     names: metrics of the task, which rows may have too.
+    newest: number of the newest rows that are read, and the newest evaluation; None for all.
 
     Raises OSError, also for a file that is too large.
     """
-    return collect(rows(path), names)
+    if newest is None:
+        return collect(rows(path), names)
+    evaluation, lines = None, deque[bytes](maxlen=newest)
+    for line in filter(None, lines_of(path)):
+        if b'"eval"' in line:
+            evaluation = line
+        else:
+            lines.append(line)
+    return collect(map(row_of, [*lines, evaluation] if evaluation else lines), names)
 
 
 def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = ()) -> Metrics:

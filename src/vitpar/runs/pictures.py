@@ -54,7 +54,7 @@ def _pipeline(plan: Plan, page: Charts) -> str:
         f"{plan.schedule}, {batches:,} micro-batches, in theory {idle_share(plan, batches) * 100:.1f} % of the time "
         "idle: equal stages, a backward twice as long as the forward (1 unit), free communication."
     )
-    return page.add(timeline("Pipeline of a step", spans_of(events), events[-1].end, unit="", notes=[note]))
+    return page.add(timeline("Pipeline of a step", spans_of(events), events[-1].end, unit="", note=note))
 
 
 def config_of(run: Path) -> ModelConfig | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from vitpar.errors import PlannerError
 from vitpar.planner.cost.price import Price
@@ -26,20 +28,6 @@ BUSY = 0.1
 """Share of the cores used by other programs above which measured steps are unreliable."""
 LEAST, MOST = 0.2, 5.0
 """Limits of correction factors; a factor outside them means that something else is wrong."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Predicted and measured time and memory of one plan, for `correction`."""
-
-    computing: float
-    """Predicted seconds of computing per step; with `sending` the complete step."""
-    sending: float
-    """Predicted seconds of communication per step."""
-    seconds: float
-    """Measured seconds per step."""
-    memory: tuple[float, float] | None
-    """(predicted, measured) bytes of the fullest rank; None if not measured."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +80,12 @@ class AccuracyRow:
         return None if self.memory is None else self.price.memory_bytes / self.memory - 1
 
     @property
-    def evidence(self) -> Evidence:
-        """Evidence for a correction of the profiles."""
-        # Waiting for other stages is distributed over computing and sending in proportion to them.
-        time, memory = self.price.time, self.memory
-        computing = sum(time.get(what, 0.0) for what in COMPUTING)
-        sending = sum(time.get(what, 0.0) for what in SENDING)
-        share = self.price.seconds / (computing + sending)
-        return Evidence(
-            computing * share,
-            sending * share,
-            self.seconds,
-            None if memory is None else (self.price.memory_bytes, float(memory)),
-        )
+    def parts(self) -> tuple[float, float]:
+        """Predicted times of computing and of communication, relative to the measured time of the step."""
+        # Waiting for other stages is distributed over both in proportion to them.
+        computing, sending = (sum(self.price.time.get(what, 0.0) for what in kind) for kind in (COMPUTING, SENDING))
+        share = self.price.seconds / (computing + sending) / self.seconds
+        return computing * share, sending * share
 
     def to_json(self) -> dict[str, object]:
         """Return the unrounded numbers as JSON, in seconds and bytes."""
@@ -192,19 +173,19 @@ def others_used(rows: Sequence[AccuracyRow]) -> float | None:
 
 def accuracy(rows: Sequence[AccuracyRow]) -> Accuracy:
     """Return the accuracy of the predictions in `rows`, at least one."""
-    times = [abs(row.time_error) for row in rows]
-    clocked = [abs(row.price.seconds / row.clocked - 1) for row in rows]
-    sizes = [abs(error) for row in rows if (error := row.memory_error) is not None]
-    repeats = [abs(repeat) for row in rows if (repeat := row.repeat) is not None]
-    fastest = min(row.seconds for row in rows)
+
+    def mean_and_largest(errors: Iterable[float | None]) -> tuple[float, float]:
+        sizes = [abs(error) for error in errors if error is not None] or [0.0]
+        return statistics.mean(sizes), max(sizes)
+
     return Accuracy(
-        time=(statistics.mean(times), max(times)),
-        clocked=(statistics.mean(clocked), max(clocked)),
+        time=mean_and_largest(row.time_error for row in rows),
+        clocked=mean_and_largest(row.price.seconds / row.clocked - 1 for row in rows),
         slowdown=statistics.mean(row.slowdown for row in rows),
-        repeat=(statistics.mean(repeats), max(repeats)) if len(repeats) == len(rows) else None,
-        memory=(statistics.mean(sizes), max(sizes)) if sizes else None,
+        repeat=mean_and_largest(row.repeat for row in rows) if all(row.repeat is not None for row in rows) else None,
+        memory=mean_and_largest(row.memory_error for row in rows) if any(row.memory for row in rows) else None,
         rank=spearman([row.price.seconds for row in rows], [row.seconds for row in rows]),
-        chosen=min(rows, key=lambda row: row.price.seconds).seconds / fastest - 1,
+        chosen=min(rows, key=lambda row: row.price.seconds).seconds / min(row.seconds for row in rows) - 1,
     )
 
 
@@ -257,26 +238,23 @@ class Correction:
         )
 
 
-def correction(evidence: Sequence[Evidence]) -> Correction:
+def correction(parts: Sequence[tuple[float, float]], missing: Sequence[float]) -> Correction:
     """Return the correction that fits measured plans best.
 
     Its factors minimize the sum of squared relative errors of time. If the plans do not distinguish computing from
-    communication, both get the same factor. Memory is corrected by the median difference, upwards only.
+    communication, both get the same factor. Memory is corrected by the median of `missing`, upwards only.
+
+    parts: `AccuracyRow.parts` of each plan.
+    missing: bytes that the fullest rank took more than predicted, where they are known.
     """
+    x, y = np.array(parts).T
+    factors = [(x + y).sum() / ((x + y) ** 2).sum()] * 2
     # Normal equations of: sum over plans of (f_computing · x + f_sending · y - 1)².
-    cc = cs = ss = c = s = 0.0
-    for one in evidence:
-        x, y = one.computing / one.seconds, one.sending / one.seconds
-        cc, cs, ss, c, s = cc + x * x, cs + x * y, ss + y * y, c + x, s + y
-    determinant = cc * ss - cs * cs
-    both = (c + s) / (cc + 2 * cs + ss)
-    factors = both, both
+    products = np.array([[x @ x, x @ y], [x @ y, y @ y]])
     # A determinant near 0 means that x and y are proportional over the plans: the two factors are not determined.
-    if determinant > 1e-6 * cc * ss:
-        apart = (ss * c - cs * s) / determinant, (cc * s - cs * c) / determinant
-        if all(LEAST <= factor <= MOST for factor in apart):
-            factors = apart
-    differences = sorted(measured - predicted for predicted, measured in (e.memory for e in evidence if e.memory))
-    more = differences[len(differences) // 2] if differences else 0.0
-    computing, sending = (min(MOST, max(LEAST, factor)) for factor in factors)
-    return Correction(computing, sending, max(0, round(more)), len(evidence))
+    if np.linalg.det(products) > 1e-6 * (x @ x) * (y @ y):
+        apart = np.linalg.solve(products, [x.sum(), y.sum()])
+        factors = apart if ((apart >= LEAST) & (apart <= MOST)).all() else factors
+    computing, sending = np.clip(factors, LEAST, MOST).tolist()
+    more = statistics.median_high(missing) if missing else 0.0
+    return Correction(computing, sending, max(0, round(more)), len(parts))

@@ -7,36 +7,25 @@ from dataclasses import asdict
 
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.price import Price
-from vitpar.planner.report.data import assumptions, plan_title, price_to_json, provenance
+from vitpar.planner.report.data import Table, assumptions, plan_title, price_to_json, provenance
 from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.gains import shares
 from vitpar.planner.training_time import figure, hours_name
 from vitpar.text import size
 
 
-def comparison_columns(rows: Iterable[Compared]) -> tuple[str, ...]:
-    """Return the headings of `comparison_rows`, without the last column: the plan, and what most of its step is for."""
-    rows = tuple(rows)
-    hours = next((hours_name(row.best.costs.hardware) for row in rows if row.best), "GPU-hours")
-    return ("cluster", "devices", "batch", "samples/s", "MFU", "memory", "days", hours, *_conditions(rows))
-
-
-def _conditions(rows: Iterable[Compared]) -> tuple[str, ...]:
-    """Return the headings of the columns on failures and cost; none if nothing is known about them."""
-    known = (row.best.training.conditions for row in rows if row.best)
-    return tuple(dict.fromkeys("days in all" if name == "days" else name for one in known for name in one))
-
-
-def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
-    """Return a row of `comparison_columns` for each combination, and its plan or why there is none."""
+def comparison_table(rows: Sequence[Compared]) -> Table:
+    """Return a row for each combination with its plan, and what most of its step is for, or why there is none."""
+    found = [row.best for row in rows if row.best]
+    hours = hours_name(found[0].costs.hardware) if found else "GPU-hours"
+    conditions = tuple(dict.fromkeys(name for best in found for name in best.training.conditions))
+    heads = ("cluster", "devices", "batch", "samples/s", "MFU", "memory", "days", hours)
     table: list[tuple[str, ...]] = []
-    rows = tuple(rows)
-    more = _conditions(rows)
     for row in rows:
         where, best = row.combination, row.best
         if best is None:
-            cells = (where.cluster, "", f"{where.batch_size:,}", *("",) * (5 + len(more)))
-            table.append((*cells, row.why.partition(": ")[0]))
+            empty = ("",) * (len(heads) + len(conditions) - 3)
+            table.append((where.cluster, "", f"{where.batch_size:,}", *empty, row.why.partition(": ")[0]))
             continue
         price, mfu = best.price, best.price.mfu(best.costs)
         table.append(
@@ -49,11 +38,11 @@ def comparison_rows(rows: Iterable[Compared]) -> list[tuple[str, ...]]:
                 size(price.memory_bytes),
                 figure(best.training.days),
                 figure(best.training.device_hours),
-                *(best.training.conditions.get(name.removesuffix(" in all"), "") for name in more),
+                *(best.training.conditions.get(name, "") for name in conditions),
                 f"{plan_title(price.plan)}; {limit_words(price)}",
             )
         )
-    return table
+    return (*heads, *("days in all" if name == "days" else name for name in conditions)), table
 
 
 def limit_words(price: Price) -> str:

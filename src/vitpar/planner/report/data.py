@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from vitpar.pages.figures import rows_of
+from vitpar.planner.comparison import BestPlan
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
@@ -25,9 +26,8 @@ from vitpar.text import count, size
 
 COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
 """Headings of `figures`."""
-_SCALING = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap")
-GAIN_COLUMNS = ("time per image", "change")
-"""Headings of `gain_rows`, without the last column, the plan."""
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Headings of all columns but the last, which has a plan, and rows."""
 MOST_GAIN = 0.0005
 """Change of the time per image below which a change of the machine counts as none."""
 
@@ -204,12 +204,8 @@ class Findings:
             "plans": [price_to_json(price, self.costs) for price in result.plans],
             "frontier": [price_to_json(price, self.costs) for price in self.frontier],
             "why_not": [
-                {
-                    "strategy": reason.plan,
-                    "why": reason.why,
-                    **({} if reason.price is None else price_to_json(reason.price, self.costs)),
-                }
-                for reason in self.reasons
+                {"strategy": one.plan, "why": one.why, **(price_to_json(one.price, self.costs) if one.price else {})}
+                for one in self.reasons
             ],
         }
 
@@ -248,17 +244,9 @@ def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Predicted cost of one plan."""
+class Prediction(BestPlan):
+    """Predicted cost of one plan, which need not be the best, and what would make it faster."""
 
-    price: Price
-    """The plan's time and memory."""
-    costs: LayerCosts
-    """Costs of layers that it was priced with."""
-    budget: float
-    """Memory limit of a rank, in bytes."""
-    training: TrainingTime
-    """Duration of the complete training."""
     gains: tuple[Gain, ...]
     """Effects of a better machine or a larger batch, the most helpful first."""
 
@@ -293,9 +281,7 @@ def scaling_to_json(
                 "ranks": point.ranks,
                 "batch_size": point.batch_size,
                 "efficiency": part,
-                **(
-                    {} if point.price is None else {"at_most_better_by": point.gap, **price_to_json(point.price, costs)}
-                ),
+                **({"at_most_better_by": point.gap, **price_to_json(point.price, costs)} if point.price else {}),
                 **({"training": point.training.to_json()} if point.training else {}),
             }
             for point, part in zip(points, efficiency(points), strict=True)
@@ -315,19 +301,14 @@ def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -
     return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
 
 
-def scaling_columns(points: Sequence[Point]) -> tuple[str, ...]:
-    """Return the headings of `scaling_rows`, without the last column, the plan."""
-    known = (point.training.conditions for point in points if point.training)
-    return (*_SCALING, *dict.fromkeys(name for one in known for name in one))
-
-
-def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, ...]]:
-    """Return a row for each point: `scaling_columns` and the plan. The gap is `Result.gap` of the search."""
-    rows, more = [], scaling_columns(points)[len(_SCALING) :]
+def scaling_table(points: Sequence[Point], costs: LayerCosts) -> Table:
+    """Return a row for each point with its plan. The gap is `Result.gap` of the search."""
+    conditions = tuple(dict.fromkeys(name for point in points if point.training for name in point.training.conditions))
+    heads, rows = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap", *conditions), []
     for point, part in zip(points, efficiency(points), strict=True):
         where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
         if price is None or part is None:
-            rows.append((*where, *("",) * (len(_SCALING) + len(more) - 2), "no plan fits"))
+            rows.append((*where, *("",) * (len(heads) - 2), "no plan fits"))
             continue
         doubt, mfu = uncertainty(price, costs), price.mfu(costs)
         rows.append(
@@ -338,16 +319,16 @@ def scaling_rows(points: Sequence[Point], costs: LayerCosts) -> list[tuple[str, 
                 "" if mfu is None else f"{mfu:.1%}",
                 f"{part:.1%}",
                 f"{point.gap:.1%}",
-                *((point.training.conditions if point.training else {}).get(name, "") for name in more),
+                *((point.training.conditions if point.training else {}).get(name, "") for name in conditions),
                 plan_title(price.plan),
             )
         )
-    return rows
+    return heads, rows
 
 
-def gain_rows(gains: Iterable[Gain], best: Price) -> list[tuple[str, ...]]:
-    """Return a row of `GAIN_COLUMNS` for each change, and the plan that is best after it."""
-    return [
+def gain_table(gains: Iterable[Gain], best: Price) -> Table:
+    """Return a row for each change, with the plan that is best after it."""
+    return ("time per image", "change"), [
         (
             "as before" if abs(gain.time) < MOST_GAIN else f"{gain.time:+.1%}",
             gain.change,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
+from typing import Any
 
 from vitpar.pages import figures as f
 from vitpar.pages.document import facts, table
@@ -13,20 +14,20 @@ from vitpar.pages.plotly import Charts, Figure
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.report.comparison import comparison_columns, comparison_rows
+from vitpar.planner.report.comparison import comparison_table
 from vitpar.planner.report.data import (
     COLUMNS,
     Findings,
     Provenance,
+    Table,
     assumptions,
     certainty,
     duration,
     figures,
     noise_words,
     plan_title,
-    scaling_columns,
     scaling_notes,
-    scaling_rows,
+    scaling_table,
     schedule_words,
     speed_words,
 )
@@ -125,73 +126,57 @@ def family(plan: Plan) -> int:
 
 def _speed_and_memory(findings: Findings, charts: Charts) -> str:
     """Return the chart of the memory and the speed of every listed plan, with buttons for families of plans."""
-    listed, best = findings.listed, findings.result.plans[0]
+    listed, budget = findings.listed, findings.budget
     known = sorted({family(one.plan) for one in listed})
     keys = [f.series_key(FAMILIES[number], number) for number in known]
-    keys += [f.BANDS] if any(uncertainty(one, findings.costs) for one in listed) else []
-    most = max(one.memory_bytes for one in listed)
-    unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
-    traces = [_front(findings, scale)]
-    for number in known:
-        mine = [one for one in listed if family(one.plan) == number]
-        traces.append(_points(mine, findings, scale, number))
-    log = max(most, findings.budget) / min(one.memory_bytes for one in listed) > SPREAD
+    keys += [f.BANDS] if findings.doubt else []
+    sizes = [one.memory_bytes for one in listed]
+    unit, scale = ("GB", 1e9) if max(sizes) >= 1e9 else ("MB", 1e6)
+    log = max(*sizes, budget) / min(sizes) > SPREAD
     ranges = {"type": "log", "dtick": "D2", "tickformat": ",.3~g"} if log else {"rangemode": "tozero"}
     layout = {
         "xaxis": {"title": {"text": f"memory of the fullest rank, {unit}"}, **ranges},
         "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
-        **f.budget(findings.budget / scale, f"budget {size(findings.budget)}", log, inside=True),
+        **f.budget(budget / scale, f"budget {size(budget)}", log, inside=True),
         "margin": {"l": 62, "r": 14, "t": 28, "b": 42},
     }
-    said = "; ".join(
-        f"{plan_title(one.plan)}: {one.images_per_second:,.0f} samples/s, {size(one.memory_bytes)}" for one in listed
-    )
-    over = sum(one.memory_bytes > findings.budget for one in listed)
     notes = ["The line joins the fastest plans for each amount of memory. The star is the chosen plan."]
-    notes += [f"Hollow marks need more memory than the budget of {size(findings.budget)}."] if over else []
-    words = f"Samples/s by memory. Budget {size(findings.budget)}; chosen {plan_title(best.plan)}; {said}."
-    figure = Figure("Samples/s by memory", words, {"traces": traces, "layout": layout}, notes, keys, height=420)
-    return charts.add(figure)
-
-
-def _front(findings: Findings, scale: float) -> dict[str, object]:
-    """Return the line through the plans that are faster than every listed plan with less memory."""
-    front: list[Price] = []
-    for one in sorted(findings.listed, key=lambda one: (one.memory_bytes, -one.images_per_second)):
+    if any(needed > budget for needed in sizes):
+        notes.append(f"Hollow marks need more memory than the budget of {size(budget)}.")
+    front: list[Price] = []  # plans that are faster than every listed plan with less memory
+    for one in sorted(listed, key=lambda one: (one.memory_bytes, -one.images_per_second)):
         if not front or one.images_per_second > front[-1].images_per_second:
             front.append(one)
-    return f.trace(
-        "scatter",
-        mode="lines",
-        x=[one.memory_bytes / scale for one in front],
-        y=[one.images_per_second for one in front],
-        line={"color": "#888888", "width": 1, "shape": "hv"},
-        hoverinfo="skip",
-    )
+    line = {"color": "#888888", "width": 1, "shape": "hv"}
+    traces = [{**_places(front, scale), "mode": "lines", "line": line, "hoverinfo": "skip"}]
+    for number in known:
+        traces.append(_marks([one for one in listed if family(one.plan) == number], findings, scale, number))
+    return charts.add(Figure("Samples/s by memory", {"traces": traces, "layout": layout}, (), (), notes, keys, 420))
 
 
-def _points(prices: Sequence[Price], findings: Findings, scale: float, number: int) -> dict[str, object]:
+def _places(prices: Sequence[Price], scale: float) -> dict[str, Any]:
+    return {"x": [one.memory_bytes / scale for one in prices], "y": [one.images_per_second for one in prices]}
+
+
+def _marks(prices: Sequence[Price], findings: Findings, scale: float, number: int) -> dict[str, Any]:
     """Return the marks of plans of a family, with their bands of uncertainty. number: index in `FAMILIES`."""
-    best, costs, colour = findings.result.plans[0], findings.costs, f.series_colour(number)
-    doubts = [uncertainty(one, costs) for one in prices]
-    speeds = [one.images_per_second for one in prices]
+    best, colour, mark = findings.result.plans[0], f.series_colour(number), f.series_mark(number)
+    doubts = [uncertainty(one, findings.costs) for one in prices]
     shares = [doubt.share if doubt else 0.0 for doubt in doubts]
-    hollow = ["-open" if one.memory_bytes > findings.budget else "" for one in prices]
-    marks = ["star" if one is best else f.series_mark(number) for one in prices]
-    return f.trace(
-        "scatter",
-        mode="markers",
-        name=FAMILIES[number],
-        x=[one.memory_bytes / scale for one in prices],
-        y=speeds,
-        error_y=f.band(speeds, shares, colour),
-        marker={
+    return {
+        **_places(prices, scale),
+        "mode": "markers",
+        "name": FAMILIES[number],
+        "error_y": f.band([one.images_per_second for one in prices], shares, colour),
+        "marker": {
             "color": colour,
-            "symbol": [mark + open_ for mark, open_ in zip(marks, hollow, strict=True)],
+            "symbol": [
+                ("star" if one is best else mark) + "-open" * (one.memory_bytes > findings.budget) for one in prices
+            ],
             "size": [15 if one is best else 9 for one in prices],
         },
-        text=[plan_title(one.plan) for one in prices],
-        customdata=[
+        "text": [plan_title(one.plan) for one in prices],
+        "customdata": [
             [
                 f"{one.images_per_second:,.1f} samples/s",
                 _band_words(one, share),
@@ -199,8 +184,8 @@ def _points(prices: Sequence[Price], findings: Findings, scale: float, number: i
             ]
             for one, share in zip(prices, shares, strict=True)
         ],
-        hovertemplate="<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
-    )
+        "hovertemplate": "<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
+    }
 
 
 def _band_words(one: Price, share: float) -> str:
@@ -214,14 +199,8 @@ def _table(findings: Findings) -> str:
     why = {(r.price.plan, r.price.batch_size): findings.why(r) for r in findings.reasons if r.price}
     rows = []
     for one in findings.listed:
-        said = why.get((one.plan, one.batch_size), "")
-        rows.append(
-            [
-                f"<code>{escape(str(one.plan))}</code>{schedule_words(one.plan)}",
-                *figures(one, best, doubt),
-                escape(said),
-            ]
-        )
+        name = f"<code>{escape(str(one.plan))}</code>{schedule_words(one.plan)}"
+        rows.append([name, *figures(one, best, doubt), escape(why.get((one.plan, one.batch_size), ""))])
     for reason in findings.reasons:
         if reason.price is None:
             rows.append([f"<code>{escape(reason.plan)}</code>", *("",) * len(COLUMNS), escape(reason.why)])
@@ -235,8 +214,14 @@ def _batch_sizes(rows: Sequence[Compared], charts: Charts) -> list[str]:
     series = _series("best plan", [(row.best.price, row.best.costs) if row.best else None for row in rows])
     ticks = [f"{row.combination.batch_size:,}" for row in rows]
     chart = f.sweep("Samples/s by batch size", [series], ticks, ("samples per step", "samples/s"))
-    cells = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in comparison_rows(rows)]
-    return ["<h2>Batch sizes</h2>", charts.add(chart), table([*comparison_columns(rows), "plan"], cells, slice(1, -1))]
+    return ["<h2>Batch sizes</h2>", charts.add(chart), _plan_table(comparison_table(rows), slice(1, -1))]
+
+
+def _plan_table(found: Table, numbers: slice) -> str:
+    """Return the HTML of a table whose last column is a plan. numbers: columns that are right-aligned."""
+    heads, rows = found
+    cells = ([*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in rows)
+    return table([*heads, "plan"], cells, numbers)
 
 
 def _plan(priced: Price, findings: Findings, charts: Charts, opened: bool) -> str:
@@ -244,17 +229,12 @@ def _plan(priced: Price, findings: Findings, charts: Charts, opened: bool) -> st
     places = [f"pp {place}" if len(priced.memory) > 1 else "all ranks" for place in range(len(priced.memory))]
     memory = [{name: part for name, part in asdict(one).items() if name != "host"} for one in priced.memory]
     each = "the fullest rank at each pp index" if len(places) > 1 else "the fullest rank"
-    unit = ("s", 1.0) if priced.seconds >= 1 else ("ms", 1e-3)
+    seconds = ("s", 1.0) if priced.seconds >= 1 else ("ms", 1e-3)
+    large = ("GB", 1e9) if priced.memory_bytes >= 1e9 else ("MB", 1e6)
     drawn = [
-        f.bars("Time of a step", list(zip(places, priced.rank_times, strict=True)), duration, unit, notes=[_TIMES]),
+        f.bars("Time of a step", list(zip(places, priced.rank_times, strict=True)), duration, seconds, note=_TIMES),
         f.timeline("Timeline of a step", timeline(priced, findings.costs), priced.seconds, messages=messages(priced)),
-        f.bars(
-            f"Memory of {each}",
-            list(zip(places, memory, strict=True)),
-            size,
-            ("GB", 1e9) if priced.memory_bytes >= 1e9 else ("MB", 1e6),
-            limit=findings.budget,
-        ),
+        f.bars(f"Memory of {each}", list(zip(places, memory, strict=True)), size, large, limit=findings.budget),
     ]
     return (
         f"<details{' open' * opened}><summary>{escape(plan_title(priced.plan))}: "
@@ -281,10 +261,7 @@ def _sensitivity(prices: Sequence[Price], costs: LayerCosts, moments: float) -> 
     """Return the images per second of each plan, the first of each title, with all links faster by each of FACTORS."""
     machines = [with_links(costs, factor) for factor in FACTORS]
     return [
-        f.Series(
-            title,
-            [price(one.plan, machine, one.batch_size, moments).images_per_second for machine in machines],
-        )
+        f.Series(title, [price(one.plan, machine, one.batch_size, moments).images_per_second for machine in machines])
         for title, one in reversed({plan_title(one.plan): one for one in reversed(prices)}.items())
     ]
 
@@ -311,9 +288,8 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
         figure = f.sweep(f"{name} by number of devices", series, ticks, ("devices", "samples/s"), regimes)
         parts.append(charts.add(figure))
     for regime, points in by_regime.items():
-        rows = [[*map(escape, row[:-1]), f"<code>{escape(row[-1])}</code>"] for row in scaling_rows(points, costs)]
         parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
-        parts.append(table([*scaling_columns(points), "plan"], rows, numbers=slice(-1)))
+        parts.append(_plan_table(scaling_table(points, costs), slice(-1)))
     parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
     return charts.page(title, parts)
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from helpers.html_pages import Page
 from vitpar.data.images import BadImage
-from vitpar.runs.predictions import ClassResult, PredictedImages
+from vitpar.runs.predictions import ClassResult, PredictedImages, drawn_samples
 from vitpar.runs.sheet import MOST_CLASSES, SIDE, sheet, thumbnail
 
 LABELS = [0, 0, 0, 1, 1, 2]
@@ -43,9 +43,9 @@ def test_predictions_are_counted_and_sorted(found: PredictedImages) -> None:
         ClassResult(2, images=1, right=1, predicted=2, confused_with=None, confusions=0),
     ]
     assert found.mistakes(2) == [4, 2] and found.mistakes(9) == [4, 2, 1], "the most confident first"
-    drawn = found.drawn(4)
-    assert drawn == sorted(set(drawn)) == found.drawn(4) and len(drawn) == 4
-    assert found.drawn(100) == list(range(6))
+    drawn = drawn_samples(6, 4)
+    assert drawn == sorted(set(drawn)) == drawn_samples(6, 4) and len(drawn) == 4
+    assert drawn_samples(6, 100) == list(range(6))
 
 
 def test_the_sheet_shows_images_with_prediction_and_label(found: PredictedImages) -> None:

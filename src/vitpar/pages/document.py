@@ -48,7 +48,6 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 .mark { margin-right: .35em; } .chart .switch { font-size: 12px; margin-left: -.5rem; }
 .chart .toggles label { max-width: min(100%, 28rem); }
 .chart .switch legend { display: none; }
-i[class^="c"] { background: var(--run); display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 @media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 .theme { float: right; margin: 0 0 .4rem 1rem; }
 @media (max-width: 520px) { .theme { float: none; margin: 0; } }

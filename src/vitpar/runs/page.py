@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
 from vitpar.models import ModelConfig
 from vitpar.pages.document import facts, switch, table, toggles
-from vitpar.pages.figures import SERIES
-from vitpar.pages.plotly import Charts
+from vitpar.pages.figures import SERIES, series_colour
+from vitpar.pages.plotly import Charts, Key
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences
@@ -60,7 +59,7 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
         _reproduce(runs),
         f'<p class="note">{escape(made_by)}</p>' if made_by else "",
     ]
-    return page.page(f"vitpar report: {title}", parts, STYLE + _colours(len(runs)) + SHEET_STYLE * bool(extra), version)
+    return page.page(f"vitpar report: {title}", parts, STYLE + SHEET_STYLE * bool(extra), version)
 
 
 def _summary(runs: Sequence[RunRecord]) -> str:
@@ -72,7 +71,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     heads = ["", *(_key(number, run) for number, run in enumerate(runs))]
     rows = [[escape(name), *(_unbroken(column.get(name) or "–") for column in columns)] for name in names]
     kept = [row for row in rows if any(cell != "–" for cell in row[1:])]
-    return f'<div class="summary">{table(heads, kept, numbers=slice(0, 0))}</div>'
+    return f'<div class="summary">{table(heads, kept)}</div>'
 
 
 def _results(run: RunRecord) -> dict[str, str]:
@@ -122,13 +121,12 @@ def _memory_words(first: float, ranks: Column) -> str:
 def _best(run: RunRecord) -> dict[str, str]:
     """Return the best value of the task's first metric, by what it is; empty if there is none."""
     metric = next(iter(run.task_metrics), LOSS)
-    values = run.metrics.eval[metric.name] * (1 if metric.higher else -1)
+    steps, values = run.metrics.eval["step"], run.metrics.eval[metric.name]
     if not np.isfinite(values).any():
         return {}
-    index = int(np.nanargmax(np.where(np.isfinite(values), values, np.nan)))
-    step = run.metrics.eval["step"][index]
-    value = float(run.metrics.eval[metric.name][index])
-    return {f"best {_name(metric)}": escape(f"{metric.shown(value, brief=True)} after step {step:,.0f}")}
+    index = int(np.where(np.isfinite(values), values if metric.higher else -values, -np.inf).argmax())
+    words = f"{metric.shown(float(values[index]), brief=True)} after step {steps[index]:,.0f}"
+    return {f"best {_name(metric)}": escape(words)}
 
 
 def _name(metric: Metric) -> str:
@@ -185,19 +183,19 @@ def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
 
 def _key(number: int, run: RunRecord) -> str:
     """Return the name of a run with its colour and number."""
-    return f'<i class="c{number}"></i>{number + 1} {escape(shown(run.name))}'
+    return Key(f"{number + 1} {shown(run.name)}", series_colour(number)).html
 
 
 def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
     """Return the pictures of the plans, one for each distinct plan of a model."""
-    names: dict[tuple[Plan, ModelConfig | None], dict[str, None]] = {}
+    names: dict[tuple[Plan, ModelConfig | None], set[str]] = {}
     for run in runs:
         if run.plan is not None:
-            names.setdefault((run.plan, config_of(run.path)), {})[f"<code>{escape(shown(run.plan_words))}</code>"] = (
-                None
-            )
-    drawn = [(", ".join(words), plan_pictures(*plan, page)) for plan, words in names.items()]
-    drawn = [(words, pictures) for words, pictures in drawn if pictures]
+            names.setdefault((run.plan, config_of(run.path)), set()).add(run.plan_words)
+    drawn = []
+    for plan, words in names.items():
+        if pictures := plan_pictures(*plan, page):
+            drawn.append((", ".join(f"<code>{escape(shown(one))}</code>" for one in sorted(words)), pictures))
     if len(drawn) == 1:
         return f"<h2>Plan</h2><p>{drawn[0][0]}</p>{drawn[0][1]}"
     folded = (
@@ -213,22 +211,17 @@ def _differences(runs: Sequence[RunRecord]) -> str:
         return ""
     differences = recipe_differences(list(runs))
     rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in differences.items()]
-    if not rows:
-        return "<h2>Differences between the recipes</h2><p>All settings are equal.</p>"
     heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
     more = rows[MOST_SHOWN:]
-    folded = f"<details><summary>{count(len(more), 'setting')} more</summary>{_plain(heads, more)}</details>"
-    return f"<h2>Differences between the recipes</h2>{_plain(heads, rows[:MOST_SHOWN])}{folded if more else ''}"
-
-
-def _plain(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table(heads, rows, numbers=slice(0, 0))
+    folded = f"<details><summary>{count(len(more), 'setting')} more</summary>{table(heads, more)}</details>"
+    first = table(heads, rows[:MOST_SHOWN]) if rows else "<p>All settings are equal.</p>"
+    return f"<h2>Differences between the recipes</h2>{first}{folded if more else ''}"
 
 
 def _reproduce(runs: Sequence[RunRecord]) -> str:
     """Return the commands of every run, and the versions, once if they are equal."""
     parts = ["<h2>Reproduce</h2>"]
-    versions = [facts({name: words for name, words in _versions(run).items() if words}) for run in runs]
+    versions = [facts(_versions(run)) for run in runs]
     for number, run in enumerate(runs):
         parts.append(f"<h3>{_key(number, run)}</h3>" if len(runs) > 1 else "")
         parts.append(f"<pre>{escape(run.repeating_command)}</pre>")
@@ -241,24 +234,19 @@ def _reproduce(runs: Sequence[RunRecord]) -> str:
 
 
 def _versions(run: RunRecord) -> dict[str, str]:
-    """Return the versions of env.json as HTML, by name; empty ones are unknown."""
-
-    def said(*names: str) -> str:
-        value: Any = run.environment
-        for name in names:
-            value = value.get(name) if isinstance(value, dict) else None
-        return "" if value is None or isinstance(value, dict | list) else escape(shown(value))
-
-    compiled = run.environment.get("compiled")
-    return {
-        "vitpar": said("git_commit") and f"commit {said('git_commit')}",
-        "torch": said("torch"),
-        "Python": said("python"),
-        "system": said("platform"),
-        "attention": said("attention", "backend"),
-        "blocks": "" if not isinstance(compiled, bool) else "compiled" if compiled else "not compiled",
-        "threads": said("threads"),
+    """Return the versions of env.json as HTML, by name; only known ones."""
+    found = run.environment
+    attention, compiled = found.get("attention"), found.get("compiled")
+    versions = {
+        "vitpar": f"commit {found['git_commit']}" if found.get("git_commit") else None,
+        "torch": found.get("torch"),
+        "Python": found.get("python"),
+        "system": found.get("platform"),
+        "attention": attention.get("backend") if isinstance(attention, dict) else None,
+        "blocks": ("not compiled", "compiled")[compiled] if isinstance(compiled, bool) else None,
+        "threads": found.get("threads"),
     }
+    return {name: escape(shown(value)) for name, value in versions.items() if isinstance(value, str | int)}
 
 
 def _duration(hours: float) -> str:
@@ -273,12 +261,6 @@ def _duration(hours: float) -> str:
 def _unbroken(html: str) -> str:
     """Return HTML in which numbers and their units stay on one line."""
     return re.sub(rf"(?<=\d) (?=(?:%|[MG]B|samples/s|min|s|h|M)(?:\W|$))|(?<=top{HYPHEN}\d) ", "&nbsp;", html)
-
-
-def _colours(runs: int) -> str:
-    """Return the rules of style of the colours of runs."""
-    pairs = enumerate(SERIES[:runs])
-    return "".join(f".c{number} {{ --run: light-dark({light}, {dark}); }}" for number, (light, dark) in pairs)
 
 
 STYLE = """

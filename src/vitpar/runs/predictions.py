@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,62 +60,43 @@ class PredictedImages:
         """Fraction of images with the correct class first."""
         return float((self.labels == self.predicted).mean()) if len(self.labels) else 0.0
 
-    @cached_property
-    def _pairs(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Distinct pairs of class and predicted class, and how many images have each."""
-        pairs, counts = np.unique(self.labels * len(self.class_names) + self.predicted, return_counts=True)
-        return pairs // len(self.class_names), pairs % len(self.class_names), counts
-
-    @cached_property
-    def errors(self) -> Numbers:
-        """Wrong predictions that each class takes part in, as the correct or as the predicted one."""
-        wrong = self.labels != self.predicted
-        size = len(self.class_names)
-        return np.bincount(self.labels[wrong], minlength=size) + np.bincount(self.predicted[wrong], minlength=size)
-
     def most_confused(self, most: int) -> list[int]:
         """Return the classes that occur, by number; if they are more than `most`, those with the most errors."""
-        numbers = np.unique(np.concatenate([self.labels, self.predicted]))
+        numbers = np.unique(np.append(self.labels, self.predicted))
         if len(numbers) > most:
-            numbers = np.sort(numbers[np.argsort(-self.errors[numbers], kind="stable")[:most]])
+            wrong = self.labels != self.predicted
+            errors = np.bincount(np.append(self.labels[wrong], self.predicted[wrong]), minlength=len(self.class_names))
+            numbers = np.sort(numbers[np.argsort(-errors[numbers], kind="stable")[:most]])
         return numbers.tolist()
 
     def confusion(self, classes: Sequence[int]) -> Numbers:
         """Return how many images of each of `classes` (rows) are predicted as each of them (columns)."""
         place = np.full(len(self.class_names), -1)
         place[list(classes)] = np.arange(len(classes))
-        true, predicted, counts = self._pairs
-        kept = (place[true] >= 0) & (place[predicted] >= 0)
-        matrix = np.zeros((len(classes), len(classes)), dtype=np.int64)
-        matrix[place[true[kept]], place[predicted[kept]]] = counts[kept]
+        rows, columns = place[self.labels], place[self.predicted]
+        kept = (rows >= 0) & (columns >= 0)
+        matrix = np.zeros((len(classes),) * 2, dtype=np.int64)
+        np.add.at(matrix, (rows[kept], columns[kept]), 1)
         return matrix
 
     def classes(self) -> list[ClassResult]:
         """Return the result of every class that has images, the least accurate first."""
-        true, predicted, counts = self._pairs
-        size = len(self.class_names)
-        images = np.bincount(self.labels, minlength=size)
-        named = np.bincount(self.predicted, minlength=size)
-        right = np.bincount(self.labels[self.labels == self.predicted], minlength=size)
-        worst: dict[int, tuple[int, int]] = {}
-        for is_, taken_for, number in zip(true.tolist(), predicted.tolist(), counts.tolist(), strict=True):
-            if is_ != taken_for and number > worst.get(is_, (0, 0))[0]:
-                worst[is_] = number, taken_for
+        named = np.bincount(self.predicted, minlength=len(self.class_names)).tolist()
+        order = np.argsort(self.labels, kind="stable")
+        numbers, starts = np.unique(self.labels[order], return_index=True)
         results = []
-        for number in np.flatnonzero(images).tolist():
-            confusions, other = worst.get(number, (0, None))
-            counted = (int(images[number]), int(right[number]), int(named[number]))
-            results.append(ClassResult(number, *counted, other, confusions))
+        for number, predicted in zip(numbers.tolist(), np.split(self.predicted[order], starts[1:]), strict=False):
+            others, counts = np.unique(predicted[predicted != number], return_counts=True)
+            most = counts.argmax() if len(counts) else None
+            confused = (None, 0) if most is None else (int(others[most]), int(counts[most]))
+            right = len(predicted) - int(counts.sum())
+            results.append(ClassResult(number, len(predicted), right, named[number], *confused))
         return sorted(results, key=lambda result: (result.right / result.images, -result.images))
 
     def mistakes(self, most: int) -> list[int]:
         """Return the rows of wrong predictions, the most confident first."""
         wrong = np.flatnonzero(self.labels != self.predicted)
         return wrong[np.argsort(-self.probability[wrong], kind="stable")[:most]].tolist()
-
-    def drawn(self, number: int) -> list[int]:
-        """Return `number` rows, in the order of the images."""
-        return drawn_samples(len(self.samples), number)
 
 
 def drawn_samples(total: int, number: int) -> list[int]:

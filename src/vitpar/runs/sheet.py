@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vitpar.data.images import BadImage, decode
 from vitpar.pages.document import table
 from vitpar.runs.charts import percent
-from vitpar.runs.predictions import ClassResult, PredictedImages
+from vitpar.runs.predictions import PredictedImages, drawn_samples
 from vitpar.text import count, shown
 
 MOST_IMAGES = 200
@@ -57,7 +57,7 @@ def sheet(predicted_images: PredictedImages, read: Callable[[int], bytes], image
         "<h2>Predictions</h2>",
         f"<p>{escape(about)} Top-1 accuracy {percent(predicted_images.accuracy)} on "
         f"{len(predicted_images.samples):,} images.</p>",
-        _figures(predicted_images, predicted_images.drawn(images), read),
+        _figures(predicted_images, drawn_samples(len(predicted_images.samples), images), read),
         "<h3>Most confident mistakes</h3>" if mistakes else "<p>No prediction is wrong.</p>",
         _figures(predicted_images, mistakes, read) if mistakes else "",
         "<h3>Confusion matrix</h3>",
@@ -147,27 +147,23 @@ def _confusion(predicted_images: PredictedImages) -> str:
 def _classes(predicted_images: PredictedImages) -> str:
     """Return the table of classes, the least accurate first."""
     results = predicted_images.classes()
+    rows = [
+        [
+            _name(predicted_images, one.number),
+            f"{one.images:,}",
+            percent(one.right / one.images),
+            percent(one.right / one.predicted) if one.predicted else "–",
+            ""
+            if one.confused_with is None
+            else f"{_name(predicted_images, one.confused_with)} ({one.confusions:,})",
+        ]
+        for one in results[:MOST_ROWS]
+    ]
     heads = ("class", "images", "accuracy", "precision", "most often taken for")
-    rows = [_class_row(predicted_images, result) for result in results[:MOST_ROWS]]
     first = table(heads, rows[:SHOWN_CLASSES], numbers=slice(1, 4))
     if len(results) <= SHOWN_CLASSES:
         return first
     left = f", {len(results) - MOST_ROWS:,} are left out" if len(results) > MOST_ROWS else ""
-    more = table(heads, rows[SHOWN_CLASSES:], numbers=slice(1, 4))
     words = f"{count(len(rows) - SHOWN_CLASSES, 'class')} more{left}"
+    more = table(heads, rows[SHOWN_CLASSES:], numbers=slice(1, 4))
     return f"{first}<details><summary>{words}</summary>{more}</details>"
-
-
-def _class_row(predicted_images: PredictedImages, result: ClassResult) -> list[str]:
-    confused = (
-        ""
-        if result.confused_with is None
-        else f"{_name(predicted_images, result.confused_with)} ({result.confusions:,})"
-    )
-    return [
-        _name(predicted_images, result.number),
-        f"{result.images:,}",
-        percent(result.right / result.images),
-        percent(result.right / result.predicted) if result.predicted else "–",
-        confused,
-    ]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ from vitpar_cli.outputs import data_table, print_words
 from vitpar_cli.recipe_options import AsJson
 
 if TYPE_CHECKING:
-    from vitpar.runs.listing import RunSummary
+    from vitpar.runs.folder import RunRecord
 
 PLAN_WIDTH, METRIC_WIDTH, LEAST_NAME = 13, 12, 14
 """Maximum columns of a plan and of a metric, and minimum columns of a name; longer ones take several lines."""
@@ -32,17 +31,17 @@ def runs(
 
     Example: vitpar runs
     """
-    from vitpar.runs.listing import runs_in
+    from vitpar.runs.listing import runs_in, summary
 
-    summaries = runs_in(folder)
+    found = runs_in(folder)
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "runs": [asdict(run) for run in summaries]}))
+        typer.echo(json.dumps({"folder": str(folder), "runs": list(map(summary, found))}))
         return
-    if not summaries:
+    if not found:
         typer.echo(f"no runs in {folder}")
         return
     console = Console(highlight=False)
-    titles = {run.metric.words for run in summaries if run.metric and run.value is not None}
+    titles = {run.metric.words for run in found if run.metric and run.last(run.metric.name) is not None}
     title = titles.pop() if len(titles) == 1 else "metric"
     table = data_table("run", "state", "plan", "steps", "loss", printable(title), "samples/s", "age")
     table.padding = (0, 1, 0, 0)
@@ -55,17 +54,17 @@ def runs(
         column.justify = "right"
     metric = table.columns[5]
     metric.no_wrap, metric.max_width = False, METRIC_WIDTH
-    for run in summaries:
+    for run in found:
         table.add_row(*map(Text, _cells(run, titled=title != "metric")))
     console.print(table)
-    for line in _notes(summaries):
+    for line in _notes(found):
         print_words(console, line, "dim")
 
 
-def _notes(summaries: "list[RunSummary]") -> list[str]:
+def _notes(found: "list[RunRecord]") -> list[str]:
     """Return the notes of runs, the newest first; once for several runs whose notes differ in numbers at most."""
-    alike: dict[str, list[RunSummary]] = {}
-    for run in summaries:
+    alike: dict[str, list[RunRecord]] = {}
+    for run in found:
         if run.note:
             alike.setdefault(re.sub(r"\d[\d.,]*", "0", run.note), []).append(run)
     lines = []
@@ -76,21 +75,21 @@ def _notes(summaries: "list[RunSummary]") -> list[str]:
     return lines
 
 
-def _cells(run: "RunSummary", titled: bool) -> list[str]:
+def _cells(run: "RunRecord", titled: bool) -> list[str]:
     """Return the cells of a run. titled: whether the column of the metric has its name."""
     metric = "–"
-    if run.metric and run.value is not None:
-        value = run.metric.shown(run.value, brief=True)
+    if run.metric and (number := run.last(run.metric.name)) is not None:
+        value = run.metric.shown(number, brief=True)
         metric = printable(value if titled else f"{run.metric.words} {value}")
-    steps = f"{run.steps:,}" if run.total_steps in (None, run.steps) else f"{run.steps:,}/{_short(run.total_steps)}"
+    steps, total = run.metrics.steps, run.total_steps
     return [
         printable(run.name),
         run.state,
-        printable(shown(run.plan)),
-        steps,
-        "–" if run.loss is None else f"{run.loss:.4f}" if abs(run.loss) < 1e4 else f"{run.loss:.1e}",
+        printable(shown(run.plan_words)),
+        f"{steps:,}" if total in (None, steps) else f"{steps:,}/{_short(total)}",
+        "–" if (loss := run.loss) is None else f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.1e}",
         metric,
-        "–" if run.images_per_second is None else f"{run.images_per_second:,.0f}",
+        "–" if (rate := run.images_per_second) is None else f"{rate:,.0f}",
         _age(run.age_seconds),
     ]
 

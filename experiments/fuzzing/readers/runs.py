@@ -8,7 +8,7 @@ from fuzzing.case import Case, Target, read_folder
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from vitpar.planner.cost import pipeline  # noqa: F401, a report imports it, and torch, when it draws a pipeline
 from vitpar.runs.folder import RunRecord, refuse_other_folders
-from vitpar.runs.listing import runs_in
+from vitpar.runs.listing import runs_in, summary
 from vitpar.runs.page import report
 
 SCRIPT = "<script>alert(1)</script><img src=x>"
@@ -40,6 +40,6 @@ class Run(Target):
     def read(self, case: Case, place: Path) -> None:
         refuse_other_folders(place)
         html = report([RunRecord(place), RunRecord(place)])
-        if html.count("<script") != 4 or "<img" in html:
+        if html.count("<script") != 3 or "<img" in html:
             raise oracle.Wrong("a text of the run became an element of the page")
-        runs_in(place)
+        list(map(summary, runs_in(place)))

@@ -49,13 +49,14 @@ def refuse_other_folders(path: Path) -> None:
 class RunRecord:
     """One run, read from its folder when its parts are first used.
 
-    Reading raises DataError for a log or metrics that cannot be read.
+    Reading all rows raises DataError for a log or metrics that cannot be read.
     """
 
     path: Path
     """Folder of the run."""
     newest: int | None = None
-    """Number of the newest rows of metrics that are read, where they can be read; None for all."""
+    """Number of the newest rows of metrics to read, for a list of runs, in which one that cannot be read counts as
+    failed; None for all rows."""
 
     @property
     def name(self) -> str:
@@ -68,7 +69,10 @@ class RunRecord:
         try:
             return read_log(self.path / LOG)
         except OSError as error:
-            raise DataError(f"cannot read '{self.path / LOG}': {error.strerror}: name another run") from None
+            words = f"cannot read '{self.path / LOG}': {error.strerror}"
+            if self.newest:
+                return RunLog(end="error", words=words)
+            raise DataError(f"{words}: name another run") from None
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -167,6 +171,17 @@ class RunRecord:
         values = (self.metrics.train if kind == "train" else self.metrics.eval)[name]
         fine = values[np.isfinite(values)]
         return float(fine[-1]) if len(fine) else None
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last evaluation, or else of the last step; None if there is neither."""
+        loss = self.last("loss")
+        return self.last("loss", "train") if loss is None else loss
+
+    @property
+    def metric(self) -> Metric | None:
+        """First metric of the task; None if it has none."""
+        return next(iter(self.task_metrics), None)
 
     @property
     def command(self) -> str:

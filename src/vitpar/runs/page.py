@@ -120,7 +120,7 @@ def _memory_words(first: float, ranks: Column) -> str:
 
 def _best(run: RunRecord) -> dict[str, str]:
     """Return the best value of the task's first metric, by what it is; empty if there is none."""
-    metric = next(iter(run.task_metrics), LOSS)
+    metric = run.metric or LOSS
     steps, values = run.metrics.eval["step"], run.metrics.eval[metric.name]
     if not np.isfinite(values).any():
         return {}

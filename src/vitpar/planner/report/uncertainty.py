@@ -1,17 +1,9 @@
 """Uncertainty of predicted step times: the spread of the timings behind them, or the error band of estimates.
 
 The relative spread of a timing is half its interquartile range over its median. Every part of a step (`Price.time`) has
-the spread of its timings, and the step has the mean of its parts, weighted by seconds. Spreads are not combined in
-quadrature, because they are not independent: a disturbance of some minutes affects all measurements of that time.
-
-| part                                     | timings                                                                |
-|------------------------------------------|------------------------------------------------------------------------|
-| forward, backward                        | those of the plan's kinds of layers, at the size nearest to its        |
-|                                          | micro-batch                                                            |
-| tensor, gather, gradients,               | those of the operations in `SENT`: the median over all sizes and       |
-| redistribution                           | groups                                                                 |
-| optimizer                                | those of the optimizer: the median over all sizes                      |
-| the others, such as waiting for a stage  | the mean of the parts above                                            |
+the spread of its timings, and the step has the mean of its parts, weighted by seconds; parts without timings, such as
+waiting for a stage, are as uncertain as the others. Spreads are not combined in quadrature, because they are not
+independent: a disturbance of some minutes affects all measurements of that time.
 """
 
 from __future__ import annotations

@@ -12,14 +12,14 @@ const systemDark = matchMedia('(prefers-color-scheme: dark)');
 const AXES = {step: 'step', samples: 'samples', hours: 'hours of training'};
 const TITLES = {step: 'step %{x:,d}', samples: '%{x:,d} samples', hours: '%{x:.4~f} hours'};
 const SYMBOLS = {checkpoint: 'triangle-up', restart: 'triangle-down'};
-const bound = new WeakSet();
 let data, zoom = null, reset = 0, turn = 0;
 
 // The layout that all charts share.
 function frame(dark, narrow) {
   const color = dark ? '#fff' : '#000', page = dark ? '#121416' : '#fff', grid = dark ? '#fff2' : '#0002';
   return {
-    margin: {l: 62, r: 14, t: 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
+    // Without a pointer the buttons are always shown: they stand above the lines.
+    margin: {l: 62, r: 14, t: matchMedia('(hover: none)').matches ? 28 : 8, b: 42}, paper_bgcolor: page, plot_bgcolor: page, showlegend: false,
     font: {family: 'system-ui, sans-serif', size: 12, color}, uirevision: 'kept',
     hoverlabel: {bgcolor: page, bordercolor: '#8886', font: {color, size: 12}},
     modebar: {bgcolor: 'transparent', color: '#888', activecolor: color},
@@ -109,8 +109,8 @@ function layout(chart, axis, full, dark, colour, narrow) {
       autorangeoptions: {include: chart.least && !log ? [chart.least] : undefined, clipmax: chart.most ? 1.02 * chart.most : undefined},
       ticksuffix: chart.unit, hoverformat: chart.digits,
       exponentformat: most >= 1000 ? 'SI' : 'power', minexponent: most >= 1000 ? 3 : 4,
-      // Ticks at 1, 2 and 5: all digits would overlap.
-      dtick: log && decades < 2 && (decades > .4 || !decades) ? 'D2' : undefined,
+      // Ticks at 1, 2 and 5, or of many decades at 1: more would overlap.
+      dtick: !log || decades && decades < .4 ? undefined : decades < 3 ? 'D2' : 1,
       tickformat: chart.whole ? ',d' : log ? most >= 1000 ? '.3~s' : '.3~g' : undefined},
     yaxis2: {overlaying: 'y', range: [0, 1], visible: false, fixedrange: true},
     shapes: restarts.map(mark => ({x0: mark.x[axis], x1: mark.x[axis], y0: 0, y1: 1, yref: 'paper', type: 'line',
@@ -120,8 +120,6 @@ function layout(chart, axis, full, dark, colour, narrow) {
 }
 
 function bind(plot) {
-  if (bound.has(plot)) return;
-  bound.add(plot);
   plot.on('plotly_relayout', change => {
     const low = change['xaxis.range[0]'] ?? change['xaxis.range']?.[0];
     const high = change['xaxis.range[1]'] ?? change['xaxis.range']?.[1];
@@ -134,21 +132,29 @@ function bind(plot) {
 
 function unzoom() { zoom = null; reset += 1; draw(); }
 
+// How far a chart is outside of the view.
+function away(plot) {
+  const {top, bottom} = plot.getBoundingClientRect();
+  return Math.max(0, top - innerHeight, -bottom);
+}
+
 let drawing = 0;
 async function draw() {
   const mine = ++drawing, axis = chosen('x') || 'step', full = range(axis);
   const dark = chosen('theme') === 'dark' || chosen('theme') !== 'light' && systemDark.matches;
   const colour = one => (one.colour ?? data.colours[one.run])[dark ? 1 : 0];
   const back = {name: 'reset', title: 'Show everything', icon: Plotly.Icons.home, click: unzoom};
-  for (const chart of data.charts) {
-    const plot = document.getElementById(chart.place);
-    if (plot.closest('details:not([open])')) continue;  // drawn when it is opened
+  const places = data.charts.map(chart => ({chart, plot: document.getElementById(chart.place)}))
+    .filter(({plot}) => !plot.closest('details:not([open])'));  // drawn when they are opened
+  // Those in view come first.
+  for (const {chart, plot} of places.sort((one, two) => away(one.plot) - away(two.plot))) {
     const config = {displaylogo: false, responsive: true, doubleClick: chart.lines ? false : 'reset',
       displayModeBar: chart.fixed ? false : 'hover', modeBarButtons: [['zoom2d', 'pan2d', chart.lines ? back : 'resetScale2d', 'toImage']]};
     const narrow = plot.clientWidth < 500;
     const drawn = chart.lines ? [traces(chart, axis, colour), layout(chart, axis, full, dark, colour, narrow)] : ready(chart, dark, narrow);
+    const first = !plot.on;
     await Plotly.react(plot, ...drawn, config);
-    if (chart.lines) bind(plot);
+    if (chart.lines && first) bind(plot);
     await new Promise(resolve => setTimeout(resolve));  // show it, and answer to buttons
     if (mine !== drawing) return;
   }

@@ -50,7 +50,7 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 .chart .switch legend { display: none; }
 @media (max-width: 520px) { body { padding: 0 .75rem; } .controls { position: static; } }
 .theme { float: right; margin: 0 0 .4rem 1rem; }
-@media (max-width: 520px) { .theme { float: none; margin: 0; } }
+@media (max-width: 520px) { .theme { float: none; margin: 0; } td:has(code) { min-width: 8rem; } }
 @media print { .switch { display: none; } }
 """
 """Style of all pages."""

@@ -59,6 +59,8 @@ MOST_SPANS = 3000
 """Maximum number of actions, and of messages, in a timeline: a page with more would be slow."""
 EACH, AROUND = 30, 46
 """Height of a row of bars, and of what is above and below them, in pixels."""
+BUTTONS = 28
+"""Space for Plotly's buttons above a chart, in pixels."""
 EDGE = {"color": "#88888888", "width": 0.5}
 """Edge of bars, which separates neighbours of a colour, and dark ones from a dark page."""
 BANDS = Key("bands", "#888888", "I")
@@ -251,6 +253,7 @@ def timeline(
         traces.append({**ends, **line, "hovertemplate": "%{customdata}<extra></extra>"})
     layout = _rows(rows) | {
         "barmode": "overlay",
+        "margin": SIDES | {"t": BUTTONS},
         "uniformtext": {"minsize": 8, "mode": "hide"},
         "xaxis": {"range": [0, time(seconds)], "ticksuffix": unit},
     }
@@ -260,7 +263,8 @@ def timeline(
     ]
     keys = [Key(one["name"], COLOURS.get(one["name"], MESSAGE)) for one in traces]
     data = {"traces": traces, "layout": layout}
-    return Figure(title, data, ["", "in sum"], sums, [note, cut], keys, EACH * len(rows) + AROUND)
+    height = EACH * len(rows) + AROUND + BUTTONS - SIDES["t"]
+    return Figure(title, data, ["", "in sum"], sums, [note, cut], keys, height)
 
 
 @dataclass(frozen=True)

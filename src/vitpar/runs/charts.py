@@ -14,18 +14,19 @@ from vitpar.runs.folder import RunRecord
 from vitpar.runs.metrics import Column
 from vitpar.text import count, shown
 
-COLUMNS, MANY_RUNS = 400, 3
-"""Parts of a long line that keep their smallest and largest value, and number of runs above which they are half."""
+COLUMNS = 400
+"""Parts of a long line that keep their smallest and largest value, divided by the number of runs."""
+MANY_RUNS = 3
+"""Number of runs above which charts are higher."""
 MOST_MARKS = 60
 """Maximum number of marks of a kind and run in a chart: more could not be distinguished."""
 
 
 def charts(runs: Sequence[RunRecord]) -> tuple[Charts, list[str]]:
     """Return the charts for which a run has values: for the page's script, and their HTML."""
-    many = len(runs) > MANY_RUNS
+    columns, height = COLUMNS // len(runs), 320 if len(runs) > MANY_RUNS else 240
     marks = [mark for number, run in enumerate(runs) for mark in marks_of(run, number)]
     page = Charts(colours=SERIES[: len(runs)], marks=marks)
-    columns, height = (COLUMNS // 2, 320) if many else (COLUMNS, 240)
     return page, [page.add(figure(chart, columns, height)) for chart in _all(runs) if chart.lines]
 
 

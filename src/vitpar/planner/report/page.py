@@ -138,7 +138,7 @@ def _speed_and_memory(findings: Findings, charts: Charts) -> str:
         "xaxis": {"title": {"text": f"memory of the fullest rank, {unit}"}, **ranges},
         "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
         **f.budget(budget / scale, f"budget {size(budget)}", log, inside=True),
-        "margin": {"l": 62, "r": 14, "t": 28, "b": 42},
+        "margin": {"l": 62, "r": 14, "t": f.BUTTONS, "b": 42},
     }
     notes = ["The line joins the fastest plans for each amount of memory. The star is the chosen plan."]
     if any(needed > budget for needed in sizes):

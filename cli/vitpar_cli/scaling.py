@@ -66,7 +66,7 @@ def scaling(
     merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.data import scaling_notes, scaling_table, scaling_to_json
+    from vitpar.planner.report.comparison import scaling_notes, scaling_table, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space

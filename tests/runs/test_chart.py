@@ -116,7 +116,9 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
 
 def test_the_description_names_the_key_points() -> None:
     html = html_of(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"))
-    first = "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4, missing 1."
+    first = (
+        "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4, missing 1."
+    )
     assert f'aria-label="Loss. {first} run 2: missing 4."' in html
     assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td></td><td>4</td>" in html
 

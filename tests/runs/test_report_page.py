@@ -124,7 +124,10 @@ def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text() + 'seed = 3\n[optimizer]\nname = "lamb"\n')
     page, html = page_of(*runs)
     assert html.count("<figcaption>") == len(CURVES)
-    assert "setting ■ 1 dp2 ■ 2 tp2 ■ 3 fsdp2 train.seed not set 3 not set optimizer.name not set lamb not set" in page.text
+    assert (
+        "setting ■ 1 dp2 ■ 2 tp2 ■ 3 fsdp2 train.seed not set 3 not set optimizer.name not set lamb not set"
+        in page.text
+    )
     for number in range(3):
         assert f"run {number + 1}, validation: first" in label(page, "Loss")
     alike = page_of(runs[0], runs[2])[0].text

@@ -54,6 +54,8 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 @media print { .switch { display: none; } }
 """
 """Style of all pages."""
+
+
 def policy(scripts: Sequence[str], live: bool) -> str:
     """Return the content security policy of a page that runs exactly these scripts.
 

@@ -102,7 +102,7 @@ def _key_points(chart: Chart, line: Line) -> list[str]:
     """Return the name of a line and its values for `KEY_POINTS`; empty ones if no value is finite."""
     fine = np.flatnonzero(np.isfinite(line.y))
     y = line.y[fine]
-    indices = fine[[0, y.argmin(), y.argmax(), -1]].tolist() if len(fine) else []
+    indices = fine[[0, int(y.argmin()), int(y.argmax()), -1]].tolist() if len(fine) else []
     said = [
         f"{line.y[index] * chart.scale:{chart.digits}}{chart.unit} at step {line.x['step'][index]:,.0f}"
         for index in indices

@@ -153,9 +153,7 @@ def _classes(predicted_images: PredictedImages) -> str:
             f"{one.images:,}",
             percent(one.right / one.images),
             percent(one.right / one.predicted) if one.predicted else "–",
-            ""
-            if one.confused_with is None
-            else f"{_name(predicted_images, one.confused_with)} ({one.confusions:,})",
+            "" if one.confused_with is None else f"{_name(predicted_images, one.confused_with)} ({one.confusions:,})",
         ]
         for one in results[:MOST_ROWS]
     ]

@@ -248,7 +248,7 @@ def correction(parts: Sequence[tuple[float, float]], missing: Sequence[float]) -
     missing: bytes that the fullest rank took more than predicted, where they are known.
     """
     x, y = np.array(parts).T
-    factors = [(x + y).sum() / ((x + y) ** 2).sum()] * 2
+    factors = np.full(2, (x + y).sum() / ((x + y) ** 2).sum())
     # Normal equations of: sum over plans of (f_computing · x + f_sending · y - 1)².
     products = np.array([[x @ x, x @ y], [x @ y, y @ y]])
     # A determinant near 0 means that x and y are proportional over the plans: the two factors are not determined.

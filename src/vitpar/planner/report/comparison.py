@@ -1,15 +1,25 @@
-"""Comparisons of clusters, models and batch sizes as rows of a table and as JSON."""
+"""Best plans for several clusters, models, batch sizes or numbers of devices, as tables and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from vitpar.planner.comparison import Compared
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
-from vitpar.planner.report.data import Table, assumptions, plan_title, price_to_json, provenance
+from vitpar.planner.report.data import (
+    Provenance,
+    Table,
+    assumptions,
+    origin_to_json,
+    plan_title,
+    price_to_json,
+    provenance,
+)
 from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.gains import shares
+from vitpar.planner.search.scaling import Point, efficiency
 from vitpar.planner.training_time import figure, hours_name
 from vitpar.text import size
 
@@ -79,3 +89,61 @@ def comparison_to_json(rows: Iterable[Compared]) -> list[dict[str, object]]:
         }
         records.append({**where, **about, **price_to_json(best.price, best.costs)})
     return records
+
+
+def scaling_to_json(
+    by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance
+) -> dict[str, object]:
+    """Return a scaling prediction as JSON: by scaling regime, a record for each number of ranks.
+
+    Records without a plan are those where no plan fits.
+    """
+    points = {
+        regime: [
+            {
+                "ranks": point.ranks,
+                "batch_size": point.batch_size,
+                "efficiency": part,
+                **({"at_most_better_by": point.gap, **price_to_json(point.price, costs)} if point.price else {}),
+                **({"training": point.training.to_json()} if point.training else {}),
+            }
+            for point, part in zip(points, efficiency(points), strict=True)
+        ]
+        for regime, points in by_regime.items()
+    }
+    return {**origin_to_json(origin, costs), **points}
+
+
+def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
+    """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
+
+    by_regime: points by scaling regime
+    """
+    prices = [point.price for points in by_regime.values() for point in points if point.price is not None]
+    doubts = filter(None, (uncertainty(price, costs) for price in prices))
+    return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
+
+
+def scaling_table(points: Sequence[Point], costs: LayerCosts) -> Table:
+    """Return a row for each point with its plan. The gap is `Result.gap` of the search."""
+    conditions = tuple(dict.fromkeys(name for point in points if point.training for name in point.training.conditions))
+    heads, rows = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap", *conditions), []
+    for point, part in zip(points, efficiency(points), strict=True):
+        where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
+        if price is None or part is None:
+            rows.append((*where, *("",) * (len(heads) - 2), "no plan fits"))
+            continue
+        doubt, mfu = uncertainty(price, costs), price.mfu(costs)
+        rows.append(
+            (
+                *where,
+                f"{price.images_per_second:,.0f}{f' {doubt}' if doubt else ''}",
+                f"{point.per_rank:,.1f}",
+                "" if mfu is None else f"{mfu:.1%}",
+                f"{part:.1%}",
+                f"{point.gap:.1%}",
+                *((point.training.conditions if point.training else {}).get(name, "") for name in conditions),
+                plan_title(price.plan),
+            )
+        )
+    return heads, rows

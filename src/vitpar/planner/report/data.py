@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -18,7 +18,6 @@ from vitpar.planner.search.gains import Gain, shares
 from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.planner.search.result import Result
-from vitpar.planner.search.scaling import Point, efficiency
 from vitpar.planner.training_time import TrainingTime
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
@@ -266,64 +265,6 @@ def prediction_to_json(prediction: Prediction, origin: Provenance) -> dict[str, 
         "what_would_help": gains_to_json(prediction.gains),
         **price_to_json(prediction.price, prediction.costs),
     }
-
-
-def scaling_to_json(
-    by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance
-) -> dict[str, object]:
-    """Return a scaling prediction as JSON: by scaling regime, a record for each number of ranks.
-
-    Records without a plan are those where no plan fits.
-    """
-    points = {
-        regime: [
-            {
-                "ranks": point.ranks,
-                "batch_size": point.batch_size,
-                "efficiency": part,
-                **({"at_most_better_by": point.gap, **price_to_json(point.price, costs)} if point.price else {}),
-                **({"training": point.training.to_json()} if point.training else {}),
-            }
-            for point, part in zip(points, efficiency(points), strict=True)
-        ]
-        for regime, points in by_regime.items()
-    }
-    return {**origin_to_json(origin, costs), **points}
-
-
-def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
-    """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
-
-    by_regime: points by scaling regime
-    """
-    prices = [point.price for points in by_regime.values() for point in points if point.price is not None]
-    doubts = filter(None, (uncertainty(price, costs) for price in prices))
-    return (*provenance(costs.hardware, costs.model), *dict.fromkeys(doubt.source for doubt in doubts))
-
-
-def scaling_table(points: Sequence[Point], costs: LayerCosts) -> Table:
-    """Return a row for each point with its plan. The gap is `Result.gap` of the search."""
-    conditions = tuple(dict.fromkeys(name for point in points if point.training for name in point.training.conditions))
-    heads, rows = ("ranks", "batch", "samples/s", "per rank", "MFU", "efficiency", "gap", *conditions), []
-    for point, part in zip(points, efficiency(points), strict=True):
-        where, price = (str(point.ranks), f"{point.batch_size:,}"), point.price
-        if price is None or part is None:
-            rows.append((*where, *("",) * (len(heads) - 2), "no plan fits"))
-            continue
-        doubt, mfu = uncertainty(price, costs), price.mfu(costs)
-        rows.append(
-            (
-                *where,
-                f"{price.images_per_second:,.0f}{f' {doubt}' if doubt else ''}",
-                f"{point.per_rank:,.1f}",
-                "" if mfu is None else f"{mfu:.1%}",
-                f"{part:.1%}",
-                f"{point.gap:.1%}",
-                *((point.training.conditions if point.training else {}).get(name, "") for name in conditions),
-                plan_title(price.plan),
-            )
-        )
-    return heads, rows
 
 
 def gain_table(gains: Iterable[Gain], best: Price) -> Table:

@@ -14,7 +14,7 @@ from vitpar.pages.plotly import Charts, Figure
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.report.comparison import comparison_table
+from vitpar.planner.report.comparison import comparison_table, scaling_notes, scaling_table
 from vitpar.planner.report.data import (
     COLUMNS,
     Findings,
@@ -26,8 +26,6 @@ from vitpar.planner.report.data import (
     figures,
     noise_words,
     plan_title,
-    scaling_notes,
-    scaling_table,
     schedule_words,
     speed_words,
 )

@@ -9,14 +9,13 @@ independent: a disturbance of some minutes affects all measurements of that time
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.bands import VITPAR, Band, error_band
 from vitpar.planner.profile.curves import Curve
-from vitpar.planner.profile.profiles import LayerProfile, Operation
+from vitpar.planner.profile.profiles import Operation
 from vitpar.strategy import batch_arithmetic
 
 SENT: dict[str, tuple[Operation, ...]] = {
@@ -88,19 +87,12 @@ def _median(curves: list[Curve]) -> float:
 def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
     """Return the mean spread of the timings in one direction ("forward" or "backward") over the plan's layers."""
     rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
+    known = {(layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers}
     spreads = []
-    for profile, data in _profiles(price, costs):
-        timings = getattr(profile, direction).timings
-        spreads.append(min(timings, key=lambda timing: abs(timing.size - rows / data)).spread)
-    return statistics.fmean(spreads) if spreads else 0.0
-
-
-def _profiles(price: Price, costs: LayerCosts) -> Iterator[tuple[LayerProfile, int]]:
-    """Yield the profile of every layer that has one, and the number of parts of its batch (dp × fsdp)."""
-    known: dict[tuple[str, str, str], LayerProfile] = {
-        (layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers
-    }
     for name, strategy in price.plan.strategies(costs.config.layer_names).items():
         profile = known.get((costs.whole.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))
         if profile is not None:
-            yield profile, strategy.degree("dp") * strategy.degree("fsdp")
+            mine = rows / (strategy.degree("dp") * strategy.degree("fsdp"))
+            timings = getattr(profile, direction).timings
+            spreads.append(min(timings, key=lambda timing: abs(timing.size - mine)).spread)
+    return statistics.fmean(spreads) if spreads else 0.0

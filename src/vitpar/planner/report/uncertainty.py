@@ -87,7 +87,7 @@ def _median(curves: list[Curve]) -> float:
 def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
     """Return the mean spread of the timings in one direction ("forward" or "backward") over the plan's layers."""
     rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
-    known = {(layer.layer, layer.tensor, layer.checkpoint): layer for layer in costs.model.layers}
+    known = {(layer.layer, layer.tensor, str(layer.checkpoint)): layer for layer in costs.model.layers}
     spreads = []
     for name, strategy in price.plan.strategies(costs.config.layer_names).items():
         profile = known.get((costs.whole.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))

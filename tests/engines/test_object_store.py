@@ -2,6 +2,8 @@
 
 import errno
 import io
+import os
+import signal
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -11,10 +13,12 @@ from typing import Any, BinaryIO
 import pytest
 
 import vitpar
-from helpers.command_line import Refused, run
+from helpers.command_line import Refused, run, started
+from helpers.killed_runs import alive, ranks_of, wait_for
 from helpers.small_data import pack_small
 from helpers.trained import recipe_of, rows
-from vitpar import copying
+from vitpar import copying, parse
+from vitpar.checkpoint.index import INDEX
 from vitpar.data.shards.index import Labels
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import Reader, StreamPart, StreamSet
@@ -23,6 +27,7 @@ from vitpar.object_store import ObjectPath, parse_place
 from vitpar.training.recipe import Recipe
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+FILES = ("a.safetensors", INDEX, "z.json")
 KEY, SECRET = "AKIAOFTESTS", "the-secret-of-tests"
 
 
@@ -192,6 +197,53 @@ def test_run_is_copied_and_resumes_from_its_copy(folder: Path, bucket: ObjectPat
     train(folder / "restored", recipe_of(folder / "packed", "dp1", **copied, **{"checkpoint.keep": 1}), resume="auto")
 
 
+@pytest.mark.parametrize("mesh", ["dp2", "fsdp2xtp2"])
+def test_ranks_killed_while_they_copy_leave_no_complete_copy(
+    mesh: str, folder: Path, bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage receives all of a checkpoint but one shard when the ranks are killed; others resume from the copy."""
+    from moto.s3.responses import S3Response
+
+    place, there = folder / mesh, bucket / "runs" / mesh
+    place.mkdir()
+    recipe = recipe_of(folder / "packed", mesh, **{"checkpoint.copy_to": str(there)})
+    (place / "recipe.toml").write_text(recipe.to_toml())
+    (place / "unbroken.toml").write_text(recipe_of(folder / "packed", mesh).to_toml())
+    assert run(place, ["train", "--recipe", "unbroken.toml", "--run-dir", "unbroken"]).returncode == 0
+    held, killed = list[str](), threading.Event()
+
+    def put(self: Any, query: Any, name: str, real: Callable[..., Any] = S3Response._key_response_put) -> Any:
+        if "step_6/" in name and name.endswith(".safetensors") and held in ([], [name]):
+            held[:] = [name]
+            killed.wait(300)
+            return 500, {}, b""
+        return real(self, query, name)
+
+    def copied() -> set[str]:
+        return {name.removeprefix("step_6/") for name in (there / "checkpoints").files() if name.startswith("step_6/")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Response, "_key_response_put", put)
+        process = started(place, ["train", "--recipe", "recipe.toml", "--run-dir", "mine"])
+        saved = place / "mine" / "checkpoints" / "step_6"
+        wait_for(lambda: bool(held), process)
+        others = {path.name for path in saved.iterdir()} - {INDEX, held[0].rpartition("/")[2]}
+        wait_for(lambda: copied() >= others, process)
+        ranks = ranks_of(process.pid)
+        for pid in [process.pid, *ranks]:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not alive(ranks), process, ended=True)
+        killed.set()
+    assert len(ranks) == parse(mesh).world_size and copied() == others
+    copying.download(there, place / "restored")
+    done = run(place, ["train", "--recipe", "recipe.toml", "--run-dir", "restored", "--resume", "auto"])
+    assert done.returncode == 0 and "resuming from restored/checkpoints/step_3" in done.stdout, done.stderr
+    assert rows(place / "restored") == rows(place / "unbroken") != []
+    copying.download(there, place / "again")  # it verifies the checksums of each checkpoint
+    assert {path.name for path in (place / "again" / "checkpoints").iterdir()} == {"step_3", "step_6"}
+    assert (place / "again" / "checkpoints" / "step_6" / INDEX).is_file()
+
+
 def test_run_continues_if_a_copy_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: ObjectPath, file: BinaryIO) -> None:
         raise OSError(errno.EIO, "the network is gone")
@@ -204,18 +256,34 @@ def test_run_continues_if_a_copy_fails(folder: Path, monkeypatch: pytest.MonkeyP
     assert "the final weights were not copied to 's3://bucket/runs/failing'" in log
 
 
-def test_checkpoints_that_are_not_kept_are_removed(bucket: ObjectPath, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        checkpoint = tmp_path / "checkpoints" / f"step_{step}"
+def test_checkpoints_that_are_not_kept_are_removed(
+    bucket: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their indices are removed first; so is that of a checkpoint that is written again, which gets it back last."""
+    checkpoints, did = {step: tmp_path / "checkpoints" / f"step_{step}" for step in (1, 2, 3)}, list[str]()
+    for step, checkpoint in checkpoints.items():
         checkpoint.mkdir(parents=True)
-        (checkpoint / "index.json").write_text(str(step))
-        copying.upload_checkpoint(checkpoint, bucket / "kept", {step, 1})
+        for name in FILES:
+            (checkpoint / name).write_text(str(step))
+        copying.upload_checkpoint(checkpoint, bucket / "kept", {1, 2})
+    for name in ("write", "remove"):
+
+        def noted(path: ObjectPath, *file: Any, name: str = name, real: Any = getattr(ObjectPath, name)) -> None:
+            did.append(f"{name} {path.parent.name} {path.name}")
+            real(path, *file)
+
+        monkeypatch.setattr(ObjectPath, name, noted)
+    copying.upload_checkpoint(checkpoints[3], bucket / "kept", {1})
+    removed = [f"remove step_{{}} {name}" for name in (INDEX, "a.safetensors", "z.json")]
+    assert sorted(did[:3]) == sorted(line.format(3) for line in removed) and did[0] == f"remove step_3 {INDEX}"
+    assert did[5] == f"write step_3 {INDEX}"
+    assert sorted(did[6:]) == sorted(line.format(2) for line in removed) and did[6] == f"remove step_2 {INDEX}"
     assert (str(bucket), str(bucket / "a"), str((bucket / "a").parent)) == (
         "s3://bucket",
         "s3://bucket/a",
         "s3://bucket",
     )
-    assert set((bucket / "kept").files()) == {f"checkpoints/step_{step}/index.json" for step in (1, 3)}
+    assert set((bucket / "kept").files()) == {f"checkpoints/step_{step}/{name}" for step in (1, 3) for name in FILES}
 
 
 def test_object_storage_is_refused_where_a_folder_is_needed(tmp_path: Path, refused: Refused) -> None:

@@ -120,6 +120,17 @@ def test_missing_rank_0_is_one_error_line() -> None:
         meeting.meeting_place(world, 0.2)
 
 
+def join_without_rank_1() -> str:
+    with pytest.raises(LaunchError) as refused:
+        join(World(0, 2, 0, 2, "slurm", LOOPBACK, int(free_port())), "cpu", timeout=0.3)
+    return str(refused.value)
+
+
+def test_join_calls_the_roll() -> None:
+    (said,) = in_forks(join_without_rank_1, [{}])
+    assert said.startswith("rank 1 of 2 did not come to 127.0.0.1:")
+
+
 def came(store: dist.Store, world: World) -> str:
     with pytest.raises(LaunchError) as refused:
         meeting.roll_call(store, world, 0.3)

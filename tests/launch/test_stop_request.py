@@ -2,15 +2,18 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from helpers.command_line import clean_environment
-from helpers.ranks import exits
+from helpers.killed_runs import wait_for
+from helpers.ranks import exits, free_port
 from vitpar.launch.stop_request import SAVED, StopRequest, stop_at_once
 
 
@@ -57,6 +60,19 @@ def training() -> None:
 def test_signal_to_a_starting_rank_ends_it_with_the_code_of_a_saved_run(number: signal.Signals, blocked: bool) -> None:
     ((code, errors),) = exits(starting, [{}], number, blocked)
     assert (code, errors) == (SAVED, f"stopped by {number.name} before the first step\n")
+
+
+def test_sigterm_ends_a_rank_that_waits_for_others_with_the_code_of_a_saved_run(data: Path, tmp_path: Path) -> None:
+    """Rank 1 of the srun step never comes."""
+    port = free_port()
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    step |= {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "n1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "vitpar_cli.main", "train", "--data", str(data), "--mesh", "dp", "--run-dir", "x"]
+    rank = subprocess.Popen(command, cwd=tmp_path, env=clean_environment() | step, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", int(port))), rank)
+    rank.terminate()
+    assert rank.communicate(timeout=60)[1] == "stopped by SIGTERM before the first step\n"
+    assert rank.returncode == SAVED
 
 
 def test_children_and_the_training_loop_have_the_default_actions() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vitpar.launch.resources import cores
 from vitpar.launch.world_group import Json, all_gather_json
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
@@ -37,7 +37,7 @@ def local_ranks() -> LocalRanks:
 
     Launchers may bind each rank to cores of its own, or none, so ranks compare the cores that they may use.
     """
-    mine: dict[str, Json] = {"machine": _name(_BOOT), "processes": _namespace(), "cores": _ranges(_cores())}
+    mine: dict[str, Json] = {"machine": _name(_BOOT), "processes": _namespace(), "cores": _ranges(cores())}
     return _placed(all_gather_json(mine), dist.get_rank())
 
 
@@ -54,8 +54,8 @@ def _placed(ranks: Sequence[Any], rank: int) -> LocalRanks:
         for first, last in ranks[number]["cores"]:
             for core in range(first, last + 1):
                 users[core] = users.get(core, 0) + 1
-    cores = sum(1 / users[core] for first, last in own["cores"] for core in range(first, last + 1))
-    return LocalRanks(near, len(here), cores)
+    share = sum(1 / users[core] for first, last in own["cores"] for core in range(first, last + 1))
+    return LocalRanks(near, len(here), share)
 
 
 def _name(boot: Path) -> str:
@@ -70,11 +70,6 @@ def _namespace() -> int:
         return _PROCESSES.stat().st_ino
     except OSError:
         return 0
-
-
-def _cores() -> list[int]:
-    """Return the cores that this process may use, sorted."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:

@@ -69,11 +69,14 @@ def host_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def cores() -> list[int]:
+    """Return the cores that this process may use, sorted: fewer than the machine has if a scheduler binds it."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def cpu_cores() -> int:
-    """Return the cores that this process may use: fewer than the machine has if a scheduler or container binds it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of `cores`."""
+    return len(cores())
 
 
 def cpu_share(local_size: int) -> int:

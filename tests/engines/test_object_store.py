@@ -133,6 +133,14 @@ def test_storage_that_fails_is_named_without_secrets(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DataError, match=r"cannot read 's3://bucket/data/dataset.json': .* \(it cannot be reached\)"):
         ShardSet.open("s3://bucket/data", "train")
+    import obstore
+
+    def head(store: Any, key: str) -> None:
+        raise obstore.exceptions.GenericError(f"error at http://storage/{key}?token={SECRET}")
+
+    monkeypatch.setattr(obstore, "head", head)
+    with pytest.raises(OSError, match=r"the storage failed \(GenericError\)"):
+        ObjectPath.parse("s3://bucket/data").stat()
 
 
 def test_copies_of_data_are_complete_or_look_absent(

@@ -93,7 +93,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
         7,
         (
             ("cli/vitpar_cli/profile.py", "model", "takes the command `vitpar profile model`"),
-            ("planner/measure/model.py", "LayerBench", "runs one layer of a rank, with nobody else"),
+            ("planner/measure/layer_bench.py", "LayerBench", "runs one layer of a rank, with nobody else"),
             ("planner/measure/clock.py", "Clock", "takes its time beside a fixed piece of work"),
             ("planner/profile/profiles.py", "ModelProfile", "keeps it as a `Curve` (`curves.py`), and as JSON"),
             ("planner/cost/layer.py", "LayerCosts", "gives a layer's seconds and bytes under a strategy"),

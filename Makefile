@@ -12,7 +12,8 @@ INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/co
 # A programme for a GPU, and a Python like that of its machine.
 PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
-PYTEST   := $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
+# A thread for each process: several tests run at once, and threads of one that wait for each other take the cores of the next.
+PYTEST   := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
 .PHONY: help setup demo test test-slow test-tools test-full test-torch test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help

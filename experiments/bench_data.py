@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import shutil
 import sys
@@ -161,13 +160,13 @@ def small_images(report: Report, packed: Path) -> None:
 
 
 def small_images_on_gpu(report: Report, packed: Path) -> None:
-    """Measure the images that a GPU augments in a second of the clock, while a thread for each core draws choices."""
+    """Measure the images that a GPU augments in a second of the clock, while THREADS threads draw choices."""
     shards, stored = decoded(packed)
-    held, side, workers = stored.cuda(), stored.shape[-1], max(1, (os.cpu_count() or 1) - 1)
+    held, side = stored.cuda(), stored.shape[-1]
     rows, measured = [], []
     for augmented, transform in small_transforms(side).items():
         order = SampleOrder(0, len(shards))
-        loader = HeldTrainLoader(shards, transform, held, order=order, batch_size=SMALL_BATCH, workers=workers)
+        loader = HeldTrainLoader(shards, transform, held, order=order, batch_size=SMALL_BATCH, workers=THREADS)
         rates = [on_gpu(loader) for _ in range(ROUNDS)]
         rows.append([augmented, Spread.of(rates).text(0)])
         measured.append({"augmentation": augmented, "rates": rates})

@@ -65,7 +65,7 @@ def profile_model(
         keep_freed_memory()  # as ranks do
     attention = subject.choose_attention(device)
     if subject.compile_blocks:
-        # Beyond the limit, blocks run eagerly: every number of rows is a graph, or two with recomputation.
+        # Every number of rows is a graph, and beyond the limit blocks run eagerly.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     strategies = list(subject.strategies())
     layers: list[LayerProfile] = []

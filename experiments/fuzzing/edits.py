@@ -38,8 +38,11 @@ Parts = list[bytes]
 RUNS = (1, 16, 256, 4096, 1 << 16, 1 << 20)
 MOST_REPEATED = 1 << 21
 """Most bytes that repeating a part adds."""
-BROKEN = (ValueError, IndexError, OSError, EOFError, RuntimeError, struct.error, zlib.error, zipfile.BadZipFile)
-"""Errors of splitting a file whose structure an earlier edit broke."""
+BROKEN = (
+    *(ValueError, IndexError, OverflowError, OSError, EOFError, RuntimeError),
+    *(struct.error, zlib.error, zipfile.BadZipFile),
+)
+"""Errors of editing what an earlier edit broke: a structure that cannot be split, a number that no float can hold."""
 SCALARS = st.one_of(
     st.sampled_from((None, True, -1, 1 << 31, 1 << 63, 1 << 64, 10**30, 10**308, 5e-324, 1e308, *LONG[:-1])),
     *(st.integers(), st.floats(), st.text(max_size=8)),

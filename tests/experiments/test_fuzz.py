@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import composite
 
 from fuzzing.campaign import Campaign, Tally
+from fuzzing.edits import edited
 from fuzzing.oracle import message_problem
 from fuzzing.readers import TARGETS
 from helpers.paths import ROOT
@@ -106,6 +109,12 @@ def test_reader_survives_its_first_cases(name: str, tmp_path: Path, environment:
     tally = campaign.tally
     assert not tally.found, "\n\n".join(finding.words for finding in tally.found.values())
     assert 0 < tally.accepted < tally.cases + (name in TOLERANT), tally
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(composite(edited)(b"9" * 400))
+def test_number_that_no_float_can_hold_is_edited(new: tuple[bytes, bool]) -> None:
+    assert isinstance(new[0], bytes)
 
 
 def test_message_problems_are_found() -> None:

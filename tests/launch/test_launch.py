@@ -54,7 +54,14 @@ def fail():
     print("loading layer 3")
     if way == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if way == "aborted":
+        print("malloc(): unaligned tcache chunk detected")
+        deep(30)
     sys.exit(3)
+
+def deep(frames):
+    """Abort with a long stack."""
+    deep(frames - 1) if frames else os.abort()
 
 with reporting():
     world = find_world()
@@ -169,6 +176,12 @@ def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd)
         ("user", 2, r"error: batch 7 does not divide by 2: use batch 8\n"),
         ("fault", 1, r"error: rank 1 did not respond\n"),
         ("killed", 1, r"rank 1 was killed by SIGKILL \(out of memory\?\); its last output:\n  loading layer 3\n"),
+        (
+            "aborted",
+            1,
+            r"rank 1 was killed by SIGABRT; its last output:\n  loading layer 3\n"
+            r"  malloc\(\): unaligned tcache chunk detected\n  Fatal Python error: Aborted\n  …\n(  .*\n){20}",
+        ),
         ("exit", 3, r"rank 1 ended with exit code 3; its last output:\n  loading layer 3\n"),
         ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),
     ],

@@ -42,6 +42,8 @@ GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 TAIL = 20
 """Lines of a dead rank's log to show."""
+FATAL = "Fatal Python error: "
+"""Begin of the line that `faulthandler` writes before the stacks."""
 
 
 class Outcome(NamedTuple):
@@ -306,5 +308,9 @@ def _tail(rank: int, workers: _Workers) -> str:
     """Return the end of the log of `rank`, to append to a sentence. Empty for rank 0, whose output the user saw."""
     if rank == 0:
         return ""
-    lines = workers.log(rank).read_text(errors="replace").splitlines()[-TAIL:]
-    return "".join(["; its last output:", *(f"\n  {line}" for line in lines)]) if lines else ""
+    lines = workers.log(rank).read_text(errors="replace").splitlines()
+    begin = max(0, len(lines) - TAIL)
+    # What the C library says of an abort stands before Python's stacks of all threads, which may be long.
+    fatal = next((number for number, line in enumerate(lines[:begin]) if line.startswith(FATAL)), None)
+    cause = [] if fatal is None else [*lines[max(0, fatal - 2) : fatal + 1], "…"]
+    return "".join(["; its last output:", *(f"\n  {line}" for line in cause + lines[begin:])]) if lines else ""

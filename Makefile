@@ -60,7 +60,8 @@ test-engines: $(READY)  ## Run the examples for Ray, Lightning, Accelerate, Kube
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[engines]' psutil
 	$(ENGINES)/bin/python -m pytest -m engines tests/engines
 
-test-full: test test-slow test-tools  ## All tests
+test-full: $(READY)  ## All of these three, the longest tests first
+	$(PYTEST) -m 'not soak and not clusters and not engines'
 
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }

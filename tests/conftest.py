@@ -103,6 +103,17 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return check
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the tests with the longest time limits first: the end of a run does not wait for one of them."""
+    usual = int(config.getini("timeout"))
+
+    def limit(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("timeout")
+        return max(usual, mark.args[0]) if mark else usual
+
+    items.sort(key=limit, reverse=True)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """Leave a process group that a test left behind, and fail that test rather than those after it."""

@@ -102,6 +102,8 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
                 return take(self, replace(batch, images=images))
 
             patch.setattr(ImageInput, "train_step", without)
+        case "none, and small messages":
+            patch.setattr("vitpar.check.compare.TOGETHER", 2_000)
         case _:
             assert not mistake
 
@@ -163,6 +165,11 @@ def test_planted_mistake_is_detected(
     """
     for result in ranks(2).run(run, mesh, mistake, **settings):
         assert not result.passed, result.worst
+
+
+def test_size_of_messages_does_not_change_the_result(ranks: Callable[[int], RankPool]) -> None:
+    usual, small = (ranks(2).run(run, "fsdp2", mistake) for mistake in ("", "none, and small messages"))
+    assert usual == small and usual[0].passed
 
 
 def test_model_with_dropout_refuses_a_step_without_keys(ranks: Callable[[int], RankPool]) -> None:

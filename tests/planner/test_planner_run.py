@@ -114,6 +114,9 @@ def test_predicted_memory_matches_the_measured_memory(vitpar: Command) -> None:
     recipe = ("--recipe", str(EXPERIMENTS / "planner.toml"))
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.001", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
-    found = json.loads(vitpar("validate", *plans, *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
-    assert len(found["rows"]) == len(plans)
-    assert found["memory_error"]["mean"] < 0.03 and found["memory_error"]["largest"] < 0.12
+    errors = []
+    for plan in plans:  # together they would take turns to compare their times
+        found = json.loads(vitpar("validate", plan, *recipe, "--seconds", "0.01", "--device", "cpu", "--json"))
+        assert len(found["rows"]) == 1
+        errors.append(found["memory_error"]["mean"])
+    assert sum(errors) / len(errors) < 0.03 and max(errors) < 0.12

@@ -9,8 +9,10 @@ times the difference that this caused.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,8 @@ LEAST = {"fp64": (1e-9, 1e-9), "fp32": (1e-4, 1e-4), "bf16": (0.02, 5e-3), "fp16
 IMAGES = 1e-6
 """Lower bound where images are normalised and mixed, which is done in float32 in any precision."""
 _METRICS = ("largest", "l2", "scale")
+TOGETHER = 1 << 23
+"""Most elements of a message with several tensors."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,7 @@ def compare(
     trimmed: whether to leave out the elements that differ most (`TRIMMED`).
     """
     sums, sizes = [], []
-    for name, shape in shapes.items():
-        whole = torch.empty(shape, dtype=torch.float64, device=model.device)
-        if wholes is not None:
-            whole.copy_(wholes[name])
-        broadcast_(whole)  # every rank compares its own shards, so a replica that differs is found too
+    for name, whole in _everywhere(shapes, wholes, model.device):  # so that a replica that differs is found too
         sizes.append(_sizes(whole))
         sums.append(
             _own_sums(model, mine[name], whole, trimmed) if name in mine else torch.zeros_like(sizes[-1][[0] * 3])
@@ -148,6 +148,25 @@ def compare(
         _nearest(f"{what} {name}", errors, noise[kind(name)], magnitude, least, tolerance)
         for name, errors, magnitude in zip(shapes, metrics, magnitudes, strict=True)
     ]
+
+
+def _everywhere(
+    shapes: Mapping[str, torch.Size], wholes: Mapping[str, Tensor] | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that rank 0 has, float64, on all ranks. Collective; many tensors share a message."""
+    names = list(shapes)
+    while names:
+        ends = list(accumulate(shapes[name].numel() for name in names))
+        number = max(1, bisect_right(ends, TOGETHER))
+        message = torch.empty(ends[number - 1], dtype=torch.float64, device=device)
+        parts = message.tensor_split(ends[: number - 1])
+        sent = {name: part.view(shapes[name]) for name, part in zip(names[:number], parts, strict=True)}
+        if wholes is not None:
+            for name, part in sent.items():
+                part.copy_(wholes[name])
+        broadcast_(message)
+        yield from sent.items()
+        names = names[number:]
 
 
 def compare_numbers(

@@ -18,7 +18,6 @@ Neither of torch's own tools does this (2.13):
 """
 
 import gc
-import os
 import threading
 import traceback
 from collections import Counter, defaultdict, deque
@@ -68,9 +67,6 @@ class Turns:
         Changes torch's process groups for good: call it in a fork.
         """
         gc.disable()  # a tenth of the time
-        # On one core the next rank starts when this one waits, not before: beside other tests, two thirds of the time.
-        cores, worker = sorted(os.sched_getaffinity(0)), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         distributed_c10d._world = ThreadLocalWorld()
         dist.batch_isend_irecv = _batch

@@ -60,7 +60,7 @@ test-engines: $(READY)  ## Run the examples for Ray, Lightning, Accelerate, Kube
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[engines]' psutil
 	$(ENGINES)/bin/python -m pytest -m engines tests/engines
 
-test-full: $(READY)  ## All of these three, the longest tests first
+test-full: $(READY)  ## What test, test-slow and test-tools run, at once, the longest tests first
 	$(PYTEST) -m 'not soak and not clusters and not engines'
 
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)

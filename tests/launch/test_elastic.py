@@ -105,7 +105,6 @@ def log(place: Path, run_dir: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_lost_host_leaves_a_run_that_resumes_under_a_fallback_plan(place: Path, hosts: Hosts) -> None:
     mesh = words("shrunk", "--mesh", "pp2xdp", "--set", 'parallel.fallback_meshes=["fsdp"]')
     first, _ = hosts.start(mesh), hosts.start(mesh)
@@ -126,7 +125,6 @@ def test_lost_host_leaves_a_run_that_resumes_under_a_fallback_plan(place: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_joining_host_is_taken_into_the_run(place: Path, hosts: Hosts) -> None:
     mesh = words("grown", "--mesh", "dp")
     first = hosts.start(mesh)

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helpers.killed_runs import alive
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
+from vitpar.launch.local import FATAL, TAIL, _tail
 from vitpar.launch.report import PREFIX
 
 # Program of the ranks. It imports torch, which takes seconds, only if the test needs torch.distributed.
@@ -193,6 +196,16 @@ def test_failure_ends_all_ranks_and_is_shown_once(
     assert re.fullmatch(message, capfd.readouterr().err, re.DOTALL)
     pids = stuck_pids(tmp_path, 1)
     wait_until(lambda: not alive(pids))
+
+
+@pytest.mark.parametrize("stacks", range(TAIL - 4, TAIL + 3))
+def test_cause_of_an_abort_is_shown_before_stacks_of_any_length(stacks: int, tmp_path: Path) -> None:
+    workers: Any = SimpleNamespace(log=lambda rank: tmp_path / f"rank{rank}.log")
+    lines = ["free(): invalid pointer", f"{FATAL}Aborted", *(f"frame {number}" for number in range(stacks))]
+    workers.log(1).write_text("\n".join(lines))
+    gap = ["…"] if stacks > TAIL else []
+    shown = lines[:2] + gap + lines[2:][-TAIL:]
+    assert _tail(1, workers).split("\n  ")[1:] == shown
 
 
 def test_rank_0_reports_errors_like_other_ranks(program: list[str], capfd) -> None:

@@ -33,7 +33,7 @@ def check(number: int) -> None:
     "numbers",
     [
         range(1),
-        pytest.param(range(1, 6), marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(range(1, 6), marks=pytest.mark.slow),
         *(pytest.param(range(n, n + 10), marks=pytest.mark.soak) for n in range(0, 200, 10)),
     ],
     ids=lambda numbers: f"{numbers.start} to {numbers.stop - 1}",

@@ -311,6 +311,8 @@ def _tail(rank: int, workers: _Workers) -> str:
     lines = workers.log(rank).read_text(errors="replace").splitlines()
     begin = max(0, len(lines) - TAIL)
     # What the C library says of an abort stands before Python's stacks of all threads, which may be long.
-    fatal = next((number for number, line in enumerate(lines[:begin]) if line.startswith(FATAL)), None)
-    cause = [] if fatal is None else [*lines[max(0, fatal - 2) : fatal + 1], "…"]
+    fatal = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
+    cause = [] if fatal is None else lines[max(0, fatal - 2) : min(fatal + 1, begin)]
+    if fatal is not None and fatal + 1 < begin:
+        cause.append("…")
     return "".join(["; its last output:", *(f"\n  {line}" for line in cause + lines[begin:])]) if lines else ""

@@ -49,5 +49,5 @@ def test_signal_to_mpirun_ends_the_run_after_it_saved(
     found, text = ended(process)
     assert found == code, text
     step = last_step(run)
-    assert f"stopped by {number.name} after step {step}" in (run / "log.txt").read_text(), text
+    assert f"stopped by {number.name} after step {step:,}" in (run / "log.txt").read_text(), text
     assert (run / "checkpoints" / f"step_{step}" / "index.json").exists()

@@ -37,7 +37,7 @@ def test_shipped_script_resumes_until_it_is_cancelled(slurm: Slurm, digits: Path
     until(lambda: slurm.job(job)["JobState"] == "PENDING", what=said)
     saved = last_step(run)
     assert f"stopped by {reason} after step {saved:,}" in output.read_text(), said()
-    # Not two minutes later, as after a requeue, but not at once either: SLURM has revoked the credential of that second.
+    # Not two minutes later, as after a requeue, nor at once: SLURM has revoked the credential of that second.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now+5seconds")
     until(lambda: last_step(run) > saved, what=said)
     assert f"resuming from runs/vitpar-{job}/checkpoints/step_{saved}" in output.read_text()

@@ -1,22 +1,13 @@
-"""Cases of AdamW in one pass, run by Triton's interpreter on the CPU in a separate process (tests/training/optim).
+"""Cases of AdamW in one pass (tests/training/optim/test_one_pass.py), for `helpers.interpreted`."""
 
-    python -m helpers.one_pass_cases        # with TRITON_INTERPRET=1, which must be set before Triton is imported
-
-Prints a JSON object that maps each case's name to its traceback, or to null if it passed.
-"""
-
-import json
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor, nn
-from triton.runtime import interpreter
 
+from helpers.interpreted import run
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.kernels.adamw import CHUNK, adamw_
 from vitpar.launch import ALONE, join, leave
@@ -197,34 +188,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "fp16 clipped", partial(steps, "fp16", 1.0)
 
 
-def round_to_nearest() -> None:
-    """Let Triton's interpreter round to the nearest bfloat16, as GPUs do. upstream: it truncates."""
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(values, source, target, mode)
-        return torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view("uint16")
-
-    interpreter._convert_float = rounded
-
-
-def main() -> None:
-    """Run all cases and print what they raised."""
+if __name__ == "__main__":
     torch.set_num_threads(1)
     one_pass.DEVICES = ("cpu",)
-    round_to_nearest()
     join(ALONE, "cpu")
-    found = {}
-    for name, case in cases():
-        try:
-            case()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
+    run(cases())
     leave()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

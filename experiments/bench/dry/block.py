@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from bench.dry.record import Recording
-from bench.dry.resources import resources
+from bench.dry.resources import packed_attention, resources
 from bench.dry.work import BlockWork
 from bench.simulated_gpu.gpus import Gpu
 from vitpar.models import ViTConfig
+from vitpar.models.packed_attention import use_packed_attention
 from vitpar.parallel.float8 import compute_in_float8
 from vitpar.parallel.precision import PRECISIONS, LowPrecisionParams
 from vitpar.strategy.execution import FP8_MIN_FEATURES
@@ -44,11 +45,14 @@ def block_work(
                 compute_in_float8(name, block, FP8_MIN_FEATURES)
             x = torch.empty(shape, dtype=precision.compute, requires_grad=True)
             keys = torch.empty(batch_size, dtype=torch.int64) if config.stochastic else None
+        use_packed_attention(variant == "packed")
         with LowPrecisionParams([block], precision.compute).in_place():
             recording.of(torch.compile(block.forward), x, keys, kept=x.shape)
     graphs = sorted(recording.graphs, key=lambda graph: graph.backward)
     assert [graph.backward for graph in graphs] == [False, True], f"{len(graphs)} graphs instead of one a direction"
     found = {name: resources(kernel.autotuner) for name, kernel in recording.kernels.items()} if cubins else {}
+    if cubins and variant == "packed":
+        found |= packed_attention(config.head_dim, gpu)
     return BlockWork((graphs[0], graphs[1]), x.numel() * x.element_size(), found)
 
 

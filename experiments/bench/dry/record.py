@@ -122,12 +122,12 @@ class _Launches(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, given = tree_map_only(torch.device, lambda device: META, (args, dict(kwargs or {})))
-        if func.namespace == "vitpar":  # its body runs one operation of ATen after the other
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "vitpar" and "attention" not in name:  # its body runs operations of ATen in turn
             with self:
                 return OPDEFS[func.name().split(".")[0]]._init_fn(*args, **given)
         written = given.get("out")
         result = func(*args, **given) if written is None else written
-        name = func._schema.name.partition("::")[2]
         views = any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
         if not views and name not in ALLOCATIONS:
             self.launches.append(_launch(func, name, args, given, result))
@@ -145,6 +145,11 @@ def _launch(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         flops = 2 * prod(a.shape) * columns
         dtype = str(a.dtype).removeprefix("torch.")
         return Launch("product", name, size, flops, (rows, columns, summed), dtype, max(map(_nbytes, [a, b, *given])))
+    if name.startswith("packed_attention"):
+        batch, heads, tokens = next(x for x in [*taken, *given] if x.dtype == torch.float32).shape
+        features = taken[0].shape[2] // (heads if "backward" in name else 3 * heads)
+        flops = (10 if "backward" in name else 4) * batch * heads * tokens**2 * features
+        return Launch("attention", name, size, flops, (batch, heads, tokens, features))
     if "attention" in name:
         counted = {key: x for key, x in kwargs.items() if key != "out"}
         flops = flop_registry[func._overloadpacket](*args, **counted, out_val=result)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-VARIANTS = ("plain", "drop_path", "dropout", "fp8")
-"""Variants of a block: in bf16 plain, with drop-path or with dropout, and in fp8."""
+VARIANTS = ("plain", "drop_path", "dropout", "packed", "fp8")
+"""Variants of a block: in bf16 plain, with drop-path, with dropout or with packed attention, and in fp8."""
 Kind = Literal["product", "attention", "triton", "small"]
 """Kind of a kernel: a matrix product of cuBLAS, attention, a kernel that the compiler generates, or one of ATen."""
 

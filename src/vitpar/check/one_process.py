@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitpar.check.samples import Drawn, Pixels, Samples
 from vitpar.check.updates import Updates
@@ -24,6 +22,7 @@ from vitpar.data import Mixed
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.parallel.attention import by_products
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.tasks import Task
@@ -176,7 +175,7 @@ class OneProcess:
         beside = {name: side.to(self._device) for name, side in sides.items()}
         computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
         # Not the kernel under test: on GPUs the reference computes attention by matrix products.
-        with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
+        with by_products(self._device):
             outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
         if isinstance(labels, Tensor):
             losses = self._task.reference(outputs, self._targets(inputs, labels, keys))
@@ -203,7 +202,7 @@ class OneProcess:
         """Return the teacher's logits of the batch."""
         assert self._teacher is not None
         computed = {name: p.to(self._numbers.compute) for name, p in self._teacher.named_parameters()}
-        with sdpa_kernel(SDPBackend.MATH) if self._device.type == "cuda" else nullcontext():
+        with by_products(self._device):
             logits: Tensor = functional_call(self._teacher, computed, (images,))
         return logits.to(self._numbers.parameters)
 

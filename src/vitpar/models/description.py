@@ -139,6 +139,8 @@ class AttentionShape:
     """Number of groups of tokens, which do not attend to each other."""
     biased: bool = False
     """Whether numbers are added to the scores, which fewer kernels support."""
+    packed: bool = False
+    """Whether queries, keys and values are what one linear layer gives, ordered (head, q|k|v, feature)."""
 
     @property
     def flops(self) -> int:

@@ -5,6 +5,7 @@
 | flash     | FlashAttention-2; on CPUs torch's own    | CUDA, CPU  |
 | cudnn     | cuDNN's                                  | CUDA       |
 | efficient | memory-efficient attention of xFormers   | CUDA       |
+| packed    | vitpar's own (vitpar.kernels.attention)  | CUDA       |
 | math      | matrix products, all weights in memory   | CUDA, CPU  |
 
 By default torch takes the first kernel, in an order of its own, that supports the shape. That is not the order of their
@@ -17,26 +18,31 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape
+from vitpar.models.packed_attention import attend_packed, packs_attention, use_packed_attention
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.strategy.kernels import ATTENTION_KERNELS, refuse_attention
 from vitpar.text import either
 
 CANDIDATES = ("cudnn", "flash", "efficient")
-"""Kernels that are timed on a GPU if the recipe names none."""
+"""Kernels that are timed on a GPU if the recipe names none. Not packed, which no GPU has timed yet."""
+MOST_TOKENS, WIDEST = 288, 128
+"""Most tokens, and most features of a head, for packed."""
 WARM_UP, READINGS, TIMES = 3, 5, 5
 """Warm-up runs, timed readings (the fastest counts), and runs per reading."""
 CLEARLY = 0.97
@@ -78,14 +84,18 @@ def choose_attention(
     Raises RecipeError if `wanted` does not support the model's shape and precision on this device.
     """
     refuse_attention(wanted, device.type)
+    unpacked = _unpacked(config, precision)
+    if wanted == "packed" and unpacked:
+        raise RecipeError(f"train.attention is packed, but {unpacked}: use auto")
     if wanted == "auto" and (device.type == "cpu" or not config.heads):
         use_attention(None)
         return AttentionChoice()
     if not config.heads:  # a model of the user's own may compute attention, of a shape that nothing describes
         use_attention(wanted)
         return AttentionChoice(wanted)
-    known = ATTENTION_KERNELS[device.type]
-    tries = [(wanted,)] if wanted != "auto" else [(kept,), CANDIDATES] if kept in known else [CANDIDATES]
+    tries: list[tuple[str, ...]] = [CANDIDATES] if wanted == "auto" else [(wanted,)]
+    if wanted == "auto" and kept in ATTENTION_KERNELS[device.type] and (kept != "packed" or not unpacked):
+        tries = [(kept,), CANDIDATES]
     for names in tries:
         seconds = probe(names, config, plan, batch_size, precision, device)
         if (best := _fastest(seconds)) is not None:
@@ -95,8 +105,9 @@ def choose_attention(
     shape = f"heads of {' or '.join(map(str, dims))} features in {precision.compute}"
     if wanted != "auto":
         raise RecipeError(
-            f"train.attention '{wanted}' does not support {shape} on this {device.type} device, or runs out of memory: "
-            "use auto"
+            f"train.attention '{wanted}' does not support {shape} on this {device.type} device, or runs out of memory"
+            + ", or Triton does not work" * (wanted == "packed")
+            + ": use auto"
         )
     use_attention(None)
     ways = ["bf16"] if precision.compute not in (torch.bfloat16, torch.float16) else []
@@ -106,6 +117,31 @@ def choose_attention(
         f"store tokens x tokens weights per head: use {either(ways or ['another GPU'])}"
     )
     return AttentionChoice(None, tuple(seconds.items()), warning)
+
+
+def _unpacked(config: ModelConfig, precision: Precision) -> str | None:
+    """Return why packed does not compute the attention of a model; None if it may."""
+    shapes = [layer.attention for layer in config.layers.values() if layer.attention]
+    if not (shapes and all(shape.packed for shape in shapes)):
+        return "this model changes queries, keys or values before attention, or adds to the scores"
+    if (most := max(shape.tokens for shape in shapes)) > MOST_TOKENS:
+        return f"the model has {most} tokens, and packed takes up to {MOST_TOKENS}"
+    if (widest := max(shape.head_dim for shape in shapes)) > WIDEST:
+        return f"the model has heads of {widest} features, and packed takes up to {WIDEST}"
+    if precision.compute not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not in {str(precision.compute).removeprefix('torch.')}"
+    return None
+
+
+@contextmanager
+def by_products(device: torch.device) -> Iterator[None]:
+    """Compute attention inside by matrix products on a GPU, whatever kernel is chosen; on a CPU by any of torch's."""
+    chosen = use_packed_attention(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        use_packed_attention(chosen)
 
 
 def _fastest(seconds: dict[str, float]) -> str | None:
@@ -164,10 +200,11 @@ def probe(
 
 
 def _enable(backend: str | None, *, allow_math: bool) -> None:
-    cuda = torch.backends.cuda
-    cuda.enable_flash_sdp(backend in (None, "flash"))
-    cuda.enable_cudnn_sdp(backend in (None, "cudnn"))
-    cuda.enable_mem_efficient_sdp(backend in (None, "efficient"))
+    use_packed_attention(backend == "packed")
+    cuda, free = torch.backends.cuda, backend in (None, "packed")  # packed is for training: evaluation is free
+    cuda.enable_flash_sdp(free or backend == "flash")
+    cuda.enable_cudnn_sdp(free or backend == "cudnn")
+    cuda.enable_mem_efficient_sdp(free or backend == "efficient")
     cuda.enable_math_sdp(allow_math)
 
 
@@ -187,6 +224,10 @@ def _seconds(backend: str, shape: AttentionShape, rows: int, dtype: torch.dtype,
             return min(_timed(qkv, shape.heads, bias) for _ in range(READINGS))
         except RuntimeError:  # no kernel for this shape, precision or device; no memory
             return math.inf
+        except Exception:  # of any kind: Triton is missing, or its compiler or the driver is broken
+            if backend == "packed":
+                return math.inf
+            raise
 
 
 def _timed(qkv: Tensor, heads: int, bias: Tensor | None) -> float:
@@ -200,6 +241,10 @@ def _timed(qkv: Tensor, heads: int, bias: Tensor | None) -> float:
 
 def _attend(qkv: Tensor, heads: int, bias: Tensor | None) -> None:
     """Compute attention as the models do, strides included, forward and backward."""
+    if packs_attention():
+        x = attend_packed(qkv, None, qkv.shape[2] // (3 * heads))
+        torch.autograd.grad(x, qkv, x.detach())
+        return
     q, k, v = rearrange(qkv, "b s (h three d) -> three b h s d", three=3, h=heads).unbind(0)
     x = rearrange(scaled_dot_product_attention(q, k, v, attn_mask=bias), "b h s d -> b s (h d)")
     torch.autograd.grad(x, [qkv] if bias is None else [qkv, bias], x.detach())

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from vitpar.models.packed_attention import PACKED_ATTENTION
+
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 SAVED = {
     *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default),
     *(getattr(_aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")),
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    PACKED_ATTENTION,
     # Collectives must be saved, or recomputation would communicate again (upstream: pytorch#166926 and torchtitan's
     # list of saved operations).
     _c10d.all_reduce.default,

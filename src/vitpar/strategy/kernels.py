@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitpar.errors import RecipeError
 
-ATTENTION_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "math"), "cpu": ("flash", "math")}
+ATTENTION_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "packed", "math"), "cpu": ("flash", "math")}
 """Kernels by device type."""
 
 

@@ -1,10 +1,6 @@
 """AdamW in one pass: the kernel in Triton's interpreter, and the choice where it is used."""
 
-import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.paths import ROOT
+from helpers.interpreted import errors_of
 from vitpar.errors import RecipeError
 from vitpar.training.optim import one_pass
 from vitpar.training.optim.one_pass import choose_implementation
@@ -28,15 +24,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def errors() -> dict[str, str | None]:
     """Return the error of each case by name. All run in one process with Triton's interpreter."""
-    if find_spec("triton") is None:
-        pytest.skip("needs Triton: pip install --no-deps triton")
-    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    ours = {"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "helpers.one_pass_cases"]
-    done = subprocess.run(command, env={**os.environ, **ours}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return errors_of("one_pass_cases")
 
 
 @pytest.mark.parametrize("case", CASES)

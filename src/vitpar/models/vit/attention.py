@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.compiled import is_whole, linear_heads, trains_compiled
+from vitpar.models.compiled import is_whole, linear_heads, multiply, trains_compiled
 from vitpar.models.layers import MLP, NORMS, for_every_sample
+from vitpar.models.packed_attention import attend_packed, packs_attention
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.rope import rope_tables, rotate
 from vitpar.sharded import to_local
@@ -76,7 +77,12 @@ class Attention(Attend):
 
     def attended(self, x: Tensor) -> Tensor:
         """Return what `proj` takes: [batch, tokens, heads · features]."""
-        if trains_compiled() and is_whole(self.qkv):
+        whole = trains_compiled() and is_whole(self.qkv)
+        if self.config.packs_attention and packs_attention():
+            bias = self.qkv.bias if whole else None
+            qkv = self.qkv(x) if bias is None else multiply(self.qkv, x, bias.detach())
+            return self.norm(attend_packed(qkv, bias, self.head_dim))
+        if whole:
             q, k, v = (part.transpose(1, 2) for part in linear_heads(self.qkv, x, self.head_dim))
         else:
             q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)

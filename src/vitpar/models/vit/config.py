@@ -202,6 +202,11 @@ class ViTConfig(ModelConfig):
         return self.embed_dim // self.num_heads
 
     @property
+    def packs_attention(self) -> bool:
+        """Whether attention takes queries, keys and values as one linear layer gives them."""
+        return self.qkv_bias != "qv" and not self.qk_norm and self.rope == "none"
+
+    @property
     def stochastic(self) -> bool:
         """Whether training draws random numbers inside the model."""
         return self.drop_path > 0 or self.dropout > 0

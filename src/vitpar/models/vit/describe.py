@@ -107,7 +107,7 @@ def _of_blocks(c: ViTConfig, index: int, parts: tuple[Part, ...]) -> LayerDescri
         _shape(c),
         _shape(c),
         parts,
-        AttentionShape(c.tokens, c.num_heads, c.head_dim),
+        AttentionShape(c.tokens, c.num_heads, c.head_dim, packed=c.packs_attention),
         divisible={"head": c.num_heads, "hidden feature": c.mlp_hidden_dim},
     )
 

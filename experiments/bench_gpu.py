@@ -55,6 +55,7 @@ try:
     from vitpar.parallel.float8 import FAST
     from vitpar.strategy import parse, validate
     from vitpar.strategy.execution import FP8_MIN_FEATURES
+    from vitpar.strategy.kernels import ATTENTION_KERNELS
 except ModuleNotFoundError as error:
     sys.exit(f"error: there is no module {error.name}: install it, and run from the checkout with PYTHONPATH=src")
 
@@ -107,6 +108,9 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--minutes", type=float, default=9.5, metavar="N", help="what would end later is left out (9.5)")
     made.add_argument(
         "--fp8-fast-accum", choices=FAST, default="forward", help="as train.fp8_fast_accum (default forward)"
+    )
+    made.add_argument(
+        "--attention", choices=("auto", *ATTENTION_KERNELS["cuda"]), default="auto", help="as train.attention (auto)"
     )
     made.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -171,7 +175,7 @@ def limits(run: Run, config: ViTConfig, batch_size: int) -> None:
 def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> None:
     """Measure vitpar's step alone; with `with_input`, also training on JPEG files."""
     batch = random_batch(config, batch_size, run.device)
-    memory, step = Memory(run.device), make_ours(run, config, batch_size)
+    memory, step = Memory(run.device), make_ours(run, config, batch_size, kernel=run.options.attention)
     expected = reference(config, step.model.state_dict(), *batch)
     apart = difference([value.item() for value in step(*batch)], expected)
     print(f"\n- {config.name}, first step, vitpar against the unwrapped ViT in bf16: {apart}", flush=True)

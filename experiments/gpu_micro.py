@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from bench.gpu_models import MODELS, batch_for
 from bench.harness import Report, parser
 from bench.one_gpu import SUSTAINED_S, bandwidth, block_layers, seconds_of
 from vitpar.models import ViTConfig, model_config
+from vitpar.models.packed_attention import attend_packed
 
 LEAST_S = 0.08
 """Seconds that a row is measured for, at least."""
@@ -141,22 +143,28 @@ def attention(rows: Rows, models: list[tuple[ViTConfig, int]]) -> None:
         (batch, config.num_heads, config.tokens, config.embed_dim // config.num_heads) for config, batch in models
     ]
     shapes += [(batch, heads, 256, features) for batch, heads, tokens, features in shapes if tokens == 257]
-    for shape, (name, kernel) in itertools.product(shapes, KERNELS.items()):
-        rows.add("attention", partial(_attention, rows, shape, kernel), shape=list(shape), kernel=name)
+    for shape, name in itertools.product(shapes, (*KERNELS, "packed")):
+        rows.add("attention", partial(_attention, rows, shape, name), shape=list(shape), kernel=name)
 
 
-def _attention(rows: Rows, shape: tuple[int, int, int, int], kernel: SDPBackend) -> dict[str, Any]:
+def _attention(rows: Rows, shape: tuple[int, int, int, int], kernel: str) -> dict[str, Any]:
+    """Measure forward and backward of a kernel. The backward of packed gives one packed gradient, of others three."""
     batch, heads, tokens, features = shape
-    qkv = _draw(rows, batch, tokens, heads, 3 * features).requires_grad_()
-    q, k, v = (part.transpose(1, 2) for part in qkv.split(features, -1))
-    with sdpa_kernel(kernel):
-        y = F.scaled_dot_product_attention(q, k, v)
+    qkv = _draw(rows, batch, tokens, heads * 3 * features).requires_grad_()
+    q, k, v = (part.transpose(1, 2) for part in qkv.unflatten(-1, (heads, 3 * features)).split(features, -1))
+    packed = kernel == "packed"
+
+    def forward() -> Tensor:
+        return attend_packed(qkv, None, features) if packed else F.scaled_dot_product_attention(q, k, v)
+
+    with nullcontext() if packed else sdpa_kernel(KERNELS[kernel]):
+        y = forward()
         gradient = torch.randn_like(y)
 
         def backward() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True)
+            return torch.autograd.grad(y, qkv if packed else (q, k, v), gradient, retain_graph=True)
 
-        forward_s = rows.seconds(lambda: F.scaled_dot_product_attention(q, k, v).detach())
+        forward_s = rows.seconds(lambda: forward().detach())
         backward_s = rows.seconds(backward)
         repeatable = all(itertools.starmap(torch.equal, zip(backward(), backward(), strict=True)))
     flops = 4 * batch * heads * tokens**2 * features

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.paths import ROOT
 from helpers.small_data import pack_small
 from vitpar.checkpoint import Writer, load_tensors
 from vitpar.models import model_config
+from vitpar.models.packed_attention import attend_packed, packs_attention
 from vitpar.parallel.attention import CANDIDATES, choose_attention, use_attention
 from vitpar.parallel.float8 import float8_fault
 from vitpar.parallel.precision import resolve_precision
@@ -80,6 +82,15 @@ def test_adamw_in_one_pass_matches_its_formulas(dtype: torch.dtype, at: int) -> 
     from helpers.one_pass_cases import kernel
 
     kernel(dtype, torch.bfloat16, 0.37, True, at, "cuda")
+
+
+@pytest.mark.parametrize("name", ["a tile and one", "B/16", "H/14", "most"])
+def test_packed_attention_matches_the_formula(name: str) -> None:
+    if find_spec("triton") is None:
+        pytest.skip("needs Triton")
+    from helpers.packed_attention_cases import kernel
+
+    kernel(name, torch.bfloat16, 1.0, "cuda")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "lion", "lamb", "lars", "muon", "adafactor"])
@@ -153,7 +164,7 @@ def test_no_step_synchronises_with_the_gpu(mixup: float, cache: str, tmp_path: P
         assert loads and all(0 <= row["gpu_utilization"] <= 1 and 20 < row["gpu_watts"] < 2000 for row in loads)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "packed", "math"])
 def test_every_attention_backend_matches_one_process(backend: str, tmp_path: Path) -> None:
     mesh = ("--mesh", "dp1", "--precision", "bf16", "--device", "cuda", "--no-compile", "--json")
     found = json.loads(vitpar("check", *mesh, "--set", f"train.attention={backend}", cwd=tmp_path))
@@ -224,7 +235,7 @@ def test_phases_and_kernels_are_timed_on_the_device(options: tuple[str, ...], tm
 
 
 @pytest.mark.parametrize("tokens", [197, 257])
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "math"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "packed", "math"])
 def test_attention_gradients_are_deterministic(backend: str, tokens: int, attention_of_torch: None) -> None:
     """Resumed runs are bitwise identical only if attention sums in a fixed order."""
     if tokens == 257 and backend in ("cudnn", "flash"):
@@ -235,7 +246,7 @@ def test_attention_gradients_are_deterministic(backend: str, tokens: int, attent
     gradients = []
     for _ in range(5):
         q, k, v = qkv.unflatten(2, (4, 3, 64)).permute(3, 0, 2, 1, 4)
-        x = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        x = attend_packed(qkv, None, 64) if packs_attention() else scaled_dot_product_attention(q, k, v)
         gradients += torch.autograd.grad(x, qkv, x.detach())
     assert [int((gradient != gradients[0]).sum()) for gradient in gradients] == [0] * 5, "elements that differ"
 
@@ -252,10 +263,10 @@ def test_math_attention_is_never_a_silent_fallback(alone: None, attention_of_tor
     assert choose_attention("auto", config, plan, 8, resolve_precision("bf16"), device).backend in CANDIDATES
     q = torch.randn(2, 3, 197, 64, device="cuda", dtype=torch.float64)
     with pytest.raises(RuntimeError, match=r"(?i)no available kernel|invalid backend"):
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        scaled_dot_product_attention(q, q, q)
     found = choose_attention("auto", config, plan, 8, resolve_precision("fp64"), device)
     assert found.backend is None and found.warning is not None
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    scaled_dot_product_attention(q, q, q)
 
 
 WORLD = """

@@ -8,8 +8,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from helpers.tiny_images import write_tree
-from vitpar.data import pack
-from vitpar.tasks.image_input import decoding_threads
+from vitpar.data import ShardSet, pack
+from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.training.input_watch import WATCHED_STEPS, InputWatch
 from vitpar.training.recipe import Recipe
 from vitpar_cli.data import app
@@ -66,6 +66,20 @@ def test_slow_input_suggests_only_what_is_not_done_yet(sections: dict[str, dict[
     )
 
 
+@pytest.mark.parametrize(
+    ("cache", "threads", "remedies"),
+    [
+        ("none", 1, CACHE),
+        ("memory", 0, "set data.cache to device if all images have one size"),
+        ("none", 8, f"leave out data.workers, since one thread decodes small images fastest or {CACHE}"),
+    ],
+)
+def test_small_images_do_not_want_more_threads(cache: str, threads: int, remedies: str) -> None:
+    recipe = recipe_of(data={"path": "unused", "cache": cache})
+    words = InputWatch(recipe, threads, 8, small=True).look(rows(2, WATCHED_STEPS, 40))
+    assert words == f"training waits for images 40% of the time: {remedies}"
+
+
 def test_fast_input_is_not_reported() -> None:
     assert InputWatch(recipe_of(), 2, 8).look(rows(1, 500, 10)) is None
 
@@ -76,10 +90,21 @@ def test_fast_input_is_not_reported() -> None:
 )
 def test_decoding_threads_follow_the_cores_of_a_rank(device: str, cores: float, threads: int) -> None:
     recipe = recipe_of()
-    assert decoding_threads(recipe, device, cores) == threads
+    assert decoding_threads(recipe, device, cores, small=False) == threads
+    assert decoding_threads(recipe, device, cores, small=True) == 1
     assert "workers" not in recipe.to_toml()
     named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})
-    assert decoding_threads(named, device, cores) == 0
+    assert decoding_threads(named, device, cores, small=True) == 0
+
+
+@pytest.mark.parametrize(("side", "small"), [(96, True), (97, False)])
+def test_small_images_are_known_by_their_stored_size(side: int, small: bool, tmp_path: Path) -> None:
+    (tmp_path / "images" / "only").mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (side, 96)).save(tmp_path / "images" / "only" / f"{number}.png")
+    pack(tmp_path / "images", tmp_path / "packed", val_fraction=0)
+    assert are_small(ShardSet.open(tmp_path / "packed", "train")) is small
+    assert not are_small(object()), "a stream"
 
 
 def test_preview_shows_samples_and_their_augmentations(tmp_path: Path) -> None:

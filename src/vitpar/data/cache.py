@@ -34,7 +34,7 @@ _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
 _NEXT, _FULL = range(2)  # first free unit, and whether an image did not fit
 _HEAD = 2  # numbers before the entries
-_HEADERS = 200  # images whose size is read for an estimate
+_HEADERS, _FEW = 200, 8  # images whose size is read for an estimate, and for a rough one
 
 
 class ImageCache:
@@ -185,15 +185,20 @@ class CachedSet:
         self._cache.put(self._first + i, image)
 
 
-def _some_sizes(images: ShardSet) -> Iterator[tuple[int, int, int]]:
+def _some_sizes(images: ShardSet, most: int = _HEADERS) -> Iterator[tuple[int, int, int]]:
     """Yield number, height and width of some images that are spread evenly over a set, by their headers.
 
     Raises DataError for a shard that is missing, too short or was replaced.
     """
-    for i in np.unique(np.linspace(0, len(images) - 1, _HEADERS).astype(int)).tolist():
+    for i in np.unique(np.linspace(0, len(images) - 1, most).astype(int)).tolist():
         with suppress(BadImage):
             width, height = image_size(images.read(i))
             yield i, height, width
+
+
+def pixels_of_some(images: ShardSet) -> list[int]:
+    """Return the pixels of a few images. Raises DataError for a shard that is missing, too short or was replaced."""
+    return [width * height for _, height, width in _some_sizes(images, _FEW)]
 
 
 def stored_shape(images: ShardSet) -> Shape:

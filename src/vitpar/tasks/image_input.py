@@ -35,6 +35,7 @@ from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
+from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.tasks.image_cache import make_cache
 from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
 from vitpar.tasks.image_memory import hold_images
@@ -45,20 +46,6 @@ from vitpar.training.recipe import Recipe
 
 CHANNELS = 3
 """Channels that images are decoded to."""
-MOST_THREADS = {"cuda": 16, "cpu": 2}
-"""Most decoding threads of a rank by default. On CPUs the model computes on the same cores."""
-
-
-def decoding_threads(recipe: Recipe, device_type: str, cores: float) -> int:
-    """Return the decoding threads of a rank: ``data.workers``, or by default its share of the machine's cores.
-
-    By default a rank with a GPU leaves one core to the thread that launches kernels. The number changes the speed only.
-
-    cores: cores of the rank (``LocalRanks.cores``).
-    """
-    if recipe.data.workers is not None:
-        return recipe.data.workers
-    return max(1, min(MOST_THREADS[device_type], int(cores) - 1 if device_type == "cuda" else int(cores)))
 
 
 def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
@@ -113,7 +100,7 @@ class ImageInput:
             )
         self._recipe, self._model, self.task = recipe, model, task
         self.local = local_ranks()
-        self.workers = decoding_threads(recipe, model.device.type, self.local.cores)
+        self._use_threads(small=False)
         self._cached: dict[object, CachedSet] = {}
         self._held_train: dict[object, Tensor] = {}
         self._held_val: dict[object, Tensor] = {}
@@ -150,10 +137,13 @@ class ImageInput:
     def cache(self, train: ImageSet, val: ImageSet | None = None) -> str | None:
         """Keep decoded images in memory from now on, if the recipe says so, and return a message. Collective.
 
+        Also choose the number of decoding threads for the size of these images.
+
         train, val: data that is trained on, and evaluated on, more than once; streams are not cached.
 
         Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
+        self._use_threads(small=self._recipe.data.cache != "device" and are_small(train))
         packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
@@ -164,6 +154,10 @@ class ImageInput:
         if cache is not None:
             self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
         return message
+
+    def _use_threads(self, *, small: bool) -> None:
+        self.small = small
+        self.workers = decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=small)
 
     def _hold(self, train: ShardSet, val: ShardSet | None = None, *, decodes: bool) -> str:
         held, message = hold_images(

@@ -21,10 +21,12 @@ class InputWatch:
     workers: decoding threads of a rank.
     cores: cores of a rank; a part of one if ranks share it.
     first: number of the first step.
+    small: whether the images are so small that several threads decode no more of them than one.
     """
 
-    def __init__(self, recipe: Recipe, workers: int, cores: float, first: int = 1) -> None:
+    def __init__(self, recipe: Recipe, workers: int, cores: float, first: int = 1, *, small: bool = False) -> None:
         self._recipe, self._workers, self._cores, self._first = recipe, workers, cores, first
+        self._small = small
         self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
 
     def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
@@ -44,6 +46,8 @@ class InputWatch:
         self._said = True
         waiting = self._waited / self._taken
         share = f"training waits for images {waiting:.0%} of the time"
+        if self._small:
+            return f"{share}: {either(_remedies(self._recipe, small=True, threads=self._workers))}"
         # With 0, the main thread decodes while the step waits.
         needed = math.ceil(self._workers / (1 - waiting)) if 0 < waiting < 1 and self._workers else None
         enough = f" (about {needed:,} decoding threads a rank would keep up)" if needed else ""
@@ -56,15 +60,22 @@ class InputWatch:
         return f"{share}, with {threads} on {self._cores:.3g} cores a rank{enough}: {either(_remedies(self._recipe))}"
 
 
-def _remedies(recipe: Recipe) -> list[str]:
-    """Return what makes input cheaper and is not done yet."""
-    decoded = recipe.data.path is not None and recipe.data.cache != "device"  # during the training
+def _remedies(recipe: Recipe, *, small: bool = False, threads: int = 0) -> list[str]:
+    """Return what makes input cheaper and is not done yet.
+
+    small: whether several threads decode no more images than one.
+    threads: decoding threads of a rank.
+    """
+    cache = recipe.data.cache
+    decoded = recipe.data.path is not None and cache != "device"  # during the training
     augment = recipe.augment
     augments = augment.policy or np.any(augment.color_jitter) or augment.random_erasing
     ways = {
-        "pack smaller images (`vitpar data pack --short-side`)": decoded,
-        "set data.cache to memory, or to device if all have one size": decoded and recipe.data.cache == "none",
+        "leave out data.workers, since one thread decodes small images fastest": small and threads > 1,
+        "pack smaller images (`vitpar data pack --short-side`)": decoded and not small,
+        "set data.cache to memory, or to device if all have one size": decoded and cache == "none",
+        "set data.cache to device if all images have one size": small and cache == "memory",
         "augment less": augments,
-        "use more cores": True,
+        "use more cores": not small,
     }
     return [way for way, possible in ways.items() if possible]

@@ -105,7 +105,9 @@ class Trainer:
             self.folder.begin(self.recipe, self.plan, self.task, self.command, self.done, self._kernels)
             self._tracked = Tracked(self.reporter, self.recipe, self.folder, self.done)
             self.reporter = self._tracked
-        self.watch = InputWatch(self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1)
+        self.watch = InputWatch(
+            self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1, small=self.input.small
+        )
         for message in (*self.prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)
         self._note(*self.prepared.warnings, *trained.warnings, self.attention.warning)

@@ -143,7 +143,7 @@ class ImageInput:
 
         Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
-        self._use_threads(small=self._recipe.data.cache != "device" and are_small(train))
+        self._use_threads(small=are_small(train))
         packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
@@ -156,8 +156,11 @@ class ImageInput:
         return message
 
     def _use_threads(self, *, small: bool) -> None:
-        self.small = small
-        self.workers = decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=small)
+        held, device = self._recipe.data.cache == "device", self._model.device.type
+        self.small = small and not held
+        # Threads that draw for a GPU have a limit of their own (vitpar.data.held).
+        one = self.small or (small and device == "cpu")
+        self.workers = decoding_threads(self._recipe, device, self.local.cores, small=one)
 
     def _hold(self, train: ShardSet, val: ShardSet | None = None, *, decodes: bool) -> str:
         held, message = hold_images(

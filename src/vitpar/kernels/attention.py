@@ -62,9 +62,10 @@ def _forward_kernel(
     tile: tl.constexpr,
     step: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    tiles = tl.cdiv(tokens, tile)
+    number, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     at, stride, at_out, stride_out = _place(tokens, heads, head, features)
-    rows, columns = tl.program_id(0) * tile + tl.arange(0, tile), tl.arange(0, width)
+    rows, columns = number * tile + tl.arange(0, tile), tl.arange(0, width)
     q = _tile(qkv + at, rows, columns, stride, tokens, features)
     most, total = tl.full([tile], -float("inf"), tl.float32), tl.zeros([tile], tl.float32)
     y = tl.zeros([tile, width], tl.float32)
@@ -109,13 +110,15 @@ def _backward_kernel(
     tile: tl.constexpr,
     step: tl.constexpr,
 ):
-    number, head = tl.program_id(0) // 2, tl.program_id(1)
+    # Programs of a head are neighbours, so that they find its tensors in the cache.
+    tiles = tl.cdiv(tokens, tile)
+    number, head = (tl.program_id(0) // 2) % tiles, (tl.program_id(0) // 2) // tiles
     at, stride, at_out, stride_out = _place(tokens, heads, head, features)
     queries, keys, values = qkv + at, qkv + at + features, qkv + at + 2 * features
     rows, columns = number * tile + tl.arange(0, tile), tl.arange(0, width)
     logs += head.to(tl.int64) * tokens
     gradient, out, packed = gradient + at_out, out + at_out, packed + at
-    sums += (((head // heads) * (tl.num_programs(0) // 2) + number) * heads + head % heads).to(tl.int64) * 3 * features
+    sums += (((head // heads) * tiles + number) * heads + head % heads).to(tl.int64) * 3 * features
 
     if tl.program_id(0) % 2 == 0:
         k = _tile(keys, rows, columns, stride, tokens, features)
@@ -162,7 +165,7 @@ def forward(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     out = qkv.new_empty(batch, tokens, heads * features)
     logs = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(features)
-    _forward_kernel[triton.cdiv(tokens, TILE), batch * heads](
+    _forward_kernel[(triton.cdiv(tokens, TILE) * batch * heads,)](
         qkv, out, logs, scale, tokens, heads, **constants(features)
     )
     return out, logs
@@ -180,7 +183,7 @@ def backward(gradient: Tensor, qkv: Tensor, out: Tensor, logs: Tensor) -> tuple[
     sums = qkv.new_empty(batch * tiles, qkv.shape[2], dtype=torch.float32)
     factor = 1 / math.sqrt(features)
     scale = math.log2(math.e) * factor
-    _backward_kernel[2 * tiles, batch * heads](
+    _backward_kernel[(2 * tiles * batch * heads,)](
         gradient, qkv, out, logs, packed, sums, scale, factor, tokens, heads, **constants(features)
     )
     return packed, sums

@@ -247,7 +247,7 @@ def float8(run: Run, config: ViTConfig, batch_size: int) -> None:
     contenders, memory = {}, {}
     for name, precision in (("vitpar", "bf16"), ("fp8", "fp8")):
         measured = Memory(run.device)
-        kernel = made["vitpar"].attention.backend or "auto" if made else "auto"
+        kernel = made["vitpar"].attention.backend or "auto" if made else run.options.attention
         step = made[name] = make_ours(run, config, batch_size, precision, kernel)
         repeat(step, batch, WARM_UP)
         measured.forget()

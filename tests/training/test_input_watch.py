@@ -78,6 +78,9 @@ def test_small_images_do_not_want_more_threads(cache: str, threads: int, remedie
     recipe = recipe_of(data={"path": "unused", "cache": cache})
     words = InputWatch(recipe, threads, 8, small=True).look(rows(2, WATCHED_STEPS, 40))
     assert words == f"training waits for images 40% of the time: {remedies}"
+    held = recipe_of(data={"path": "unused", "cache": "device"})
+    words = InputWatch(held, 1, 8, small=True).look(rows(2, WATCHED_STEPS, 40))
+    assert words is not None and "raise data.workers (it is 1" in words
 
 
 def test_fast_input_is_not_reported() -> None:
@@ -92,6 +95,8 @@ def test_decoding_threads_follow_the_cores_of_a_rank(device: str, cores: float, 
     recipe = recipe_of()
     assert decoding_threads(recipe, device, cores, small=False) == threads
     assert decoding_threads(recipe, device, cores, small=True) == 1
+    held = recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache": "device"})})
+    assert decoding_threads(held, device, cores, small=True) == (1 if device == "cpu" else threads)
     assert "workers" not in recipe.to_toml()
     named = recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 0})})
     assert decoding_threads(named, device, cores, small=True) == 0

@@ -84,9 +84,9 @@ def choose_attention(
     Raises RecipeError if `wanted` does not support the model's shape and precision on this device.
     """
     refuse_attention(wanted, device.type)
-    unpacked = _unpacked(config, precision)
-    if wanted == "packed" and unpacked:
-        raise RecipeError(f"train.attention is packed, but {unpacked}: use auto")
+    fault = _packed_fault(config, precision)
+    if wanted == "packed" and fault:
+        raise RecipeError(f"train.attention is packed, but {fault}: use auto")
     if wanted == "auto" and (device.type == "cpu" or not config.heads):
         use_attention(None)
         return AttentionChoice()
@@ -94,7 +94,7 @@ def choose_attention(
         use_attention(wanted)
         return AttentionChoice(wanted)
     tries: list[tuple[str, ...]] = [CANDIDATES] if wanted == "auto" else [(wanted,)]
-    if wanted == "auto" and kept in ATTENTION_KERNELS[device.type] and (kept != "packed" or not unpacked):
+    if wanted == "auto" and kept in ATTENTION_KERNELS[device.type] and (kept != "packed" or not fault):
         tries = [(kept,), CANDIDATES]
     for names in tries:
         seconds = probe(names, config, plan, batch_size, precision, device)
@@ -119,11 +119,11 @@ def choose_attention(
     return AttentionChoice(None, tuple(seconds.items()), warning)
 
 
-def _unpacked(config: ModelConfig, precision: Precision) -> str | None:
+def _packed_fault(config: ModelConfig, precision: Precision) -> str | None:
     """Return why packed does not compute the attention of a model; None if it may."""
     shapes = [layer.attention for layer in config.layers.values() if layer.attention]
     if not (shapes and all(shape.packed for shape in shapes)):
-        return "this model changes queries, keys or values before attention, or adds to the scores"
+        return "attention of this model takes more than one linear layer gives"
     if (most := max(shape.tokens for shape in shapes)) > MOST_TOKENS:
         return f"the model has {most} tokens, and packed takes up to {MOST_TOKENS}"
     if (widest := max(shape.head_dim for shape in shapes)) > WIDEST:
@@ -201,10 +201,10 @@ def probe(
 
 def _enable(backend: str | None, *, allow_math: bool) -> None:
     use_packed_attention(backend == "packed")
-    cuda, free = torch.backends.cuda, backend in (None, "packed")  # packed is for training: evaluation is free
-    cuda.enable_flash_sdp(free or backend == "flash")
-    cuda.enable_cudnn_sdp(free or backend == "cudnn")
-    cuda.enable_mem_efficient_sdp(free or backend == "efficient")
+    cuda, any_of_torch = torch.backends.cuda, backend in (None, "packed")  # evaluation does not pack
+    cuda.enable_flash_sdp(any_of_torch or backend == "flash")
+    cuda.enable_cudnn_sdp(any_of_torch or backend == "cudnn")
+    cuda.enable_mem_efficient_sdp(any_of_torch or backend == "efficient")
     cuda.enable_math_sdp(allow_math)
 
 

@@ -24,11 +24,13 @@ def decoding_threads(recipe: Recipe, device_type: str, cores: float, *, small: b
     By default a rank with a GPU leaves one core to the thread that launches kernels. The number changes the speed only.
 
     cores: cores of the rank (``LocalRanks.cores``).
-    small: whether several threads decode no more of its images than one (`are_small`).
+    small: whether `are_small` is true for its images.
     """
     if recipe.data.workers is not None:
         return recipe.data.workers
-    most = 1 if small else MOST_THREADS[device_type]
+    # Threads that draw for images held on a GPU have a limit of their own (vitpar.data.held).
+    one = small and (device_type == "cpu" or recipe.data.cache != "device")
+    most = 1 if one else MOST_THREADS[device_type]
     return max(1, min(most, int(cores) - 1 if device_type == "cuda" else int(cores)))
 
 

@@ -156,11 +156,8 @@ class ImageInput:
         return message
 
     def _use_threads(self, *, small: bool) -> None:
-        held, device = self._recipe.data.cache == "device", self._model.device.type
-        self.small = small and not held
-        # Threads that draw for a GPU have a limit of their own (vitpar.data.held).
-        one = self.small or (small and device == "cpu")
-        self.workers = decoding_threads(self._recipe, device, self.local.cores, small=one)
+        self.small_samples = small
+        self.workers = decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=small)
 
     def _hold(self, train: ShardSet, val: ShardSet | None = None, *, decodes: bool) -> str:
         held, message = hold_images(

@@ -42,8 +42,8 @@ class Input(Protocol):
     """Says what labels are to the loss."""
     workers: int
     """Threads that prepare samples."""
-    small: bool
-    """Whether several threads prepare no more samples than one."""
+    small_samples: bool
+    """Whether samples are so small that several threads prepare no more of them than one."""
     local: LocalRanks
     """The ranks of this machine, and the cores of this one."""
 

@@ -31,7 +31,7 @@ class TextInput:
         task.refuse_model(model.config)
         self._recipe, self._model, self.task = recipe, model, task
         self.local = local_ranks()
-        self.small = False
+        self.small_samples = False
         self.workers = THREADS if recipe.data.workers is None else recipe.data.workers
         self._rows = torch.tensor(model.image_rows(model.batch_size)) if model.takes_images else None
 

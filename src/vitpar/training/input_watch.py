@@ -46,7 +46,7 @@ class InputWatch:
         self._said = True
         waiting = self._waited / self._taken
         share = f"training waits for images {waiting:.0%} of the time"
-        if self._small:
+        if self._small and self._recipe.data.cache != "device":
             return f"{share}: {either(_remedies(self._recipe, small=True, threads=self._workers))}"
         # With 0, the main thread decodes while the step waits.
         needed = math.ceil(self._workers / (1 - waiting)) if 0 < waiting < 1 and self._workers else None

@@ -106,7 +106,7 @@ class Trainer:
             self._tracked = Tracked(self.reporter, self.recipe, self.folder, self.done)
             self.reporter = self._tracked
         self.watch = InputWatch(
-            self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1, small=self.input.small
+            self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1, small=self.input.small_samples
         )
         for message in (*self.prepared.messages, *filter(None, [cached])):
             self.reporter.info(message)

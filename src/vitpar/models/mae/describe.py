@@ -65,7 +65,7 @@ def _block(c: ViTConfig, index: int, kind: str, shape: TensorSpec) -> LayerDescr
         shape,
         shape,
         parts,
-        AttentionShape(s, c.num_heads, c.head_dim, packed=True),
+        AttentionShape(s, c.num_heads, c.head_dim, packed=c.packs_attention),
         group=kind,
         divisible={"head": c.num_heads, "hidden feature": h},
     )

@@ -174,7 +174,7 @@ class TrainSection(Section):
     compile: bool | None = None
     """Whether blocks are compiled by torch.compile; on GPUs, where that works, if unset."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "packed", "math"] = "auto"
-    """Attention kernel; auto takes the fastest on GPUs, measured when the run begins."""
+    """Attention kernel; on GPUs auto takes the fastest of cudnn, flash and efficient, measured when the run begins."""
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     """Part of a compiled block's activations that the compiler keeps for backward; all if unset."""
     drop_path_schedule: str = "constant"

@@ -37,16 +37,13 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import with_held
+from vitpar_cli.profiled import PROFILES, matches, with_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
-
-PROFILES = Path("runs/profiles")
-"""Folder for the profiles that this module measures."""
 
 
 @dataclass
@@ -213,7 +210,9 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.toml"
         file.write_text(recipe.to_toml(), encoding="utf-8")
-        words = ("--recipe", str(file), "--num-classes", str(config.num_classes), "--ranks", str(ranks))
+        words = ["--recipe", str(file), "--num-classes", str(config.num_classes), "--ranks", str(ranks)]
+        for option, own in (("--model", recipe.model.name), ("--task", recipe.task.name)):
+            words += [option, own] if ".py:" in own else []
         model = options.model_profile or _find_or_measure(
             (MODEL, PROFILES / f"{_slug(config.name)}-{train.precision}-{ranks}-{digest}.json"),
             fits,
@@ -234,7 +233,7 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
     Raises typer.Exit if measuring fails.
     """
     for path in paths:
-        if path.exists() and _matches(fits, path):
+        if matches(fits, path):
             return path
     target = paths[-1]
     if find_world() is not None:
@@ -257,14 +256,6 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
     if code:  # it has printed the reason
         raise typer.Exit(code)
     return target
-
-
-def _matches(fits: Callable[[Path], bool], path: Path) -> bool:
-    """Return whether a profile fits; an unreadable one does not."""
-    try:
-        return fits(path)
-    except UserError:
-        return False
 
 
 def _slug(name: str) -> str:

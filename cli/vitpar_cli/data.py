@@ -325,7 +325,7 @@ def info_command(
         _draw(
             folder,
             preview,
-            RecipeRequest(recipe, {"data.path": str(folder)}, assignments or ()).read_with_defaults()[0],
+            RecipeRequest(recipe, {"data.path": str(folder)}, assignments or ()).read_with_defaults().recipe,
         )
     if as_json:
         typer.echo(json.dumps(content))

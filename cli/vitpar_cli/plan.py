@@ -39,6 +39,8 @@ def plan(
     ] = None,
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
+    task: o.TaskName = None,
+    weights: o.WeightsDir = None,
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
     ] = None,

@@ -23,9 +23,9 @@ from vitpar.text import count
 from vitpar.training.ranks import default_ranks, resolve
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
-from vitpar.training.recipe.request import NO_DATA
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, refuse_unwritable
+from vitpar_cli.profiled import planned_recipe
 from vitpar_cli.world import run_in_world, run_ranks
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_j
 def model(
     recipe: o.RecipeFile = None,
     name: o.ModelName = None,
+    task: o.TaskName = None,
+    data: o.DataDir = None,
+    weights: o.WeightsDir = None,
     num_classes: Annotated[
         int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
     ] = None,
@@ -118,11 +121,11 @@ def model(
     CPU as many processes as ranks do so at the same time, because they also share the machine in training.
 
     Example: vitpar profile model --recipe digits --ranks 4 --out model.json
+
+    Example: vitpar profile model --task mlm --data data_shards/text
     """
-    asked = o.request(model, locals()) | ({} if recipe else NO_DATA)
-    asked.refuse_idle("a profile")
     device_type = choose_device(device)
-    merged = on_device(asked.read(), device_type)
+    merged = on_device(planned_recipe(o.request(model, locals()), doing="a profile"), device_type)
     largest = ranks or default_ranks(device_type)
     refuse_many_ranks(largest, "the world")
     config = model_of(merged, num_classes, 10)

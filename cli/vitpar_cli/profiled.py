@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, UserError
 from vitpar.tasks.data import model_of
 from vitpar.tasks.image_data import held_bytes
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
+from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.defaults import TASKS, with_defaults
 from vitpar.training.recipe.request import RecipeRequest
+from vitpar_cli.hub import local_weights
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -32,6 +36,9 @@ ModelFile = Annotated[
         "--model-profile", metavar="FILE", help="Model profile of `vitpar profile model`.  \\[default: model.json]"
     ),
 ]
+
+PROFILES = Path("runs/profiles")
+"""Folder for the profiles that `vitpar train --mesh auto` measures."""
 
 ClusterName = Annotated[
     str | None,
@@ -92,9 +99,25 @@ def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None,
     if not cluster:
         from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 
-        for kind, path in ((Hardware, hardware or HARDWARE), (ModelProfile, model or MODEL)):
-            if not path.exists():
+        measured = any(PROFILES.glob("*.json"))
+        for kind, given, usual in ((Hardware, hardware, HARDWARE), (ModelProfile, model, MODEL)):
+            path = given or usual
+            if not path.exists() and (given or not measured):
                 kind.read(path)  # raises; otherwise it is read later, when torch was imported
+
+
+def matches(fits: Callable[[Path], object], path: Path) -> bool:
+    """Return whether a profile exists and `fits` returns a true value for it; an unreadable one does not."""
+    try:
+        return path.exists() and bool(fits(path))
+    except UserError:
+        return False
+
+
+def found(usual: Path, fits: Callable[[Path], object]) -> Path:
+    """Return the first of `usual` and of the profiles in PROFILES, newest first, that `fits`; else `usual`."""
+    kept = sorted(PROFILES.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path for path in (usual, *kept) if matches(fits, path)), usual)
 
 
 def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
@@ -117,17 +140,25 @@ def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
 def planned_recipe(request: RecipeRequest, *, doing: str = "a search") -> Recipe:
     """Return the recipe to plan for, which needs no data.
 
-    If a model is named without a recipe, it is the published model, without a length unless the request has one. If
-    data are named without a recipe, it is the recipe that `vitpar train` would use.
+    If a model is named without a recipe, it is the published model, without a length unless the request has one; a task
+    without a model and data has its default model. If data or weights are named without a recipe, it is the recipe that
+    `vitpar train` would use.
 
     doing: kind of command, as for `RecipeRequest.refuse_idle`.
 
     Raises RecipeError, also for a setting in `assignments` that has no effect on the command, and DataError.
     """
     request.refuse_idle(doing)
-    if request.path is None and request.value("model.name") and not request.names_data:
-        return read_recipe(None, {**request.given, "data.path": "unused"}, request.assignments, needs_length=False)
-    return request.read_with_defaults()[0]
+    came = False
+    if request.value("model.weights"):
+        request, came = with_weights(request, local_weights)
+    named = request.value("model.name") or request.value("task.name")
+    if request.path is None and named and not request.names_data:
+        given = {**request.given, "data.path": "unused"}
+        recipe = read_recipe(None, given, request.assignments, needs_length=False)
+        task = recipe.task.name
+        return with_defaults(recipe, TASKS[task].samples) if task in TASKS else recipe
+    return request.read_with_defaults(OF_ANOTHER_RUN if came else ()).recipe
 
 
 def costs_of(
@@ -146,6 +177,7 @@ def costs_of(
 
     Raises PlannerError and RecipeError.
     """
+    from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware
     from vitpar.planner.sources import estimated_costs, planned_teacher, profiled_costs
 
     train = recipe.train
@@ -156,16 +188,21 @@ def costs_of(
     else:
         # Classes change no costs, but the sizes of text do.
         text = task_class(recipe).INPUT == "text"
-        costs = profiled_costs(
-            lambda classes: model_of(recipe, None, classes) if text else recipe.config(classes),
-            train.precision,
-            train.compile,
-            hardware,
-            model,
-            recipe.frozen,
-            train.fp8_min_features,
-            lambda config: planned_teacher(recipe, config),
-        )
+        machine = hardware or found(HARDWARE, Hardware.read)
+
+        def of_profile(path: Path) -> LayerCosts:
+            return profiled_costs(
+                lambda classes: model_of(recipe, None, classes) if text else recipe.config(classes),
+                train.precision,
+                train.compile,
+                machine,
+                path,
+                recipe.frozen,
+                train.fp8_min_features,
+                lambda config: planned_teacher(recipe, config),
+            )
+
+        costs = of_profile(model or found(MODEL, of_profile))
     recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
     return with_held(costs, recipe)
 

@@ -1,7 +1,8 @@
 """Options that several commands share, and the recipe that they define."""
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -75,6 +76,21 @@ def request(
     return asked
 
 
+def words(asked: RecipeRequest, without: Collection[str] = ()) -> list[str]:
+    """Return the options of `vitpar train` for the recipe of a request.
+
+    without: settings to leave out, by dotted key.
+    """
+    flags = {"task.name": "--task", "model.name": "--model", "model.weights": "--weights", "data.path": "--data"}
+    flags["train.epochs"] = "--epochs"
+    given = {key: value for key, value in asked.given.items() if value is not None and key not in without}
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in given.items()}
+    options = [word for key, text in texts.items() if key in flags for word in (flags[key], text)]
+    others = [f"{key}={json.dumps(value)}" for key, value in given.items() if key not in flags]
+    sets = [word for text in (*others, *asked.assignments) for word in ("--set", text)]
+    return [*(["--recipe", str(asked.path)] if asked.path else []), *options, *sets]
+
+
 RecipeFile = Annotated[
     Path | None,
     typer.Option("--recipe", metavar="FILE", help="TOML recipe, or the name of a shipped one.  \\[default: digits]"),
@@ -91,7 +107,7 @@ Mesh = Annotated[
 ]
 DataDir = Annotated[
     Path | None,
-    setting("data.path", "--data", to=str, metavar="DIR", help="Folder made by `vitpar data pack`."),
+    setting("data.path", "--data", to=str, metavar="DIR", help="Images or text: a folder made by `vitpar data pack`."),
 ]
 
 
@@ -113,8 +129,8 @@ ModelName = Annotated[
         "model.name",
         "--model",
         metavar="NAME",
-        help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your own "
-        "as FILE.py:NAME, whose file is run.",
+        help="A name that `vitpar models` lists, such as vit_small_patch16_224, mae_vit_base or bert_base, whose sizes "
+        "replace the recipe's; or a model of your own as FILE.py:NAME, whose file is run.",
         callback=own_model,
     ),
 ]
@@ -147,8 +163,20 @@ TaskName = Annotated[
         "task.name",
         "--task",
         metavar="NAME",
-        help="classify, or a task of your own as FILE.py:NAME, whose file is run.  \\[default: classify]",
+        help="classify, mae (masked autoencoding), mlm (BERT) or span (T5) on text, or a task of your own as "
+        "FILE.py:NAME, whose file is run.  \\[default: classify]",
         callback=own_task,
+    ),
+]
+WeightsDir = Annotated[
+    Path | None,
+    setting(
+        "model.weights",
+        "--weights",
+        to=str,
+        metavar="DIR",
+        help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, a checkpoint, or "
+        "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe they bring their recipe.",
     ),
 ]
 OwnTask = Annotated[

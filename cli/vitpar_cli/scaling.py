@@ -26,6 +26,8 @@ def scaling(
     model_profile: profiled.ModelFile = None,
     cluster: profiled.ClusterName = None,
     model: o.ModelName = None,
+    task: o.TaskName = None,
+    weights: o.WeightsDir = None,
     num_classes: profiled.NumClasses = None,
     ranks: Annotated[
         str | None,

@@ -59,6 +59,8 @@ def search(
         ),
     ] = None,
     num_classes: profiled.NumClasses = None,
+    task: o.TaskName = None,
+    weights: o.WeightsDir = None,
     data: o.DataDir = None,
     epochs: o.Epochs = None,
     ranks: Annotated[
@@ -224,13 +226,11 @@ def _train_command(
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{name.replace('_', '-')}", text]
     words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
-    recipe, given = request.asked.path, request.asked.given
-    words += ["--recipe", str(recipe)] if recipe else []
-    words += ["--model", model] if model else []
-    words += ["--set", f"model.image_size={costs.config.image_size}"] if resized else []
-    words += ["--epochs", f"{given['train.epochs']:g}"] if given["train.epochs"] else []
-    words += ["--data", str(given["data.path"])] if given["data.path"] else []
-    return shlex.join(words) + (" --data DIR" if model and not recipe and not given["data.path"] else "")
+    given = {"model.name": model, "model.image_size": costs.config.image_size if resized else None}
+    asked = request.asked | given
+    words += o.words(asked, without=("train.precision",))
+    needed = asked.path is None and not asked.names_data and (model or asked.value("task.name"))
+    return shlex.join(words) + (" --data DIR" if needed else "")
 
 
 def _words(text: str) -> list[str]:

@@ -42,17 +42,7 @@ def train(
     data: o.DataDir = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
-    weights: Annotated[
-        Path | None,
-        o.setting(
-            "model.weights",
-            "--weights",
-            to=str,
-            metavar="DIR",
-            help="Start from these parameters: weights of `vitpar checkpoint import` or of a run, a checkpoint, or "
-            "hf:OWNER/NAME\\[@REVISION] on the Hugging Face hub. Without --model and --recipe they bring their recipe.",
-        ),
-    ] = None,
+    weights: o.WeightsDir = None,
     epochs: o.Epochs = None,
     steps: Annotated[int | None, o.setting("train.steps", "--steps", min=1, help="Updates, instead of epochs.")] = None,
     batch_size: o.BatchSize = None,

@@ -16,10 +16,9 @@ from vitpar.launch.world import Device
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar.training.ranks import resolve
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
-from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of
+from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 from vitpar_cli.world import run_ranks
 
@@ -39,6 +38,10 @@ def validate(
         typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"),
     ] = None,
     recipe: o.RecipeFile = None,
+    model: o.ModelName = None,
+    task: o.TaskName = None,
+    data: o.DataDir = None,
+    weights: o.WeightsDir = None,
     hardware: HardwareFile = None,
     model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
@@ -60,6 +63,7 @@ def validate(
         ),
     ] = None,
     as_json: o.AsJson = False,
+    assignments: o.Assignments = None,
 ) -> None:
     """Run plans for a few steps and compare predictions with measurements.
 
@@ -86,7 +90,8 @@ def validate(
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
     # --microbatches applies to the plans on the command line, not to the recipe's plan.
-    merged = RecipeRequest(recipe, {"train.batch_size": batch_size}).read()
+    asked = o.request(validate, locals()) | {"parallel.microbatches": None}
+    merged = planned_recipe(asked, doing="a validation")
     device_type, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
     images = merged.train.batch_size
     machine, profile = costs.hardware, costs.model

@@ -59,7 +59,8 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     named = {"data.path": "data"}
 
     def training_recipe(*request: Any) -> tuple[Recipe, int | None]:
-        return RecipeRequest(*request).read_with_defaults()[:2]
+        merged = RecipeRequest(*request).read_with_defaults()
+        return merged.recipe, merged.samples
 
     used, images = training_recipe(None, named)
     assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"}, side=10)
@@ -71,7 +72,7 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     file = Path("recipe.toml")
     assert training_recipe(file, named) == (read_recipe(file, {"data.path": "data"}), None)
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
-    assert images is None and begun.optimizer.lr == 1e-3 and begun.lr_schedule.warmup is None
+    assert images is None and begun.optimizer.lr == 1e-4 and begun.lr_schedule.warmup is None
     rows = [
         (["--weights", "w"], "--weights 'w' does not exist: name a folder of weights"),
         (["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"], "of 4096 pixels needs 805,306 GB of memory"),

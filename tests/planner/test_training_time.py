@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vitpar.planner.training_time import IMAGENET_1K, figure, training_length, training_time
+from vitpar.planner.training_time import figure, training_length, training_time
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe, read_recipe
 
@@ -44,10 +44,13 @@ def test_length_in_steps_assumes_nothing() -> None:
 
 def test_recipe_without_length_has_the_default_epochs() -> None:
     length = training_length(recipe())
-    assert (length.recipe.train.epochs, length.samples) == (300, IMAGENET_1K)
+    assert (length.recipe.train.epochs, length.samples) == (300, 1_281_167)
     assert length.assumed == (
         "300 epochs of ImageNet-1k's 1,281,167 images are assumed: give others with --epochs and --data"
     )
+    of_text = training_length(recipe(task__name="mlm", model__name="bert_base"))
+    assert "40 epochs of BERT's 6,400,000 sequences are assumed" in of_text.assumed
+    assert training_length(recipe(task__name="mae", model__name="mae_vit_base")).recipe.train.epochs == 800
 
 
 def test_images_are_those_of_the_data(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price
 from vitpar.planner.goodput import Conditions, Goodput, goodput
 from vitpar.planner.profile.profiles import Hardware
+from vitpar.tasks.known import task_class
 from vitpar.text import count
-from vitpar.training.recipe.defaults import row_for
+from vitpar.training.recipe.defaults import row_of
 from vitpar.training.recipe.recipe import Recipe
-
-IMAGENET_1K = 1_281_167
-"""Training images of ImageNet-1k, which stand for a data set that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +117,26 @@ def training_length(recipe: Recipe, conditions: Conditions | None = None) -> Tra
 
     conditions: failures and price of the cluster.
 
-    Data that are not on this machine count as ImageNet-1k. A recipe with neither epochs nor steps has the epochs of the
-    default settings for that number of images.
+    Data that are not on this machine count as the published ones of the task, such as ImageNet-1k. A recipe with
+    neither epochs nor steps has the epochs of the default settings for that number of samples.
 
     Raises DataError for data that cannot be read.
     """
-    train, samples = recipe.train, _samples(recipe)
-    images, known = samples or IMAGENET_1K, samples is not None
+    train, samples, task = recipe.train, _samples(recipe), task_class(recipe)
+    usual, known = row_of(recipe.task.name, samples), samples is not None
+    samples = samples or usual.samples
+    of = f"{samples:,} {task.SAMPLE}s"
+    of = of if known else f"{usual.published}'s {of}"
     if train.epochs is None and train.steps is None:
-        train = train.model_copy(update={"epochs": float(row_for(images).epochs)})
+        train = train.model_copy(update={"epochs": float(usual.epochs)})
         recipe = recipe.model_copy(update={"train": train})
-        of = f"{images:,} images" if known else f"ImageNet-1k's {images:,} images"
         others = "another number with --epochs" if known else "others with --epochs and --data"
         assumed = f"{train.epochs:g} epochs of {of} are assumed: give {others}"
     elif known or train.steps is not None:
         assumed = ""
     else:
-        assumed = f"ImageNet-1k's {images:,} images are assumed: name other data with --data"
-    return TrainingLength(recipe, images, assumed, conditions)
+        assumed = f"{of} are assumed: name other data with --data"
+    return TrainingLength(recipe, samples, assumed, conditions)
 
 
 def training_time(price: Price, length: TrainingLength) -> TrainingTime:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.errors import RecipeError
@@ -53,8 +53,7 @@ def model_of(recipe: Recipe, num_classes: int | None, default: int) -> ModelConf
     """
     path = recipe.data.path
     there = path is not None and has_manifest(path)
-    if num_classes is None and there and task_class(recipe).INPUT == "text":
-        task = task_of(recipe, open_split(recipe, "train"))
-        return recipe.config(task.outputs, task.model_options)
-    usual = {} if num_classes is None else {"vocab_size": num_classes}
+    usual: dict[str, Any] = {} if num_classes is None else {"vocab_size": num_classes}
+    if there and task_class(recipe).INPUT == "text":
+        usual = {**task_of(recipe, open_split(recipe, "train")).model_options, **usual}
     return recipe.config(classes_of(recipe, num_classes, default), usual)

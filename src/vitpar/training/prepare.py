@@ -28,7 +28,7 @@ from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.recipe.recipe import Chosen
-from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.recipe.request import Merged, RecipeRequest
 from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.recipe.sections import AUTO
 from vitpar.training.run_folder import check_run_folder
@@ -44,6 +44,9 @@ from vitpar.training.saving.resume import (
 )
 from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar.weights.hub import hub_name
+
+OF_ANOTHER_RUN = ["parallel", "communication", "track"]
+"""Sections of the recipe of weights that a run which begins with them does not take."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,15 @@ class Prepared:
     """Settings that may differ from those of the checkpoint (``vitpar.training.saving.resume``)."""
     notes: Sequence[str] = ()
     """Further warnings to print at the start."""
+    hints: Sequence[str] = ()
+    """Further messages to print at the start."""
     origin: SettingsOrigin = field(default_factory=SettingsOrigin)
     """Origin of settings, for the header."""
 
     @property
     def messages(self) -> list[str]:
         """Messages to print at the start."""
-        return [self.because] if self.because and self.searched else []
+        return [*([self.because] if self.because and self.searched else []), *self.hints]
 
     @property
     def warnings(self) -> list[str]:
@@ -124,15 +129,15 @@ def prepare(
     if source.source is None and allow_change:
         raise RecipeError(f"--allow-change {allow_change[0]} does nothing without --resume: leave it out")
     run_dir = run_dir or source.run
-    recipe, images, opened = _recipe(request, source, fetch)
-    recipe = counting_images(recipe, source)
+    merged = _recipe(request, source, fetch)
+    recipe = counting_images(merged.recipe, source)
     refuse_missing(recipe.track.trackers)
     device_type = choose_device(device)
     automatic = recipe.train.precision == "auto"
     if source.recipe is not None:  # a resumed run keeps its precision
         recipe = recipe.with_precision(read_recipe(source.recipe).train.precision)
     recipe = on_device(recipe, device_type)
-    train_set, val_set = open_data(recipe, opened)
+    train_set, val_set = open_data(recipe, merged.opened)
     if val_set is None and recipe.checkpoint.keep_best:
         raise RecipeError(
             f"checkpoint.keep_best needs evaluations, but '{train_set.place}' has no val split: set it to false, or "
@@ -153,10 +158,13 @@ def prepare(
     refuse_teacher(recipe, config, chosen.plan, train_set)
     if searched:
         recipe = recipe.under(chosen.plan)
+    hints = [*merged.hints]
     if recipe.model.weights is not None and source.begins:
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
+        if config.pretrained is not None:
+            hints.append(f"these weights continue task '{recipe.task.name}': to fine-tune them, add --task classify")
     if recipe.lora.weights is not None and source.begins:
         from vitpar.models.lora import LoRA
         from vitpar.weights.adapters import read_adapters
@@ -182,7 +190,8 @@ def prepare(
         resume=source.source,
         allow_change=tuple(allow_change),
         notes=_no_copies(recipe, source),
-        origin=SettingsOrigin(images, automatic),
+        hints=hints,
+        origin=SettingsOrigin(merged.samples, automatic),
     )
 
 
@@ -210,19 +219,46 @@ def refuse_teacher(recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedC
         teacher_of(recipe, config, plan, data)
 
 
-def _recipe(
-    request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[Path], Path]
-) -> tuple[Recipe, int | None, ImageSet | None]:
-    """Return the recipe of a run, the number of images that its defaults are for, and the training set if it is open.
+def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -> tuple[RecipeRequest, bool]:
+    """Return the request for a model that begins with `model.weights`, and whether its recipe came with them.
+
+    A request without recipe and model gets those of the weights. For another task than theirs, weights of pretraining
+    give the model that they are for, as a masked autoencoder gives its encoder.
+
+    fetch: returns the local folder of weights, which may be on the hub.
+
+    Raises DataError and RecipeError.
+    """
+    folder = weights_folder(fetch(Path(str(request.value("model.weights")))))
+    if not folder.is_dir():
+        raise DataError(f"--weights '{folder}' does not exist: name a folder of weights, or hf:OWNER/NAME")
+    request |= {"model.weights": str(folder)}
+    file, task = folder / "recipe.toml", request.value("task.name")
+    if request.path is not None or request.value("model.name") is not None or not file.is_file():
+        return request, False
+    saved = read_recipe(file, needs_length=False)
+    pretrained = saved.config(1).pretrained if task not in (None, saved.task.name) else None
+    if pretrained is None:
+        return replace(request, path=file), True
+    from vitpar.weights.importing import model_section
+
+    theirs = {f"model.{name}": value for name, value in model_section(pretrained[0]).items()}
+    theirs |= {"data.mean": saved.data.mean, "data.std": saved.data.std}
+    given = {key: value for key, value in request.given.items() if value is not None}
+    return replace(request, given=theirs | given), False
+
+
+def _recipe(request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[Path], Path]) -> Merged:
+    """Return the recipe of a run.
 
     Without a recipe of its own, a request gets that of the run to resume, or of the weights to begin with.
     """
     if isinstance(request, Recipe):
-        return request, None, None
+        return Merged(request)
     weights, mesh = request.value("model.weights"), request.value("parallel.mesh")
-    path, without, foreign = request.path, list[str](), False
-    if path is None and source.recipe is not None:
-        path, foreign = source.recipe, True
+    without, foreign = list[str](), False
+    if request.path is None and source.recipe is not None:
+        request, foreign = replace(request, path=source.recipe), True
         if mesh is None:
             request |= {"parallel.mesh": source.mesh()}
         else:  # another mesh replaces the complete plan of the resumed run
@@ -230,18 +266,13 @@ def _recipe(
     elif mesh == AUTO:
         without = ["parallel"]
     if weights is not None and source.begins:
-        folder = fetch(Path(str(weights)))
-        if not folder.is_dir():
-            raise DataError(f"--weights '{folder}' does not exist: name a folder of weights, or hf:OWNER/NAME")
-        request |= {"model.weights": str(folder)}
-        if path is None and request.value("model.name") is None and (folder / "recipe.toml").is_file():
-            path, foreign = folder / "recipe.toml", True
-            without = ["parallel", "communication", "track"]  # the plan of another run is not this one's
+        request, came = with_weights(request, fetch)
+        if came:
+            foreign, without = True, OF_ANOTHER_RUN
     elif weights is not None and hub_name(str(weights)) and source.recipe is not None:
         request |= {"model.weights": read_recipe(source.recipe).model.weights}  # they are in the checkpoint
-    request = replace(request, path=path)
-    recipe, images, opened = request.read_with_defaults(without)
-    return request.without_commands(recipe) if foreign else recipe, images, opened
+    merged = request.read_with_defaults(without)
+    return replace(merged, recipe=request.without_commands(merged.recipe)) if foreign else merged
 
 
 def _newest(source: Resumed) -> Checkpoint | None:

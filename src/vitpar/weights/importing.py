@@ -200,7 +200,7 @@ def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any])
     """Return a recipe, as TOML, that fine-tunes the model and prepares images as in its original training."""
     values = {
         **({"task": {"name": config.TASK}} if config.TASK != ModelConfig.TASK else {}),
-        "model": _section(config),
+        "model": model_section(config),
         **({"data": data} if config.image_size else {}),
         "optimizer": {"lr": 1e-4},
         "train": {"epochs": 10},
@@ -209,7 +209,7 @@ def _recipe(path: Path, folder: Path, config: ModelConfig, data: dict[str, Any])
     return f"{comment}\n{tomli_w.dumps(values)}"
 
 
-def _section(config: ModelConfig) -> dict[str, Any]:
+def model_section(config: ModelConfig) -> dict[str, Any]:
     """Return the section [model] of a recipe: the name, and the settings that differ from the model of that name."""
     defaults = {field.name: field.default for field in fields(config)}  # type: ignore[arg-type]
     try:

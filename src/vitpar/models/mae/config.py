@@ -125,8 +125,10 @@ class MAEConfig(ModelConfig):
     @cached_property
     def encoder(self) -> ViTConfig:
         """Vision Transformer with the encoder's blocks and a classifier of one class; its positions are learned."""
+        known = _NAME.fullmatch(self.name)
+        name = f"vit_{known[1]}_patch{self.patch_size}_{self.image_size}" if known else "vit_custom"
         return ViTConfig(
-            *(self.name, self.patch_size, self.embed_dim, self.depth, self.num_heads, self.mlp_hidden_dim),
+            *(name, self.patch_size, self.embed_dim, self.depth, self.num_heads, self.mlp_hidden_dim),
             image_size=self.image_size,
             num_classes=1,
             channels=self.channels,

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vitpar.errors import UserError
 from vitpar.models.config import ModelConfig, field_names
+from vitpar.strategy import validate
 from vitpar.strategy.support import idle_settings
 from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT, VARIANTS
 from vitpar.training.recipe.file import checked, read_recipe
@@ -26,12 +29,8 @@ MAX_LR = 2e-3
 """Largest learning rate after scaling by the batch: above the published ones at 4,096 images."""
 LAMB_LR, LAMB_BATCH = 3e-3, 2048
 """Learning rate of LAMB and its batch size, from DeiT III (2204.07118)."""
-MAE = "mae"
-"""Name of the task that has settings of its own, from Masked Autoencoders (2111.06377, A.1)."""
-MAE_LR, MAE_BATCH, MAE_EPOCHS, MAE_WARMUP = 1.5e-4, 256, 800, 40
-"""Its learning rate at a batch size, epochs, and epochs of warm-up."""
-MAE_IMAGES = 2_000_000
-"""Largest training set for these epochs. Larger ones have the epochs of the table."""
+IMAGENET_1K = 1_281_167
+"""Training images of ImageNet-1k, which stand for a data set that is unknown."""
 SMALL_IMAGE = 64
 """Largest image size, in pixels a side, that is cropped like CIFAR."""
 SMALL = {"data.crop_scale": (0.8, 1.0), "data.crop_pct": 1.0}
@@ -40,8 +39,14 @@ PATCHES = ((16, 2), (48, 4), (128, 8))
 """Largest shorter side of images in pixels, and the side of a patch for images of up to that size."""
 TINY_IMAGES = 100_000
 """Largest training set for which ViT-Ti is the default model."""
-BASE_WIDTH, BASE_DEPTH = 768, 12
-"""Width and depth of ViT-B. Wider or deeper models use `DefaultsRow.larger`."""
+SIZES = ("tiny", "small", "base", "large")
+"""Sizes of ViT from which the default model is taken."""
+FEW_IMAGES = 20_000
+"""Number of images below which fine-tuning is advised."""
+FINE_TUNED = "vit_small_patch16_224.augreg_in21k_ft_in1k"
+"""timm's name, on the hub, of weights to fine-tune."""
+FINE_TUNING = {"optimizer.lr": 1e-4, "train.epochs": 10}
+"""Settings of a run that starts from weights, by dotted key."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ class DefaultsRow:
     """Publications of the figures, with arXiv numbers."""
     larger: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ for models larger than ViT-B, by dotted key; the key `lr` replaces the field `lr`."""
+    model: str = ""
+    """Default model of a task; {} stands for the size of patches and images. Empty for classification."""
+    samples: int = IMAGENET_1K
+    """Samples of the published training set, which stand for data that are unknown."""
+    published: str = "ImageNet-1k"
+    """Name of this training set."""
 
 
 _MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
@@ -154,11 +165,58 @@ ROWS = (
 )
 """Table of defaults, by increasing size of the training set."""
 
+TASKS = {
+    "mae": DefaultsRow(
+        2_000_000,
+        "ImageNet-1k",
+        *(1.5e-4, 256),
+        epochs=800,
+        warmup_epochs=40,
+        settings={
+            "data.crop_scale": (0.2, 1.0),
+            "optimizer.name": "adamw",
+            "optimizer.weight_decay": 0.05,
+            "optimizer.betas": (0.9, 0.95),
+        },
+        sources="crops of 0.2 to 1, flips, AdamW with betas 0.9 and 0.95 and weight decay 0.05, a rate of 1.5e-4 for "
+        "256 images that grows with the batch (2111.06377)",
+        model="mae_vit_base_{}",
+    ),
+    "mlm": DefaultsRow(
+        None,
+        "English Wikipedia and books",
+        *(1e-4, 256),
+        epochs=40,
+        warmup_epochs=0.4,
+        settings={"optimizer.name": "adamw", "optimizer.weight_decay": 0.01, "lr_schedule.shape": "linear"},
+        sources="AdamW with weight decay 0.01, a rate of 1e-4 for 256 sequences that grows with the batch and falls "
+        "linearly to 0 (1810.04805, A.2)",
+        model="bert_base",
+        samples=6_400_000,
+        published="BERT",
+    ),
+    "span": DefaultsRow(
+        None,
+        "C4, repeated",
+        *(1e-2, 128),
+        epochs=64,
+        warmup_epochs=0,
+        settings={"optimizer.name": "adafactor", "lr_schedule.shape": "constant"},
+        sources="Adafactor with a rate of 0.01 at any batch, which falls by itself (1910.10683, 3.1.2); up to 64 "
+        "passes over the same data cost little (3.4.2)",
+        model="t5_small",
+        samples=2**20,
+        published="T5",
+    ),
+}
+"""Defaults of other tasks than classification. Above `most` samples, epochs and warm-up are those of the table."""
+
 NOTES = (
     f"**Model.** Without `--model`, ViT-Ti for up to {TINY_IMAGES:,} images and ViT-S for more. Images whose shorter "
     f"side has at most {PATCHES[-1][0]} pixels keep their size, with patches of 2 (up to {PATCHES[0][0]} pixels), 4 "
     f"(up to {PATCHES[1][0]}) or 8 pixels: 2112.13492 has 4 for CIFAR and 8 for Tiny-ImageNet. Larger ones, and those "
-    "of streams, have 224 pixels and patches of 16.",
+    "of streams, have 224 pixels and patches of 16. Where `--mesh` splits layers in ways that the heads of this model "
+    "do not allow (ViT-Ti has 3), the next size of ViT that it can split is taken, and the run says so.",
     f"**Learning rate.** The row's rate times the square root of `train.batch_size` over the row's batch (2205.10287 "
     f"for Adam), at most {MAX_LR:g}. DeiT's own rule is linear; both agree at the row's batch.",
     f"**Other optimizers.** LAMB has {LAMB_LR:g} at {LAMB_BATCH:,} images (2204.07118) and the same rule (1904.00962), "
@@ -171,10 +229,14 @@ NOTES = (
     f"**Small images.** Models for images of up to {SMALL_IMAGE} pixels crop 0.8 to 1 of an image's area in training, "
     "and nothing in evaluation (2104.05704).",
     "**Other tasks** than classification have no mixup, CutMix and label smoothing.",
-    f"**Masked autoencoding** (`--task mae`) has nothing of the table but, above {MAE_IMAGES:,} images, epochs and "
-    f"warm-up: crops of 0.2 to 1, flips, AdamW with betas 0.9 and 0.95 and weight decay 0.05, a rate of {MAE_LR:g} at "
-    f"a batch of {MAE_BATCH} that grows linearly with it, {MAE_EPOCHS} epochs and {MAE_WARMUP} of warm-up "
-    "(2111.06377).",
+    *(
+        f"**`--task {name}`** has nothing of the table: {row.model.replace('_{}', '')}, {row.epochs} epochs with "
+        f"{row.warmup_epochs:g} of warm-up, {row.sources}."
+        + (f" Above {row.most:,} samples, epochs and warm-up are those of the table." if row.most else "")
+        for name, row in TASKS.items()
+    ),
+    f"**Weights.** A run that starts from weights has the fixed defaults, a rate of {FINE_TUNING['optimizer.lr']:g} "
+    f"and {FINE_TUNING['train.epochs']} epochs.",
     "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
     "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )
@@ -185,35 +247,68 @@ def row_for(samples: int) -> DefaultsRow:
     return next(row for row in ROWS if row.most is None or samples <= row.most)
 
 
-def default_model(samples: int, side: int | None) -> str:
-    """Return the name of the model for a training set of `samples` images.
+def row_of(task: str, samples: int | None) -> DefaultsRow:
+    """Return the defaults of a task for a training set of `samples` samples; None stands for the published one."""
+    row, own = row_for(samples or IMAGENET_1K), TASKS.get(task)
+    if own is None or own.most is None or (samples or 0) <= own.most:
+        return own or row
+    return replace(own, epochs=row.epochs, warmup_epochs=row.warmup_epochs)
+
+
+def default_model(samples: int, side: int | None, task: str = CLASSIFY, size: str = "") -> str:
+    """Return the name of the model for a training set of `samples` samples.
 
     side: of the images, the shorter one in pixels; None for an unknown one.
+    size: size of a ViT; empty for that of `samples`.
     """
-    size, patch = 224, 16
+    pixels, patch = 224, 16
     if side is not None:
-        size, patch = next(((max(side // p, 1) * p, p) for most, p in PATCHES if side <= most), (size, patch))
-    return f"vit_{'tiny' if samples <= TINY_IMAGES else 'small'}_patch{patch}_{size}"
+        pixels, patch = next(((max(side // p, 1) * p, p) for most, p in PATCHES if side <= most), (pixels, patch))
+    name = TASKS[task].model if task in TASKS else f"vit_{size or SIZES[samples > TINY_IMAGES]}_{{}}"
+    return name.format(f"patch{patch}_{pixels}")
 
 
 def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Recipe:
-    """Return `recipe` with the table's values for `samples` training images in the settings that it leaves out.
+    """Return `recipe` with the defaults of its task for `samples` training samples in the settings that it leaves out.
 
     side: of the images, the shorter one in pixels, for which a model is chosen; None for an unknown one.
 
     Raises RecipeError if a value contradicts one of the recipe, and ModelError for a wrong [model].
     """
-    values = recipe.model_dump(exclude_unset=True)
     if "name" not in recipe.model.model_fields_set:
-        name = default_model(samples, recipe.model.image_size or side)
-        values["model"] = {"name": name, **values.get("model", {})}
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": name})})
-    idle = idle_settings(VARIANTS, recipe)
-    for key, value in _table_settings(recipe, recipe.config(1), samples).items():
+        recipe = _with_model(recipe, samples, side)
+    return _filled(recipe, _table_settings(recipe, recipe.config(1), samples))
+
+
+def for_fine_tuning(recipe: Recipe) -> Recipe:
+    """Return `recipe`, which starts from weights, with FINE_TUNING in the settings that it leaves out."""
+    lengths = {"train.epochs"} if recipe.train.steps is not None else set()
+    return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in lengths})
+
+
+def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """Return `recipe` with `settings`, by dotted key, where it leaves them out."""
+    values, idle = recipe.model_dump(exclude_unset=True), idle_settings(VARIANTS, recipe)
+    for key, value in settings.items():
         section, _, name = key.partition(".")
         if key not in idle:
             values.setdefault(section, {}).setdefault(name, value)
     return checked(values)
+
+
+def _with_model(recipe: Recipe, samples: int, side: int | None) -> Recipe:
+    """Return `recipe` with the default model: of the sizes from that of `samples` on the first that its mesh splits."""
+    named = []
+    for size in SIZES[samples > TINY_IMAGES :]:
+        name = default_model(samples, recipe.model.image_size or side, recipe.task.name, size)
+        model = recipe.model.model_validate({**recipe.model.model_dump(exclude_unset=True), "name": name})
+        named.append(recipe.model_copy(update={"model": model}))
+        with suppress(UserError):
+            plan = named[-1].requested_plans()[0]
+            least = (plan.pp or 1) * max(strategy.known_size for strategy in plan.distinct)
+            validate(plan.resolve(least), named[-1].config(1), None)
+            return named[-1]
+    return named[0]  # its plan is refused later
 
 
 def recipe_for(
@@ -238,7 +333,9 @@ def recipe_for(
 
 def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[str, Any]:
     """Return the table's values for `recipe`, by dotted key."""
-    row = row_for(samples)
+    row = row_of(recipe.task.name, samples)
+    if recipe.task.name in TASKS:
+        return _of_task(recipe, row) | _length(recipe, row, samples)
     larger = row.larger if config.large else {}
     settings = {**row.settings, **{key: value for key, value in larger.items() if key != "lr"}}
     if config.image_size <= SMALL_IMAGE:
@@ -247,8 +344,6 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
         settings = {key: value for key, value in settings.items() if key not in (*STREAM_CANNOT, "augment.mixup_prob")}
     fields = {f"model.{name}" for name in field_names(type(config.unadapted))}
     settings = {key: value for key, value in settings.items() if not key.startswith("model.") or key in fields}
-    if recipe.task.name == MAE:
-        return _of_mae(recipe, row, samples)
     if recipe.task.name != CLASSIFY:
         settings = {key: value for key, value in settings.items() if key not in OF_CLASSES}
     rate = _rate(recipe, larger.get("lr", row.lr), row.batch)
@@ -259,15 +354,15 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
     return settings | _length(recipe, row, samples)
 
 
-def _of_mae(recipe: Recipe, row: DefaultsRow, samples: int) -> dict[str, Any]:
-    """Return the settings of masked autoencoding, by dotted key."""
-    settings: dict[str, Any] = {"data.crop_scale": (0.2, 1.0)}
-    if recipe.optimizer.name == "adamw":
-        lr = float(f"{MAE_LR * (recipe.optimizer.lr_batch_size or recipe.train.batch_size) / MAE_BATCH:.3g}")
-        settings |= {"optimizer.lr": lr, "optimizer.weight_decay": 0.05, "optimizer.betas": (0.9, 0.95)}
-    if samples <= MAE_IMAGES:
-        row = replace(row, epochs=MAE_EPOCHS, warmup_epochs=MAE_WARMUP)
-    return settings | _length(recipe, row, samples)
+def _of_task(recipe: Recipe, row: DefaultsRow) -> dict[str, Any]:
+    """Return the settings of a task of TASKS, by dotted key; those of its optimizer only if the recipe has no other."""
+    optimizer, settings = recipe.optimizer, {**row.settings}
+    if settings["optimizer.name"] == "adamw":
+        lr = row.lr * (optimizer.lr_batch_size or recipe.train.batch_size) / row.batch
+        settings["optimizer.lr"] = float(f"{lr:.3g}")
+    if "name" in optimizer.model_fields_set and optimizer.name != settings["optimizer.name"]:
+        settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.")}
+    return settings
 
 
 def _rate(recipe: Recipe, lr: float, batch: int) -> float | None:

@@ -212,6 +212,7 @@ def refuse_without_effect(recipe: Recipe) -> None:
 
 _LORA = "rank alpha targets train"
 _PLANNED = _keys(
+    task="…",
     model="…",
     lora=_LORA,
     distill="…",
@@ -241,7 +242,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "a search": _PLANNED + _LENGTH + _keys(train="compile", data="cache"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
-    "a profile": _keys(model="…", lora=_LORA, train=f"{_PRECISION} compile attention"),
+    "a profile": _keys(task="…", model="…", data="path", lora=_LORA, train=f"{_PRECISION} compile attention"),
+    "a validation": _BENCHED + _keys(data="path"),
     "an import": _keys(model="…"),
     "a check": _keys(
         task="…",

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse
-from vitpar.text import shown
-from vitpar.training.recipe.defaults import with_defaults
+from vitpar.text import either, shown
+from vitpar.training.recipe.defaults import FEW_IMAGES, FINE_TUNED, SIZES, TINY_IMAGES, for_fine_tuning, with_defaults
 from vitpar.training.recipe.effects import COMMANDS
 from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
 from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import AUTO, TEXT
+from vitpar.training.recipe.sections import AUTO, CLASSIFY, TEXT
 from vitpar.training.tracking.tracked_run import refuse_missing
 
 if TYPE_CHECKING:
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 
 NO_DATA = {"data.path": "unused", "train.steps": 1}
 """Values of the settings that every recipe must have, for commands that neither read data nor train."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Recipe that a request makes."""
+
+    recipe: Recipe
+    """Recipe with all settings."""
+    samples: int | None = None
+    """Number of training samples whose defaults it has; None for fixed defaults."""
+    opened: ShardSet | None = None
+    """Training set, if it was opened."""
+    hints: tuple[str, ...] = ()
+    """Sentences for the user on what the defaults chose."""
 
 
 @dataclass(frozen=True)
@@ -97,33 +111,39 @@ class RecipeRequest:
         named = self.given.get("model.name") is not None
         return read_recipe(DEFAULT_RECIPE, self.given, self.assignments, without=("model",) if named else ())
 
-    def read_with_defaults(self, without: Collection[str] = ()) -> tuple[Recipe, int | None, ShardSet | None]:
-        """Return the recipe of a training, the number of images that its defaults are for, and the opened training set.
+    def read_with_defaults(self, without: Collection[str] = ()) -> Merged:
+        """Return the recipe of a training.
 
-        If data is named without a recipe file, defaults for that number of images
-        (``vitpar.training.recipe.defaults``) fill the settings that are not given. Otherwise the recipe is that of
-        `read`, and the others are None. A run that begins with weights does not use those defaults either.
+        If data is named without a recipe file, defaults for the task and the number of its samples
+        (``vitpar.training.recipe.defaults``) fill the settings that are not given, and for a run that begins with
+        weights those for fine-tuning. Otherwise the recipe is that of `read`.
 
         Raises RecipeError and DataError.
         """
         if self.path is not None or not self.names_data:
-            return self.read(without), None, None
+            return Merged(self.read(without))
         begun = read_recipe(None, self.given, self.assignments, needs_length=False)
-        if (
-            begun.model.weights is not None or begun.task.name in TEXT
-        ):  # the defaults are for training from scratch on images
-            return read_recipe(None, self.given, self.assignments), None, None
+        if begun.model.weights is not None:
+            return Merged(for_fine_tuning(begun))
         if begun.data.path is None:
             streamed = begun.stream.samples
             assert streamed is not None, "the recipe has checked it"
-            return with_defaults(begun, streamed), streamed, None
+            return Merged(with_defaults(begun, streamed), streamed)
+        from vitpar.data.shards.manifest import read_manifest
+
+        manifest = read_manifest(begun.data.path)
+        _refuse_other_data(begun, manifest.text is not None)
+        if manifest.text is not None:
+            samples = manifest.splits["train"].samples
+            return Merged(with_defaults(begun, samples), samples)
         from vitpar.data.shards.shard_set import ShardSet
         from vitpar.data.shards.sides import shorter_side
 
         shards = ShardSet.open(begun.data.path, "train")
         # Images are opened only to choose a model.
         side = None if "name" in begun.model.model_fields_set else shorter_side(shards)
-        return with_defaults(begun, len(shards), side), len(shards), shards
+        recipe = with_defaults(begun, len(shards), side)
+        return Merged(recipe, len(shards), shards, tuple(_hints(recipe, begun, len(shards))))
 
     def without_commands(self, recipe: Recipe) -> Recipe:
         """Return a recipe with ``stream.allow_pipe`` and ``checkpoint.copy_to`` off, unless an assignment gives them.
@@ -137,6 +157,30 @@ class RecipeRequest:
         if "checkpoint.copy_to" not in self.assigned and checkpoint.copy_to:
             checkpoint = checkpoint.model_copy(update={"copy_to": None})
         return recipe.model_copy(update={"stream": stream, "checkpoint": checkpoint})
+
+
+def _refuse_other_data(recipe: Recipe, text: bool) -> None:
+    """Raise RecipeError if the task does not read the data. text: whether they are text."""
+    task, path = recipe.task.name, shown(recipe.data.path)
+    if text and task == CLASSIFY:
+        raise RecipeError(f"'{path}' holds text, which task '{CLASSIFY}' does not read: give --task {either(TEXT)}")
+    if not text and task in TEXT:
+        raise RecipeError(
+            f"'{path}' holds images, but task '{task}' reads text: leave --task out, or pack text with `vitpar data "
+            "pack SRC DST --tokens N`"
+        )
+
+
+def _hints(recipe: Recipe, begun: Recipe, images: int) -> Iterator[str]:
+    """Yield sentences on the default model, and on few images. begun: recipe before its defaults."""
+    name = recipe.model.name
+    if "name" not in begun.model.model_fields_set and SIZES[0] not in name and images <= TINY_IMAGES:
+        yield f"the model is {name}: '{shown(begun.parallel.mesh)}' cannot split the heads of ViT-Ti"
+    if recipe.task.name == CLASSIFY and images < FEW_IMAGES:
+        yield (
+            f"{images:,} training images are few to train from scratch: fine-tuning published weights usually gives "
+            f"more, as in vitpar train --weights hf:timm/{FINE_TUNED} --data {recipe.data.path}"
+        )
 
 
 def classes_of(recipe: Recipe, given: int | None, default: int) -> int:

@@ -45,7 +45,7 @@ CLASSES_SHOWN = 20
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def packing_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show a progress bar for every split on stderr, and yield the callback that moves them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -162,7 +162,7 @@ def pack_command(
             seed=seed,
             overwrite=overwrite,
             dry_run=dry_run,
-            progress=_progress,
+            progress=packing_progress,
         )
         return
     from vitpar.data import Reencode, pack
@@ -176,7 +176,7 @@ def pack_command(
             say(printable(line))
 
     if dry_run:
-        with _progress() as progress:
+        with packing_progress() as progress:
             contents = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
         print_contents(contents)
         return
@@ -184,7 +184,7 @@ def pack_command(
         raise DataError("DST is missing: name the folder to create, or use --dry-run")
     if quality is not None and short_side is None:
         raise DataError(f"--quality {quality} requires --short-side: add it, or leave --quality out")
-    with _progress() as progress:
+    with packing_progress() as progress:
         pack(
             source,
             destination,
@@ -242,7 +242,7 @@ def index_command(
     )
     if wrong is not None:
         raise DataError(f"'{wrong}' is not a split: write NAME=PATTERN, such as train=imagenet-*.tar")
-    with _progress() as progress:
+    with packing_progress() as progress:
         index(
             folder,
             splits={name: pattern for name, _, pattern in pairs} or None,
@@ -270,7 +270,7 @@ def verify_command(
     """
     from vitpar.data import verify
 
-    with _progress() as progress:
+    with packing_progress() as progress:
         problems = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in problems]}))

@@ -15,6 +15,7 @@ from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.hub import local_weights
+from vitpar_cli.pack_once import packed
 from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import run_in_world
 
@@ -39,7 +40,16 @@ def train(
         ),
     ] = None,
     recipe: o.RecipeFile = None,
-    data: o.DataDir = None,
+    data: Annotated[
+        Path | None,
+        o.setting(
+            "data.path",
+            "--data",
+            to=str,
+            metavar="DIR",
+            help="Images or text: a folder made by `vitpar data pack`, or a folder of images, which is packed once.",
+        ),
+    ] = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
@@ -146,14 +156,16 @@ def train(
     Without a launcher it starts its own ranks; under torchrun, srun or mpirun it joins theirs. With --data and without
     --recipe, the defaults depend on the number and size of the training images (docs/defaults.md).
 
-    Example: vitpar train --data data_shards/mine
+    Example: vitpar train --data photos
 
     Example: vitpar train --mesh pp2xtp2xdp2 --recipe digits
 
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
-    asked = o.request(train, locals())
     world = find_world()
+    if data is not None and world is None and not dry_run:
+        data = packed(data)
+    asked = o.request(train, locals())
     if world and world.size > 1 and not dry_run:
         stop_at_once()
     if not dry_run:

@@ -1,8 +1,11 @@
 """Commands without a recipe: default settings, automatic precision, and batches that exceed memory."""
 
 import json
+import os
+import shutil
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,11 @@ import torch
 from helpers.command_line import Command, Refused, printed
 from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN
+from vitpar.errors import DataError
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar.training.recipe.request import RecipeRequest
+from vitpar_cli.pack_once import RECORD, packed
 
 IMAGES = TRAIN * CLASSES
 MODEL = "vit_nano_patch4_8"
@@ -179,3 +184,39 @@ def test_search_assumes_the_clusters_precision_and_says_so(tmp_path: Path) -> No
     told = json.loads(printed(search, "--cluster", "2xH100", *words, "--json", "--report", str(page)))
     assert "<td>precision</td><td>bf16, compiled</td>" in page.read_text()
     assert "precision bf16 is assumed: set another with --precision" in told["notes"]
+
+
+def test_folder_of_images_is_packed_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos, target = tmp_path / "photos", tmp_path / "data_shards" / "photos"
+    shutil.copytree(place / "source" / "train", photos)
+    refused(
+        tmp_path,
+        [(["--dry-run"], "pack photos data_shards/photos` and give data_shards/photos")],
+        "train",
+        "--data",
+        "photos",
+    )
+    for change, said in (
+        (lambda: None, "packing    photos into data_shards/photos\n"),
+        (lambda: None, "packed from photos before; no file has changed since"),
+        (
+            lambda: os.utime(photos / "class0" / "0.png", (1, 1)),
+            "packing    photos into data_shards/photos, since files changed",
+        ),
+        # A packing that was killed leaves nothing that is trained on.
+        (lambda: (target / RECORD).unlink(), "error"),
+    ):
+        change()
+        if said == "error":
+            with pytest.raises(DataError, match="where other data are"):
+                packed(Path("photos"))
+            continue
+        assert packed(Path("photos")) == Path("data_shards/photos")
+        assert said in capsys.readouterr().out
+    assert packed(place / "data") == place / "data" and packed(Path("not/here")) == Path("not/here")
+    shutil.rmtree(target)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(DataError, match=r"packing 'photos' needs 0\.\d+ MB, but 'data_shards' has 0\.01 MB left"):
+        packed(Path("photos"))

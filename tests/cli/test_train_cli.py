@@ -195,7 +195,7 @@ BAD_INPUT = [
     (["--mesh", "pp8"], "pp8 makes 8 stages but vit_custom has 4 blocks: use at most 4 stages"),
     (["--mesh", "pp2", "--microbatches", "3"], "3 micro-batches cannot split the 8 samples"),
     (["--mesh", "pp2", "--microbatch-size", "3"], "micro-batches of 3 samples do not divide the 8 samples"),
-    (["--mesh", "dp3"], "a batch of 8 images does not divide into the 3 data-parallel parts"),
+    (["--mesh", "dp3"], "a batch of 8 samples does not divide into the 3 data-parallel parts"),
     (["--mesh", "pp2", "--schedule", "1fb1"], "did you mean '1f1b'?"),
     (["--mesh", "pp2", "--split", "1,2"], "split 1,2 has 3 blocks but the model has 4"),
     (["--mesh", "pp2", "--split", "uneven"], "unknown split 'uneven'"),

@@ -54,7 +54,7 @@ WRONG_RUNS = [
     ("--set 'train.image_sizes=128 until 2'", "images of vit_custom have 8: give smaller sizes"),
     ("--set augment.policy=randd", "unknown augmentation 'randd'"),
     ("--mesh tp3", "tp3 does not divide the 2 heads"),
-    ("--mesh dp3", "a batch of 8 images does not divide into the 3 data-parallel parts"),
+    ("--mesh dp3", "a batch of 8 samples does not divide into the 3 data-parallel parts"),
     ("--mesh dp2+zero2 --schedule zbvzerobubble", "schedule zbvzerobubble needs pp"),
     ("--set train.freeze=foo", "has no blocks called 'foo'"),
     ("--set communication.prefetch=2", "communication.prefetch is 2, which does nothing with 'dp1' in fp32"),

@@ -88,7 +88,10 @@ DEGREE, COUNT = "give a whole number from 1 to 65,536", "give a whole number fro
         ({"pp_division": "4"}, "pp_division: split 4 is for 1 stage but the plan has 2: give 2 numbers with sum 4"),
         ({"pp_division": "4,0"}, "pp_division: split 4,0 gives 0 blocks to stage 1: give every stage at least 1"),
         ({"chunks": 3}, r"3 micro-batches cannot split the 8 samples of a data-parallel part .* evenly: use 1, 2 or 4"),
-        ({"global_bsz": 15}, "a batch of 15 images does not divide into the 2 data-parallel parts of .*: use 14 or 16"),
+        (
+            {"global_bsz": 15},
+            "a batch of 15 samples does not divide into the 2 data-parallel parts of .*: use 14 or 16",
+        ),
     ],
 )
 def test_import_refuses_invalid_files(changes: dict[str, Any], message: str) -> None:

@@ -219,12 +219,12 @@ def test_plans_that_do_not_fit_the_model_are_refused(
         (
             parse("dp4xfsdp2"),
             100,
-            "a batch of 100 images does not divide into the 8 data-parallel parts of 'dp4xfsdp2': use 96 or 104",
+            "a batch of 100 samples does not divide into the 8 data-parallel parts of 'dp4xfsdp2': use 96 or 104",
         ),
         (
             parse("dp4"),
             1,
-            "a batch of 1 image does not divide into the 4 data-parallel parts of 'dp4': use 4",
+            "a batch of 1 sample does not divide into the 4 data-parallel parts of 'dp4': use 4",
         ),
         (
             plan_of("dp2", microbatches=12),

@@ -55,8 +55,24 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     figures = [json.loads(said("eval", "--checkpoint", "run", "--mesh", mesh, "--json")) for mesh in ("dp1", "pp2")]
     assert figures[0]["samples"] == 17 and figures[0] == pytest.approx(figures[1], rel=1e-5)
     tuned = said(
-        "train", "--weights", "run/weights", *VIT, *DATA, "--steps", "1", "--mesh", "tp2", "--run-dir", "tuned"
+        *(
+            "train",
+            "--task",
+            "classify",
+            "--weights",
+            "run",
+            *DATA,
+            "--steps",
+            "1",
+            "--mesh",
+            "tp2",
+            "--run-dir",
+            "tuned",
+        )
     )
+    assert "vit_custom" in tuned and "train.epochs" not in tuned
+    again = said("train", "--weights", "run", *DATA, "--dry-run", "--steps", "4")
+    assert "mae_custom" in again
     assert "the encoder of mae_custom is used; its decoder is left out" in tuned
     assert "the classifier of 7 classes is newly initialised (the weights have none)" in tuned
     probe = ("--set", "train.freeze=embed, *", "--set", "model.norm_eps=1e-6", "--run-dir", "probe")

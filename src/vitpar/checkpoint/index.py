@@ -74,6 +74,10 @@ class StoredTensor(Record):
         return not odd
 
 
+VERSION = 1
+"""Version of the format that is written."""
+
+
 class StoredFile(Record):
     """Size and checksum of a file when it was written."""
 
@@ -110,7 +114,11 @@ def read_index(folder: Path) -> Index:
     Raises CheckpointError if there is none, or if it is damaged, inconsistent or names files outside the folder.
     """
     try:
-        index = Index.model_validate(read_json(folder / INDEX, _most_bytes(folder)))
+        content = read_json(folder / INDEX, _most_bytes(folder))
+        version = content.get("version", 1) if isinstance(content, dict) else 1
+        if isinstance(version, int) and version > VERSION:
+            raise CheckpointError(f"'{folder}' has format {version}, which is newer than {VERSION}: update vitpar")
+        index = Index.model_validate(content)
     except FileNotFoundError:
         raise CheckpointError(
             f"'{folder}' is not a checkpoint ({INDEX} is missing): name a folder that has it"

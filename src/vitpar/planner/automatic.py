@@ -145,8 +145,13 @@ def make_search(
     return Search(space, costs, num_moments, SearchEffort(seconds=seconds))
 
 
-def run_search(searching: Search, budget: float, progress: Progress | None = None) -> Result:
-    """Run a search with a limit of `budget` bytes per rank. Raises PlannerError if no plan fits."""
+def run_search(searching: Search, budget: float, progress: Progress | None = None, most: float = 1e12) -> Result:
+    """Run a search with a limit of `budget` bytes per rank.
+
+    most: bytes per rank up to which the error names a plan that needs more.
+
+    Raises PlannerError if no plan fits.
+    """
     space = searching.space
     result = searching.best(budget, progress) if progress else searching.best(budget)
     if result.plans:
@@ -157,9 +162,15 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
         raise PlannerError(
             f"a batch of {batches} samples is not divisible by {counts[0]} micro-batches: use another number"
         )
+    needed, limit = "", budget
+    while not needed and limit < most:
+        limit *= 1.25
+        if plans := searching.best(limit).plans:
+            least = min(plans, key=lambda price: price.memory_bytes)
+            needed = f" ('{least.plan}' needs {size(least.memory_bytes)})"
     raise PlannerError(
-        f"no plan fits into {size(budget)} per rank: allow more memory, more ranks, a smaller batch, other numbers of "
-        "micro-batches, or leave out fewer roles and flags"
+        f"no plan fits into {size(budget)} per rank{needed}: allow more memory, more ranks, a smaller batch, other "
+        "numbers of micro-batches, or leave out fewer roles and flags"
     )
 
 

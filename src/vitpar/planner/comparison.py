@@ -69,7 +69,7 @@ def compared(
     budget: bytes of memory per rank
     """
     try:
-        best = run_search(searching, budget, progress).plans[0]
+        best = run_search(searching, budget, progress, most=0).plans[0]
     except PlannerError as error:
         return Compared(combination, None, str(error))
     return Compared(combination, BestPlan(best, searching.costs, budget, training_time(best, length)))

@@ -58,7 +58,7 @@ def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
     if rest:
         working = [n * parts for n in (local, local + 1) if n]
         raise StrategyError(
-            f"a batch of {count(batch_size, 'image')} does not divide into the {parts} data-parallel parts "
+            f"a batch of {count(batch_size, 'sample')} does not divide into the {parts} data-parallel parts "
             f"of '{shown(plan)}': use {either(working)}"
         )
     microbatches = _microbatches(plan, batch_size, local)

@@ -48,8 +48,9 @@ def check_run_folder(path: Path | None, resuming: bool = False) -> None:
     """
     used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
     if path is not None and used and not (resuming and (path / "log.txt").is_file()):
+        resume = f", resume it with --resume {path}" if (path / "recipe.toml").is_file() else ""
         raise RecipeError(
-            f"the run folder '{path}' exists and is not empty: name another one with --run-dir, or remove it"
+            f"the run folder '{path}' exists and is not empty: name another one with --run-dir{resume}, or remove it"
         )
     place = (path or RUNS).absolute()
     while not place.exists():

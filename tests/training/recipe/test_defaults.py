@@ -153,8 +153,26 @@ def test_small_images_and_small_sets_get_a_small_model() -> None:
         (50_000, None): "vit_tiny_patch16_224",
     }
     assert {case: default_model(*case) for case in chosen} == chosen
+    assert default_model(3_000, 32, "mae") == "mae_vit_base_patch4_32"
     for case, name in chosen.items():
         assert recipe_for(case[0], HERE, side=case[1]).model.name == name
+    for mesh, size in {"pp2xtp2xdp": "small", "tp3": "tiny", "tp4": "base", "tp8xdp2": "large", "auto": "tiny"}.items():
+        assert recipe_for(3_000, {**HERE, "parallel.mesh": mesh}, side=32).model.name == f"vit_{size}_patch4_32"
     assert recipe_for(3_000, HERE, ["model.image_size=224"], side=32).model.name == "vit_tiny_patch16_224"
     assert recipe_for(3_000, HERE, ["model.depth=3"], side=32).config(10).parameters < 2_000_000
     assert recipe_for(3_000, {**HERE, "model.name": "vit_base_patch16_224"}, side=32).model.name.startswith("vit_base")
+
+
+def test_tasks_of_text_have_the_settings_of_their_publications() -> None:
+    bert = recipe_for(2_560, {**HERE, "task.name": "mlm", "train.batch_size": 256})
+    assert (bert.model.name, bert.train.epochs, bert.optimizer.lr, bert.optimizer.weight_decay) == (
+        "bert_base",
+        40,
+        1e-4,
+        0.01,
+    )
+    assert (bert.lr_schedule.shape, bert.learning_rate(2_560).warmup_steps, bert.augment.policy) == ("linear", 4, None)
+    t5 = recipe_for(2_560, {**HERE, "task.name": "span"})
+    assert (t5.model.name, t5.train.epochs, t5.optimizer.name, t5.optimizer.lr) == ("t5_small", 64, "adafactor", 1e-2)
+    own = recipe_for(2_560, {**HERE, "task.name": "span", "optimizer.name": "sgd", "train.steps": 9})
+    assert (own.optimizer.lr, own.train.steps, own.train.epochs) == (1e-3, 9, None)

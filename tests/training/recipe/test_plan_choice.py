@@ -32,7 +32,7 @@ def chosen(made: Recipe, ranks: int) -> Chosen:
         ("pp2xdp", ["fsdp"], 4, "pp2xdp2", None),
         ("pp2xdp", ["fsdp"], 1, "dp1", "the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"),
         ("dp", ["tp3xdp", "pp2xdp"], 6, None, None),
-        ("dp", ["tp2xdp"], 16, "tp2xdp8", "a batch of 8 images does not divide into the 16"),
+        ("dp", ["tp2xdp"], 16, "tp2xdp8", "a batch of 8 samples does not divide into the 16"),
         ("pp8xdp", ["tp2xdp"], 8, "tp2xdp4", "pp8 makes 8 stages but vit_custom has 4 blocks"),
         ("dp4", ["dp2", "dp1"], 1, "dp1", "'dp2' needs 2 ranks but the world has 1"),
     ],
@@ -48,7 +48,7 @@ def test_first_fitting_plan_is_used_with_a_reason(
             "neither parallel.mesh nor any of parallel.fallback_meshes fits: dp: a batch of 8"
         )
         assert "; tp3xdp: tp3 does not divide the 4 heads" in str(refused.value)
-        with pytest.raises(StrategyError, match=r"^a batch of 8 images does not divide"):  # a single plan's own error
+        with pytest.raises(StrategyError, match=r"^a batch of 8 samples does not divide"):  # a single plan's own error
             chosen(recipe(mesh, []), ranks)
         assert "; pp2xdp: a batch of 8" in str(refused.value)
         return

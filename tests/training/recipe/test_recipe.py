@@ -129,7 +129,7 @@ REFUSED = [
     (["lr_schedule.min_lr=5.0"], r"lr_schedule.min_lr 5.0 is above optimizer.lr"),
     (["train.lr=1"], r"unknown recipe key 'train.lr' \(did you mean 'optimizer.lr'\?\)"),
     (["model.num_classes=3"], "unknown recipe key 'model.num_classes': the number of classes comes from the data"),
-    (["mlp_ratio=4"], r"unknown recipe key 'mlp_ratio' \(did you mean 'model.mlp_hidden_dim'\?\)"),
+    (["mlp_ratio=4"], r"'mlp_ratio' is not a setting \(did you mean 'model.mlp_hidden_dim'\?\)"),
     (["trian.seed=1"], r"unknown recipe key 'trian' \(did you mean 'train'\?\)"),
     (["banana.split=1"], r"unknown recipe key 'banana'.*sections are task, model, data, augment"),
     (["train.batch_size=many"], "recipe key 'train.batch_size' is 'many': input should be a valid integer"),
@@ -138,7 +138,9 @@ REFUSED = [
     (["data.bad_sample=ignore"], "recipe key 'data.bad_sample' is 'ignore': input should be 'fail' or 'skip'"),
     (["train.seed"], "'train.seed' is not an assignment: write --set section.key=value"),
     (["=3"], "'=3' is not an assignment"),
-    (["seed=3"], "'seed' is not a setting: use section.key, as in train.seed"),
+    (["seed=3"], r"'seed' is not a setting \(did you mean 'train.seed'\?\)"),
+    (["foo=3"], "'foo' is not a setting: use section.key, as in train.seed"),
+    (["train.lerning_rate=1"], r"\(did you mean 'optimizer.lr'\?\)"),
     (["train=3"], "'train' is not a setting"),
 ]
 

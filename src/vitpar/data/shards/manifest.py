@@ -168,10 +168,10 @@ def _how_to_make(folder: Path | ObjectPath) -> str:
     from vitpar.data.sources.arrays import DIGITS, DIGITS_PACKAGE, INSTALL_DIGITS
 
     if folder.name != DIGITS:  # the folder of the shipped recipe
-        return (
-            f"make one with `vitpar data pack SOURCE {folder}`, or index existing shards with "
-            f"`vitpar data index {folder}`"
-        )
+        packing = f"SOURCE {folder}`"
+        if folder.is_dir() and any(folder.iterdir()):
+            packing = f"{folder} data_shards/{folder.name}` and give data_shards/{folder.name}"
+        return f"make one with `vitpar data pack {packing}, or index existing shards with `vitpar data index {folder}`"
     first = "" if find_spec(DIGITS_PACKAGE) else f", after {INSTALL_DIGITS}"
     return f"make it with `vitpar data pack {DIGITS} {folder}`{first}"
 

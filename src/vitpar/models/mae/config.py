@@ -160,6 +160,9 @@ class MAEConfig(ModelConfig):
             fields = {**sizes, **{key: value for key, value in given.items() if value}, **options}
         elif missing := {"patch_size", "embed_dim", "depth", "num_heads"} - set(options):
             raise ModelError(f"{name} needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}")
+        else:  # a decoder in proportion to the encoder
+            sizes = {"decoder_embed_dim": fields["embed_dim"], "decoder_num_heads": fields["num_heads"]}
+            fields = {**sizes, "decoder_depth": max(1, min(cls.decoder_depth, fields["depth"] // 3)), **fields}
         fields.setdefault("mlp_hidden_dim", 4 * fields["embed_dim"])
         fields.setdefault("decoder_mlp_hidden_dim", 4 * fields.get("decoder_embed_dim", cls.decoder_embed_dim))
         return cls(name=name, **fields)

@@ -6,6 +6,7 @@ The file names only what differs from the defaults.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,9 +92,8 @@ def read_recipe(
     for key, value in sorted(changes, key=lambda item: item[0] not in ("task.name", "model.name", "train.precision")):
         section, dot, name = key.partition(".")
         if not dot:
-            if key in OTHER_NAMES or key in ABSENT:
-                refuse_unknown_key(key)
-            raise RecipeError(f"'{shown(key)}' is not a setting: use section.key, as in train.seed")
+            near = "" if key in SECTIONS else _nearest_key(f".{key}" if key not in {*OTHER_NAMES, *ABSENT} else key)
+            raise RecipeError(f"'{shown(key)}' is not a setting{near or ': use section.key, as in train.seed'}")
         _refuse_unwritable(key, value)
         values.setdefault(section, {})
         for group, *ways in _ALTERNATIVES:
@@ -244,4 +244,12 @@ def _nearest_key(key: str) -> str:
     keys = [f"{section}.{setting}" for section, fields in SECTIONS.items() for setting in fields.model_fields]
     elsewhere = [known for known in keys if known.endswith(f".{name}")]  # the right name in the wrong section
     elsewhere += [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-    return f" (did you mean '{elsewhere[0]}'?)" if elsewhere else nearest(key, keys)
+    if elsewhere:
+        return f" (did you mean '{elsewhere[0]}'?)"
+    ends = {known.partition(".")[2]: known for known in reversed(keys)} | OTHER_NAMES
+    return _named(nearest(name, ends), ends) or nearest(key, keys)
+
+
+def _named(hint: str, names: Mapping[str, str]) -> str:
+    """Return a hint of `nearest` with the value of the name that it suggests."""
+    return re.sub("'(.*)'", lambda match: f"'{names[match[1]]}'", hint)

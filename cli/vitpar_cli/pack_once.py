@@ -1,0 +1,84 @@
+"""Packing of a folder of images that `vitpar train --data` is given: once into data_shards/, again if files changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from vitpar.data.shards.manifest import has_manifest
+from vitpar.errors import DataError
+from vitpar.io import read_json, write_text
+from vitpar.launch.resources import cpu_cores
+from vitpar.terminal import say
+from vitpar.text import printable, size
+
+PACKED = Path("data_shards")
+"""Folder of the packed data."""
+RECORD = "packed_from.json"
+"""File in packed data with the folder of the images, and the checksum of its files' names, sizes and times."""
+
+
+def packed(folder: Path) -> Path:
+    """Return packed data of a folder of images, after packing it if needed; other paths unchanged.
+
+    Raises DataError for images that cannot be packed, too little space, and other data in the place of the packed.
+    """
+    from vitpar.data.sources.imagenet import is_imagenet
+
+    shards = any(folder.glob("*.tar")) and not is_imagenet(folder)  # `vitpar data index` is for these
+    if not folder.is_dir() or has_manifest(folder) or not any(folder.iterdir()) or shards:
+        return folder
+    target, (digest, needed) = PACKED / folder.resolve().name, _files(folder)
+    record = {"folder": str(folder.resolve()), "files": digest}
+    known = _record(target)
+    if known == record:
+        say(f"data       {target}, packed from {folder} before; no file has changed since")
+        return target
+    if target.exists() and known.get("folder") != record["folder"]:
+        raise DataError(
+            f"'{folder}' would be packed into '{target}', where other data are: run `vitpar data pack {folder} DIR`, "
+            "and give --data DIR"
+        )
+    PACKED.mkdir(exist_ok=True)
+    if (free := shutil.disk_usage(PACKED).free) < needed:
+        raise DataError(f"packing '{folder}' needs {size(needed)}, but '{PACKED}' has {size(free)} left: free some")
+    from vitpar.data import pack
+    from vitpar.data.sources.contents import describe
+    from vitpar_cli.data import packing_progress
+
+    say(f"packing    {folder} into {target}{', since files changed' if known else ''}")
+    with packing_progress() as progress:
+        pack(
+            folder,
+            target,
+            overwrite=target.exists(),
+            workers=cpu_cores(),
+            progress=progress,
+            opened=lambda contents: [say(printable(line)) for line in describe(str(folder), contents)],
+        )
+    write_text(target / RECORD, json.dumps(record))
+    return target
+
+
+def _files(folder: Path) -> tuple[str, int]:
+    """Return a checksum of names, sizes and times of the files in a folder, and the bytes that their shards need."""
+    digest, total = hashlib.sha256(), 0
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            found = os.stat(os.path.join(place, name))
+            digest.update(f"{place}/{name} {found.st_size} {found.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            total += found.st_size + 2048  # headers and padding of a tar
+    return digest.hexdigest(), total
+
+
+def _record(target: Path) -> dict[str, str]:
+    """Return the record in packed data; an empty one if there is none."""
+    try:
+        record = read_json(target / RECORD) if has_manifest(target) else {}
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

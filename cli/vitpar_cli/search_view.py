@@ -241,7 +241,8 @@ def _searched(findings: "Findings") -> str:
 
 
 def _print_prices(console: Console, title: str, prices: "Sequence[Price]", findings: "Findings") -> None:
-    from vitpar.planner.report.data import COLUMNS, figures, schedule_words
+    from vitpar.planner.cost.price import schedule_words
+    from vitpar.planner.report.data import COLUMNS, figures
 
     best, doubt = findings.result.plans[0], findings.doubt
     rows = [(*figures(price, best, doubt), f"{price.plan}{schedule_words(price.plan)}") for price in prices]

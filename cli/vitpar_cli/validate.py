@@ -241,8 +241,9 @@ COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 
 
 def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> None:
+    from vitpar.planner.cost.price import plan_title
     from vitpar.planner.report.accuracy import BUSY, accuracy, others_used
-    from vitpar.planner.report.data import duration, plan_title
+    from vitpar.planner.report.data import duration
     from vitpar.planner.report.uncertainty import uncertainty
 
     console = Console(highlight=False)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vitpar.parallel.parallelize import parallelize
     from vitpar.parallel.styles import tensor_parallel_plan
     from vitpar.planner.automatic import search
+    from vitpar.sharded import to_local
     from vitpar.training.recipe import Recipe, read_recipe
     from vitpar.training.train import train
     from vitpar.training.trainer import Trainer
@@ -49,6 +50,7 @@ _LAZY = {
     "vitpar.training.trainer": ("Trainer",),
     "vitpar.weights.folder": ("load_weights", "save_weights"),
     "vitpar.planner.automatic": ("search",),
+    "vitpar.sharded": ("to_local",),
 }
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [
@@ -83,6 +85,12 @@ __all__ = [
     "save_weights",
     "search",
     "tensor_parallel_plan",
+    "to_local",
     "train",
     "validate",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not loaded yet."""
+    return __all__

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from difflib import SequenceMatcher
+from typing import Any
 
 from vitpar.limits import MAX_QUOTED_CHARS
 
@@ -41,11 +43,39 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the known word closest to `word`, or an empty string if none is close."""
+    """Return ` (did you mean 'x'?)` for the known word closest to `word`, or an empty string if none is close.
+
+    A long known word may also begin like `word`: vit_smal is closer to vit_small_patch16_224 than to t5_small.
+    """
     if len(word) > MAX_QUOTED_CHARS:  # comparing takes time quadratic in its length
         return ""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+
+    def likeness(other: str) -> tuple[float, float]:
+        whole, begun = (SequenceMatcher(None, other[:end], word).ratio() for end in (None, len(word)))
+        return max(whole, begun if len(word) > 3 and begun > 0.8 else 0.0), whole
+
+    close = max(known, key=likeness, default="")
+    return f" (did you mean '{close}'?)" if likeness(close)[0] >= 0.6 else ""
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as lines of aligned columns; all but the first column are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(map("  ".join, lines))
+
+
+def short_repr(record: Any, *first: str, without: Collection[str] = ()) -> str:
+    """Return the repr of a dataclass, without fields that have their defaults.
+
+    first: positional arguments, which stand for the fields `without`.
+    """
+    changed = [
+        f"{field.name}={value!r}"
+        for field in dataclasses.fields(record)
+        if field.name not in without and (value := getattr(record, field.name)) != field.default
+    ]
+    return f"{type(record).__name__}({', '.join([*map(repr, first), *changed])})"
 
 
 def count(number: int, noun: str) -> str:

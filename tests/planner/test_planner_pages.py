@@ -8,7 +8,8 @@ import pytest
 
 from helpers.browser import CUT, DRAWN, Browser, Tab, shown
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
-from vitpar.planner.report.data import Findings, Provenance, findings, plan_title
+from vitpar.planner.cost.price import plan_title
+from vitpar.planner.report.data import Findings, Provenance, findings
 from vitpar.planner.report.page import page, scaling_page
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.scaling import Point

@@ -16,11 +16,11 @@ from vitpar.pages.figures import COLOURS
 from vitpar.pages.maps import layer_map, placement, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
-from vitpar.planner.cost.price import Price, price
+from vitpar.planner.cost.price import Price, plan_title, price
 from vitpar.planner.profile.bands import BANDS, VITPAR
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile
-from vitpar.planner.report.data import Findings, duration, figures, findings, noise_words, plan_title, trace
+from vitpar.planner.report.data import Findings, duration, figures, findings, noise_words, trace
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, messages, timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty

@@ -16,7 +16,7 @@ from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
 from vitpar.models.description import ExtraPasses, InputSpec, LayerDescription, SideInput, layer_of
 from vitpar.models.shared import parameter_holders
-from vitpar.text import nearest, shown
+from vitpar.text import nearest, short_repr, shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,6 +84,9 @@ class ModelConfig:
     """Channels of an input image."""
     num_classes: int
     """Outputs of the classifier."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @classmethod
     def knows(cls, name: str) -> bool:

@@ -416,6 +416,9 @@ class ParallelModel:
         """Yield this rank's parameters, sharded, such as for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def __repr__(self) -> str:
+        return f"ParallelModel({self.config.name}, {self.plan}, stages {list(self.stages)}, {self.device})"
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters, detached, by their names in the complete model; sharded ones are DTensors.
 

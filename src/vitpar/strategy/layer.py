@@ -217,6 +217,9 @@ class Strategy:
         """Return the canonical string; without axes it is `dp1`."""
         return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.flags
 
+    def __repr__(self) -> str:
+        return f"Strategy({str(self)!r})"
+
 
 def refuse_many_ranks(number: int, what: object) -> None:
     """Raise StrategyError if `number` exceeds MAX_RANKS. what: whatever needs the ranks, for the message."""

@@ -16,7 +16,7 @@ from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_LAYOUT_PARTS
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.selectors import Groups, blocks_of, canonical, is_name, numbered, strategies
-from vitpar.text import count, nearest, shown
+from vitpar.text import count, nearest, short_repr, shown
 
 SPLITS = ("even", "balanced")
 """Names of ways to split blocks into stages (`vitpar.strategy.stages.split_blocks`)."""
@@ -231,3 +231,6 @@ class Plan:
         if self.is_uniform:
             return "x".join(map(str, self.axes or (Axis("dp", 1),))) + self.strategy.flags
         return f"{Axis('pp', self.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in self.layers)
+
+    def __repr__(self) -> str:
+        return short_repr(self, str(self), without=("layers", "pp", "pp_index"))

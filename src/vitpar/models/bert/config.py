@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WORDS = {"init": ("bert", "perturbed")}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BertConfig(TextConfig):
     """Architecture of a BERT with its head for masked language modelling."""
 

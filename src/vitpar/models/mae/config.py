@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vitpar.models.foreign import ExportedTensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MAEConfig(ModelConfig):
     """Architecture of a masked autoencoder.
 

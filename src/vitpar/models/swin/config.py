@@ -77,7 +77,7 @@ class SwinStage:
         return self.window // 2 if odd and self.grid > self.window else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SwinConfig(ModelConfig):
     """Architecture of a Swin Transformer."""
 

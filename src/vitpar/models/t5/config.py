@@ -25,7 +25,7 @@ TABLE = "attn.relative_attention_bias"
 """Name of the table of biases by relative position, in every block of the encoder and the decoder."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class T5Config(TextConfig):
     """Architecture of a T5.
 

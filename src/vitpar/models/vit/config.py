@@ -32,7 +32,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ViTConfig(ModelConfig):
     """Architecture of a Vision Transformer."""
 

@@ -46,13 +46,24 @@ from vitpar.strategy import (
 from vitpar.strategy.layout import Layout, mesh_axes, sharding_axes
 from vitpar.strategy.pipeline_orders import ActionOrder, action_order
 from vitpar.strategy.stages import sharing_places, travel_layout
+from vitpar.text import count, size
 
 Travel = tuple[Layout | None, ...]
 """Layouts of tokens between stages: entry n is the input of stage n. None for the input of the first stage and the
 output of the last."""
 
 
-@dataclass(frozen=True)
+def schedule_words(plan: Plan) -> str:
+    """Return the schedule with a leading space, as in `` 1f1b``; empty without a pipeline."""
+    return f" {plan.schedule}" if plan.pipeline_degree > 1 else ""
+
+
+def plan_title(plan: Plan) -> str:
+    """Return a plan's title, as in `pp2xdp4 1f1b, 4 micro-batches`."""
+    return f"{plan}{schedule_words(plan)}, {count(plan.microbatches or 1, 'micro-batch')}"
+
+
+@dataclass(frozen=True, repr=False)
 class Price:
     """Predicted time and memory of one step of a plan."""
 
@@ -80,6 +91,10 @@ class Price:
     def memory_bytes(self) -> float:
         """Return the peak bytes of the fullest rank."""
         return max(memory.total for memory in self.memory)
+
+    def __repr__(self) -> str:
+        speed = f"{self.images_per_second:,.0f} samples/s in batches of {self.batch_size:,}"
+        return f"Price({plan_title(self.plan)}: {speed}, {size(self.memory_bytes)} a rank)"
 
     def mfu(self, costs: LayerCosts) -> float | None:
         """Return the model FLOPs utilisation, 0 to 1; None if the peak rate of a device is unknown.

@@ -7,13 +7,12 @@ from dataclasses import asdict
 
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price
+from vitpar.planner.cost.price import Price, plan_title
 from vitpar.planner.report.data import (
     Provenance,
     Table,
     assumptions,
     origin_to_json,
-    plan_title,
     price_to_json,
     provenance,
 )

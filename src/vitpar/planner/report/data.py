@@ -9,7 +9,7 @@ from functools import cached_property
 from vitpar.pages.figures import rows_of
 from vitpar.planner.comparison import BestPlan
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price
+from vitpar.planner.cost.price import Price, plan_title
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
@@ -19,9 +19,8 @@ from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.reasons import Reason, reasons
 from vitpar.planner.search.result import Result
 from vitpar.planner.training_time import TrainingTime
-from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_to_json
-from vitpar.text import count, size
+from vitpar.text import size
 
 COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
 """Headings of `figures`."""
@@ -83,16 +82,6 @@ def certainty(result: Result) -> str:
     if faster > SearchEffort().tolerance:
         how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
-
-
-def schedule_words(plan: Plan) -> str:
-    """Return the schedule with a leading space, as in `` 1f1b``; empty without a pipeline."""
-    return f" {plan.schedule}" if plan.pipeline_degree > 1 else ""
-
-
-def plan_title(plan: Plan) -> str:
-    """Return a plan's title, as in `pp2xdp4 1f1b, 4 micro-batches`."""
-    return f"{plan}{schedule_words(plan)}, {count(plan.microbatches or 1, 'micro-batch')}"
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from vitpar.pages.maps import placement
 from vitpar.pages.plotly import Charts, Figure
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, price
+from vitpar.planner.cost.price import Price, plan_title, price, schedule_words
 from vitpar.planner.report.comparison import comparison_table, scaling_notes, scaling_table
 from vitpar.planner.report.data import (
     COLUMNS,
@@ -25,8 +25,6 @@ from vitpar.planner.report.data import (
     duration,
     figures,
     noise_words,
-    plan_title,
-    schedule_words,
     speed_words,
 )
 from vitpar.planner.report.timeline import messages, timeline

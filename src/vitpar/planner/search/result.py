@@ -6,12 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from vitpar.planner.cost.price import Price
+from vitpar.pages.document import table
+from vitpar.planner.cost.price import Price, plan_title
+from vitpar.text import size, text_table
+
+_HEADINGS = ("plan", "batch", "samples/s", "step", "memory per rank")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
-    """Outcome of a search."""
+    """Outcome of a search. Its repr is a table of the plans, in notebooks too."""
 
     plans: tuple[Price, ...]
     """Prices, best first: the simplest plan within the tolerance of the fastest, then the others by images per second.
@@ -42,3 +46,22 @@ class Result:
         known = {(price.plan, price.batch_size) for price in self.plans}
         others += [price for price in prices if (price.plan, price.batch_size) not in known]
         return replace(self, plans=(best, *sorted(others, key=lambda price: -price.images_per_second)))
+
+    def __repr__(self) -> str:
+        return text_table((_HEADINGS, *self._rows()))
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return table(_HEADINGS, self._rows(), numbers=slice(1, None))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                plan_title(one.plan),
+                f"{one.batch_size:,}",
+                f"{one.images_per_second:,.0f}",
+                f"{1000 * one.seconds:,.1f} ms",
+                size(one.memory_bytes),
+            )
+            for one in self.plans
+        ]

@@ -47,7 +47,7 @@ DEFAULT_RECIPE = SHIPPED / "digits.toml"
 
 
 def read_recipe(
-    path: Path | None,
+    path: Path | str | None,
     options: Mapping[str, object] | None = None,
     assignments: Iterable[str] = (),
     *,
@@ -56,7 +56,7 @@ def read_recipe(
 ) -> Recipe:
     """Read a recipe: the TOML file `path`, then `options`, then `assignments`.
 
-    path: None for the defaults.
+    path: file, or name of a shipped recipe; None for the defaults.
     options: values by dotted key. Those that are None are left out.
     assignments: ``section.key=value``.
     without: sections of the file to leave out.
@@ -68,7 +68,7 @@ def read_recipe(
 
     Raises RecipeError that names the key, its value and the fix.
     """
-    values = _read_toml(path) if path is not None else {}
+    values = _read_toml(Path(path)) if path is not None else {}
     values = {section: settings for section, settings in values.items() if section not in without}
     _refuse_unknown(values)
     _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})

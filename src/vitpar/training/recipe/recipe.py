@@ -129,6 +129,10 @@ class Recipe(Section):
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
 
+    def __repr__(self) -> str:
+        changed = self.model_dump(exclude_defaults=True, mode="json").items()
+        return f"Recipe({', '.join(f'{name}={settings}' for name, settings in changed if settings)})"
+
     def flat(self) -> dict[str, Any]:
         """Return all settings as JSON values, by dotted key."""
         values = self.model_dump(mode="json")

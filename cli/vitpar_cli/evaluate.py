@@ -15,9 +15,10 @@ from vitpar.errors import DataError
 from vitpar.tasks import Task
 from vitpar.text import printable
 from vitpar.training.recipe.request import RecipeRequest
+from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, refuse_unwritable, warn
-from vitpar_cli.saved_model import CheckpointDir, PlannedModel, saved_model
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoint: CheckpointDir,
+    checkpoint: o.CheckpointDir,
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -74,7 +75,7 @@ def evaluate(
     if len({path.resolve() for path in named}) < len(named):
         raise DataError("--data names a data set twice: keep one")
     refuse_unwritable(predictions)
-    saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh)
+    saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, showing=progress_bar)
     from vitpar.data import ShardSet
     from vitpar.tasks.data import open_split
 
@@ -92,7 +93,8 @@ def evaluate(
         from vitpar.training.parquet_file import arrow
 
         arrow()  # refuses a missing pyarrow before ranks start
-    saved.planned(device).run(_evaluate, sets, notes, split, predictions, as_json)
+    planned = saved.planned(device)
+    run_in_world(*planned.place, _evaluate, planned, sets, notes, split, predictions, as_json)
 
 
 def _evaluate(

@@ -9,10 +9,11 @@ import typer
 
 from vitpar.errors import DataError
 from vitpar.training.recipe.request import NO_DATA
+from vitpar.training.saved_model import AT_ONCE, PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import progress_bar, refuse_unwritable, report_bad, warn
 from vitpar_cli.predict import AtOnce
-from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, saved_model
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def features(
-    checkpoint: CheckpointDir,
+    checkpoint: o.CheckpointDir,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.")],
     images: Annotated[
         list[Path] | None,
@@ -59,7 +60,7 @@ def features(
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)
     files = ImageFiles(expand_images(images)) if images else None
-    saved = saved_model(checkpoint, asked, doing="an extraction of features")
+    saved = saved_model(checkpoint, asked, doing="an extraction of features", showing=progress_bar)
     from vitpar.training.inference import classifiers, feature_width
 
     given_images = files or open_split(saved.recipe, split)
@@ -69,7 +70,7 @@ def features(
     names = next(iter(given_images.names_of_classes), None) if isinstance(given_images, ShardSet) else None
     width, layers = feature_width(saved.config), [f"head.{name}" for name in classifiers(saved.config)]
     planned = saved.in_batches_of(min(len(source), batch_size or AT_ONCE)).planned(device)
-    planned.run(_write, source, labelled, names, out, width, layers, as_json)
+    run_in_world(*planned.place, _write, planned, source, labelled, names, out, width, layers, as_json)
 
 
 def _write(

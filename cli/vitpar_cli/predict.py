@@ -12,9 +12,10 @@ from rich.text import Text
 from vitpar.errors import DataError
 from vitpar.text import printable, shown
 from vitpar.training.recipe.request import NO_DATA
+from vitpar.training.saved_model import AT_ONCE, PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
-from vitpar_cli.saved_model import AT_ONCE, CheckpointDir, PlannedModel, SavedModel, saved_model
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ AtOnce = Annotated[
 
 def predict(
     images: Images,
-    checkpoint: CheckpointDir,
+    checkpoint: o.CheckpointDir,
     top: Annotated[
         int, typer.Option("--top", min=1, help="Number of classes to print, the most probable first (classification).")
     ] = 5,
@@ -56,21 +57,20 @@ def predict(
 
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
-    saved = saved_model(checkpoint, asked, doing="a prediction")
+    saved = saved_model(checkpoint, asked, doing="a prediction", showing=progress_bar)
     trained = saved.task()
     if not trained.PREDICTS:
         raise DataError(
             f"`vitpar predict` has nothing to print for task '{trained.NAME}': evaluate its models with `vitpar eval`"
         )
-    names = class_names(saved) if trained.OUTPUTS_ARE_LABELS else None
+    names = saved.class_names() if trained.OUTPUTS_ARE_LABELS else None
     planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
-    planned.run(_predict, paths, source, names, top, as_json)
+    run_in_world(*planned.place, _predict, planned, source, names, top, as_json)
 
 
 def _predict(
     device: "torch.device",
     planned: PlannedModel,
-    paths: Sequence[str],
     source: "NotedImages",
     names: Sequence[str] | None,
     top: int,
@@ -78,52 +78,26 @@ def _predict(
 ) -> int:
     """Predict images on `device`, and return the exit code."""
     from vitpar.tasks.image_input import ImageInput
-    from vitpar.training.inference import outputs, skipping
+    from vitpar.training.inference import answers, skipping
 
     task = planned.task()
-    key = "classes" if task.OUTPUTS_ARE_LABELS else "predictions"
     model, warning = planned.built(device)
-    by_image: dict[int, list[dict[str, Any]]] = {}
     with progress_bar("predicting") as progress:
-        for batch in outputs(model, ImageInput(skipping(planned.recipe), model, task), source, progress=progress):
-            by_image |= dict(zip(batch.samples, task.answers(batch.logits.double(), top, names), strict=True))
+        rows = answers(model, ImageInput(skipping(planned.recipe), model, task), source, top, names, progress)
     warn(warning)
     if as_json:
-        rows = [
-            {"image": path, key: by_image[i]} if i in by_image else {"image": path, "error": source.problems[i]}
-            for i, path in enumerate(paths)
-        ]
         typer.echo(json.dumps({"checkpoint": str(planned.folder), "images": rows}))
-    elif by_image:
-        _print_table((paths[i], classes) for i, classes in sorted(by_image.items()))
+    elif any("error" not in row for row in rows):
+        _print_table(rows)
     return report_bad(source.problems)
 
 
-def class_names(saved: SavedModel) -> tuple[str, ...] | None:
-    """Return the names of the classes, from the weights or else from the data that the recipe names; None for none.
-
-    Raises DataError for names that do not fit the model.
-    """
-    from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
-    from vitpar.training.recipe.file import read_section
-    from vitpar.training.recipe.sections import DataSection
-    from vitpar.weights.classes import read_class_names
-    from vitpar.weights.folder import RECIPE
-
-    classes, data = saved.config.num_classes, read_section(saved.folder / RECIPE, "data", DataSection).path
-    if (names := read_class_names(saved.folder, classes)) is not None:
-        return names
-    if data is None or not (Path(data) / MANIFEST).is_file():
-        return None
-    manifest = read_any_manifest(Path(data))
-    known = manifest.class_names or manifest.classes or []
-    return tuple(known) if len(known) == classes else None
-
-
-def _print_table(predicted: Iterable[tuple[str, list[dict[str, Any]]]]) -> None:
+def _print_table(predicted: Iterable[dict[str, Any]]) -> None:
     """Print a table with a row for each image and answer. Names come from strangers, so nothing in them is markup."""
     rows = [
-        (path if place == 0 else "", _cells(one)) for path, answers in predicted for place, one in enumerate(answers)
+        (row["image"] if place == 0 else "", _cells(one))
+        for row in predicted
+        for place, one in enumerate(row.get("classes") or row.get("predictions") or ())
     ]
     table = data_table("image", *rows[0][1])
     table.columns[0].overflow = "fold"

@@ -145,6 +145,11 @@ OwnModel = Annotated[
 ]
 
 
+CheckpointDir = Annotated[
+    Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
+]
+
+
 def own_task(name: str | None) -> str | None:
     """Return the name of the task, after loading it if it is the user's own.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.data.shards.shard_set import ShardSet
-    from vitpar_cli.saved_model import PlannedModel
+    from vitpar.training.saved_model import PlannedModel
 
 PORT = 8123
 """Port of a live report by default."""
@@ -136,10 +136,10 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
     from vitpar.data.shards.shard_set import ShardSet
     from vitpar.runs.predictions import drawn_samples
     from vitpar.tasks.image_data import open_split
-    from vitpar_cli.predict import class_names
-    from vitpar_cli.saved_model import AT_ONCE, saved_model
+    from vitpar.training.saved_model import AT_ONCE, saved_model
+    from vitpar_cli.world import run_in_world
 
-    saved = saved_model(run, asked, doing="an evaluation")
+    saved = saved_model(run, asked, doing="an evaluation", showing=progress_bar)
     task = saved.task()
     if not task.PICTURES and not task.OUTPUTS_ARE_LABELS:
         written = ", or write the predictions with `vitpar eval --predictions`" if task.PREDICTS else ""
@@ -152,13 +152,13 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
     if task.PICTURES:
         drawn = drawn_samples(len(validation), number)
         planned = saved.in_batches_of(min(len(drawn), AT_ONCE)).planned(device)
-        planned.run(_draw, validation, drawn, run, out, made_by)
+        run_in_world(*planned.place, _draw, planned, validation, drawn, run, out, made_by)
         return
     validation, note = saved.labelled(validation)
     assert isinstance(validation, ShardSet)
-    names = class_names(saved) or validation.class_names or tuple(map(str, range(validation.num_classes)))
+    names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
     planned = saved.in_batches_of(min(len(validation), AT_ONCE)).planned(device)
-    planned.run(_predict, validation, note, names, number, run, out, made_by)
+    run_in_world(*planned.place, _predict, planned, validation, note, names, number, run, out, made_by)
 
 
 def _draw(

@@ -5,7 +5,7 @@ They are computed on one device. Images are prepared as evaluation prepares them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +123,28 @@ def outputs(
             samples = (number * model.batch_size + rows).tolist()
             yield Outputs(samples, logits.float().cpu()[rows], taken().cpu()[rows])
             progress(min(len(images), (number + 1) * model.batch_size), len(images))
+
+
+def answers(
+    model: ParallelModel,
+    source: ImageInput,
+    images: NotedImages,
+    top: int,
+    names: Sequence[str] | None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """Return a JSON object for each image of a set: its name, and its classes or predictions or, if it is bad, the error.
+
+    top, names: as for ``Task.answers``. Other arguments and errors are those of `outputs`.
+    """
+    task, found = source.task, dict[int, list[dict[str, Any]]]()
+    for batch in outputs(model, source, images, progress=progress):
+        found |= dict(zip(batch.samples, task.answers(batch.logits.double(), top, names), strict=True))
+    key = "classes" if task.OUTPUTS_ARE_LABELS else "predictions"
+    return [
+        {"image": images.name(i), **({key: found[i]} if i in found else {"error": images.problems[i]})}
+        for i in range(len(images))
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,25 @@
-"""Saved weights for commands that compute with them: where they are, their recipe, and the model on its ranks."""
+"""Saved weights to compute with: where they are, their recipe, and the model on its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from vitpar.errors import DataError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.tasks import Task, task_of
+from vitpar.training.hub_weights import Showing, local_weights, unshown
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.file import read_section
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import RecipeRequest
-from vitpar.training.recipe.sections import CommunicationSection, LoraSection, ParallelSection
+from vitpar.training.recipe.sections import CommunicationSection, DataSection, LoraSection, ParallelSection
 from vitpar.training.saving.resume import weights_folder
-from vitpar_cli.hub import local_weights
-from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from vitpar.parallel import ParallelModel
     from vitpar.tasks.image_data import ImageSet
 
-CheckpointDir = Annotated[
-    Path, typer.Option("--checkpoint", metavar="DIR", help="A run, saved weights or a checkpoint; or hf:OWNER/NAME.")
-]
 AT_ONCE = 64
 """Images that are computed at a time by default, where the recipe's batch size does not matter."""
 
@@ -59,6 +54,24 @@ class SavedModel:
         Raises RecipeError for a task of the user whose file was not named.
         """
         return task_of(self.recipe, self.config.num_classes)
+
+    def class_names(self) -> tuple[str, ...] | None:
+        """Return the names of the classes, from the weights or else from the data that the recipe names; None for none.
+
+        Raises DataError for names that do not fit the model.
+        """
+        from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
+        from vitpar.weights.classes import read_class_names
+        from vitpar.weights.folder import RECIPE
+
+        classes, data = self.config.num_classes, read_section(self.folder / RECIPE, "data", DataSection).path
+        if (names := read_class_names(self.folder, classes)) is not None:
+            return names
+        if data is None or not (Path(data) / MANIFEST).is_file():
+            return None
+        manifest = read_any_manifest(Path(data))
+        known = manifest.class_names or manifest.classes or []
+        return tuple(known) if len(known) == classes else None
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
         """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
@@ -122,9 +135,10 @@ class PlannedModel:
         """Return the task that the model was trained for, for the labels of `images` (None: of its training)."""
         return task_of(self.recipe, self.config.num_classes if images is None else images)
 
-    def run(self, work: Callable[..., int], *arguments: object) -> None:
-        """Call ``work(device, self, *arguments)`` on every rank of the plan, as `run_in_world` does."""
-        run_in_world(self.chosen.plan.world_size, self.device_type, work, self, *arguments)
+    @property
+    def place(self) -> tuple[int, Device]:
+        """Number of ranks and type of the device."""
+        return self.chosen.plan.world_size, self.device_type
 
     def built(
         self, device: torch.device, data: Mapping[str, ImageSet] | None = None
@@ -157,17 +171,20 @@ class PlannedModel:
         return model, attention.warning
 
 
-def saved_model(checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1") -> SavedModel:
+def saved_model(
+    checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1", showing: Showing = unshown
+) -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 
     checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
         not ended, its newest checkpoint.
     request: settings that replace those of the weights' recipe.
     doing: kind of command, a key of ``COMMANDS``.
+    showing: shows the progress of an import from the hub.
 
     Raises DataError, CheckpointError and RecipeError.
     """
-    checkpoint = local_weights(checkpoint)
+    checkpoint = local_weights(checkpoint, showing)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     request.refuse_idle(doing)

@@ -17,7 +17,7 @@ from vitpar.text import printable
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, progress_bar, refuse_unwritable, warn
+from vitpar_cli.outputs import data_table, local_weights, progress_bar, refuse_unwritable, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def evaluate(
     if len({path.resolve() for path in named}) < len(named):
         raise DataError("--data names a data set twice: keep one")
     refuse_unwritable(predictions)
-    saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, showing=progress_bar)
+    saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, fetch=local_weights)
     from vitpar.data import ShardSet
     from vitpar.tasks.data import open_split
 
@@ -94,7 +94,8 @@ def evaluate(
 
         arrow()  # refuses a missing pyarrow before ranks start
     planned = saved.planned(device)
-    run_in_world(*planned.place, _evaluate, planned, sets, notes, split, predictions, as_json)
+    ranks, where = planned.chosen.plan.world_size, planned.device_type
+    run_in_world(ranks, where, _evaluate, planned, sets, notes, split, predictions, as_json)
 
 
 def _evaluate(

@@ -1,24 +1,17 @@
 """`vitpar features`: write what the classifier reads, for images or a data set, to a Parquet file."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vitpar.errors import DataError
 from vitpar.training.recipe.request import NO_DATA
-from vitpar.training.saved_model import AT_ONCE, PlannedModel, saved_model
+from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import progress_bar, refuse_unwritable, report_bad, warn
+from vitpar_cli.outputs import local_weights, progress_bar, refuse_unwritable, report_bad
 from vitpar_cli.predict import AtOnce
-from vitpar_cli.world import run_in_world
-
-if TYPE_CHECKING:
-    import torch
-
-    from vitpar.data.image_files import NotedImages
 
 
 def features(
@@ -60,8 +53,9 @@ def features(
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)
     files = ImageFiles(expand_images(images)) if images else None
-    saved = saved_model(checkpoint, asked, doing="an extraction of features", showing=progress_bar)
-    from vitpar.training.inference import classifiers, feature_width
+    saved = saved_model(checkpoint, asked, doing="an extraction of features", fetch=local_weights)
+    from vitpar.training.feature_file import FeatureFile
+    from vitpar.training.inference import classifiers, feature_width, outputs
 
     given_images = files or open_split(saved.recipe, split)
     assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
@@ -69,38 +63,20 @@ def features(
     labelled = isinstance(given_images, ShardSet)
     names = next(iter(given_images.names_of_classes), None) if isinstance(given_images, ShardSet) else None
     width, layers = feature_width(saved.config), [f"head.{name}" for name in classifiers(saved.config)]
-    planned = saved.in_batches_of(min(len(source), batch_size or AT_ONCE)).planned(device)
-    run_in_world(*planned.place, _write, planned, source, labelled, names, out, width, layers, as_json)
-
-
-def _write(
-    device: "torch.device",
-    planned: PlannedModel,
-    source: "NotedImages",
-    labelled: bool,
-    names: Sequence[str] | None,
-    out: Path,
-    width: int,
-    layers: list[str],
-    as_json: bool,
-) -> int:
-    """Compute features on `device` and write them, and return the exit code."""
-    from vitpar.tasks.image_input import ImageInput
-    from vitpar.training.feature_file import FeatureFile
-    from vitpar.training.inference import outputs, skipping
-
-    about = {"model": planned.config.name, "weights": str(planned.folder), "input_of": layers, "classes": names}
+    about = {"model": saved.config.name, "weights": str(saved.folder), "input_of": layers, "classes": names}
     written = 0
-    with FeatureFile(out, width, about) as file, progress_bar("features") as progress:
-        model, warning = planned.built(device)
-        reader = ImageInput(skipping(planned.recipe), model, planned.task())
-        for batch in outputs(model, reader, source, features=True, progress=progress):
-            labels = [int(source.labels[sample]) if labelled else None for sample in batch.samples]
-            file.add([source.name(sample) for sample in batch.samples], labels, batch.features)
-            written += len(labels)
-    warn(warning)
+    at_once = min(len(source), batch_size or AT_ONCE)
+    with (
+        FeatureFile(out, width, about) as file,
+        saved.on_device(at_once, device) as (built, inputs),
+        progress_bar("features") as progress,
+    ):
+        for batch in outputs(built, inputs, source, features=True, progress=progress):
+            numbers = [int(source.labels[sample]) if labelled else None for sample in batch.samples]
+            file.add([source.name(sample) for sample in batch.samples], numbers, batch.features)
+            written += len(numbers)
     if as_json:
         typer.echo(json.dumps({"file": str(out), "images": written, "features": width, "input_of": layers}))
     else:
         typer.echo(f"{out}: {written:,} images, {width:,} features each (input of {' and '.join(layers)})")
-    return report_bad(source.problems)
+    raise typer.Exit(report_bad(source.problems))

@@ -24,6 +24,7 @@ from vitpar.errors import PlannerError
 from vitpar.io import write_text
 from vitpar.terminal import complain, is_terminal, wrap
 from vitpar.text import printable
+from vitpar.training import hub_weights
 
 if TYPE_CHECKING:
     from vitpar.planner.report.data import Provenance
@@ -85,6 +86,11 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def local_weights(place: Path) -> Path:
+    """Return the folder of weights, as ``vitpar.training.hub_weights`` does, and show the progress of an import."""
+    return hub_weights.local_weights(place, progress_bar)
 
 
 def report_bad(problems: Mapping[int, str]) -> int:

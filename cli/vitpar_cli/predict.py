@@ -1,9 +1,9 @@
 """`vitpar predict`: predict image files with saved weights."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,15 +12,9 @@ from rich.text import Text
 from vitpar.errors import DataError
 from vitpar.text import printable, shown
 from vitpar.training.recipe.request import NO_DATA
-from vitpar.training.saved_model import AT_ONCE, PlannedModel, saved_model
+from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, progress_bar, report_bad, warn
-from vitpar_cli.world import run_in_world
-
-if TYPE_CHECKING:
-    import torch
-
-    from vitpar.data.image_files import NotedImages
+from vitpar_cli.outputs import data_table, local_weights, progress_bar, report_bad
 
 Images = Annotated[
     list[Path],
@@ -57,39 +51,23 @@ def predict(
 
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
-    saved = saved_model(checkpoint, asked, doing="a prediction", showing=progress_bar)
+    saved = saved_model(checkpoint, asked, doing="a prediction", fetch=local_weights)
     trained = saved.task()
     if not trained.PREDICTS:
         raise DataError(
             f"`vitpar predict` has nothing to print for task '{trained.NAME}': evaluate its models with `vitpar eval`"
         )
     names = saved.class_names() if trained.OUTPUTS_ARE_LABELS else None
-    planned = saved.in_batches_of(min(len(paths), batch_size or AT_ONCE)).planned(device)
-    run_in_world(*planned.place, _predict, planned, source, names, top, as_json)
+    with saved.on_device(min(len(paths), batch_size or AT_ONCE), device) as (built, inputs):
+        from vitpar.training.inference import answers
 
-
-def _predict(
-    device: "torch.device",
-    planned: PlannedModel,
-    source: "NotedImages",
-    names: Sequence[str] | None,
-    top: int,
-    as_json: bool,
-) -> int:
-    """Predict images on `device`, and return the exit code."""
-    from vitpar.tasks.image_input import ImageInput
-    from vitpar.training.inference import answers, skipping
-
-    task = planned.task()
-    model, warning = planned.built(device)
-    with progress_bar("predicting") as progress:
-        rows = answers(model, ImageInput(skipping(planned.recipe), model, task), source, top, names, progress)
-    warn(warning)
+        with progress_bar("predicting") as progress:
+            rows = answers(built, inputs, source, top, names, progress)
     if as_json:
-        typer.echo(json.dumps({"checkpoint": str(planned.folder), "images": rows}))
+        typer.echo(json.dumps({"checkpoint": str(saved.folder), "images": rows}))
     elif any("error" not in row for row in rows):
         _print_table(rows)
-    return report_bad(source.problems)
+    raise typer.Exit(report_bad(source.problems))
 
 
 def _print_table(predicted: Iterable[dict[str, Any]]) -> None:

@@ -1,21 +1,14 @@
 """`vitpar report`: write or serve a page with charts of runs."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vitpar.errors import DataError
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import command_line, progress_bar, refuse_unwritable, report_bad, warn, write
-
-if TYPE_CHECKING:
-    import torch
-
-    from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.training.saved_model import PlannedModel
+from vitpar_cli.outputs import command_line, local_weights, progress_bar, refuse_unwritable, report_bad, warn, write
 
 PORT = 8123
 """Port of a live report by default."""
@@ -133,13 +126,14 @@ def _refuse_idle(
 
 def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
     """Write the page with validation images of a run and what its model, on one device, makes of them."""
+    from vitpar.data.image_files import NotedImages
     from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.runs.predictions import drawn_samples
+    from vitpar.runs.predictions import drawn_samples, predict
+    from vitpar.runs.sheet import pictures_sheet, sheet
     from vitpar.tasks.image_data import open_split
     from vitpar.training.saved_model import AT_ONCE, saved_model
-    from vitpar_cli.world import run_in_world
 
-    saved = saved_model(run, asked, doing="an evaluation", showing=progress_bar)
+    saved = saved_model(run, asked, doing="an evaluation", fetch=local_weights)
     task = saved.task()
     if not task.PICTURES and not task.OUTPUTS_ARE_LABELS:
         written = ", or write the predictions with `vitpar eval --predictions`" if task.PREDICTS else ""
@@ -149,69 +143,22 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
     validation = open_split(saved.recipe, "val")
     if not isinstance(validation, ShardSet):
         raise DataError("--images reads single validation images, which a stream cannot: name packed data with --data")
-    if task.PICTURES:
-        drawn = drawn_samples(len(validation), number)
-        planned = saved.in_batches_of(min(len(drawn), AT_ONCE)).planned(device)
-        run_in_world(*planned.place, _draw, planned, validation, drawn, run, out, made_by)
-        return
     validation, note = saved.labelled(validation)
     assert isinstance(validation, ShardSet)
-    names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
-    planned = saved.in_batches_of(min(len(validation), AT_ONCE)).planned(device)
-    run_in_world(*planned.place, _predict, planned, validation, note, names, number, run, out, made_by)
+    source = NotedImages(validation, drawn_samples(len(validation), number) if task.PICTURES else None)
+    about = f"By the weights in {saved.folder}, for the validation images of {validation.place}."
+    with saved.on_device(min(len(source), AT_ONCE), device) as (model, inputs), progress_bar("predicting") as progress:
+        from vitpar.training.inference import pictures
 
-
-def _draw(
-    device: "torch.device",
-    planned: "PlannedModel",
-    validation: "ShardSet",
-    drawn: Sequence[int],
-    run: Path,
-    out: Path,
-    made_by: str,
-) -> int:
-    """Draw the pictures of validation images on `device`, write the page with them, and return the exit code."""
-    from vitpar.data.image_files import NotedImages
-    from vitpar.runs.sheet import pictures_sheet
-    from vitpar.tasks.image_input import ImageInput
-    from vitpar.training.inference import pictures, skipping
-
-    source, task = NotedImages(validation, drawn), planned.task()
-    model, warning = planned.built(device)
-    with progress_bar("predicting") as progress:
-        shown = [
-            (one.loss, {name: picture.permute(1, 2, 0).numpy() for name, picture in one.pixels.items()})
-            for one in pictures(model, ImageInput(skipping(planned.recipe), model, task), source, progress)
-        ]
-    warn(warning)
-    about = f"{task.PICTURES} By the weights in {planned.folder}, for the validation images of {validation.place}."
-    _write_page([run], out, made_by, pictures_sheet(shown, about))
-    return report_bad(source.problems)
-
-
-def _predict(
-    device: "torch.device",
-    planned: "PlannedModel",
-    validation: "ShardSet",
-    note: str | None,
-    names: Sequence[str],
-    number: int,
-    run: Path,
-    out: Path,
-    made_by: str,
-) -> int:
-    """Predict validation images on `device`, write the page with them, and return the exit code."""
-    from vitpar.data.image_files import NotedImages
-    from vitpar.runs.predictions import predict
-    from vitpar.runs.sheet import sheet
-    from vitpar.tasks.image_input import ImageInput
-    from vitpar.training.inference import skipping
-
-    source = NotedImages(validation)
-    model, warning = planned.built(device)
-    with progress_bar("predicting") as progress:
-        predicted = predict(model, ImageInput(skipping(planned.recipe), model, planned.task()), source, names, progress)
-    warn(warning, note)
-    about = f"By the weights in {planned.folder}, for the validation images of {validation.place}."
-    _write_page([run], out, made_by, sheet(predicted, validation.read, number, about))
-    return report_bad(source.problems)
+        if task.PICTURES:
+            shown = (
+                (one.loss, {name: picture.permute(1, 2, 0).numpy() for name, picture in one.pixels.items()})
+                for one in pictures(model, inputs, source, progress)
+            )
+            extra = pictures_sheet(shown, f"{task.PICTURES} {about}")
+        else:
+            names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
+            extra = sheet(predict(model, inputs, source, names, progress), validation.read, number, about)
+    warn(note)
+    _write_page([run], out, made_by, extra)
+    raise typer.Exit(report_bad(source.problems))

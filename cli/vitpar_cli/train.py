@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -12,10 +11,10 @@ import typer
 from vitpar.launch import find_world
 from vitpar.launch.stop_request import stop_at_once
 from vitpar.text import either
-from vitpar.training.hub_weights import local_weights
 from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
+from vitpar_cli.outputs import local_weights
 from vitpar_cli.outputs import progress_bar
 from vitpar_cli.pack_once import packed
 from vitpar_cli.streams import outlive_reader
@@ -182,7 +181,7 @@ def train(
         resume=resume,
         allow_change=allow_change or (),
         choose=plans,
-        fetch=partial(local_weights, showing=progress_bar),
+        fetch=local_weights,
     )
     if dry_run:
         from vitpar_cli.dry_run import show_dry_run

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from vitpar.parallel.parallelize import parallelize
     from vitpar.parallel.styles import tensor_parallel_plan
     from vitpar.planner.automatic import search
+    from vitpar.runs.run import Run
     from vitpar.sharded import to_local
+    from vitpar.training.create import create_model
     from vitpar.training.recipe import Recipe, read_recipe
     from vitpar.training.train import train
     from vitpar.training.trainer import Trainer
@@ -45,11 +47,13 @@ _LAZY = {
     "vitpar.parallel.parallelize": ("parallelize",),
     "vitpar.parallel.styles": ("tensor_parallel_plan",),
     "vitpar.check.plan": ("check_plan",),
+    "vitpar.training.create": ("create_model",),
     "vitpar.training.recipe": ("Recipe", "read_recipe"),
     "vitpar.training.train": ("train",),
     "vitpar.training.trainer": ("Trainer",),
     "vitpar.weights.folder": ("load_weights", "save_weights"),
     "vitpar.planner.automatic": ("search",),
+    "vitpar.runs.run": ("Run",),
     "vitpar.sharded": ("to_local",),
 }
 __getattr__ = lazy_names(__name__, _LAZY)
@@ -66,6 +70,7 @@ __all__ = [
     "ParallelModel",
     "Plan",
     "Recipe",
+    "Run",
     "SideInput",
     "Strategy",
     "SwinConfig",
@@ -76,6 +81,7 @@ __all__ = [
     "ViTConfig",
     "__version__",
     "check_plan",
+    "create_model",
     "load_weights",
     "model_config",
     "parallelize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -58,24 +58,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{close}'?)" if likeness(close)[0] >= 0.6 else ""
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines of aligned columns; all but the first column are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join(map("  ".join, lines))
-
-
-def short_repr(record: Any, *first: str, without: Collection[str] = ()) -> str:
-    """Return the repr of a dataclass, without fields that have their defaults.
-
-    first: positional arguments, which stand for the fields `without`.
-    """
-    changed = [
-        f"{field.name}={value!r}"
-        for field in dataclasses.fields(record)
-        if field.name not in without and (value := getattr(record, field.name)) != field.default
-    ]
-    return f"{type(record).__name__}({', '.join([*map(repr, first), *changed])})"
+def short_repr(record: Any) -> str:
+    """Return the repr of a dataclass, without the fields that have their defaults."""
+    values = ((field.name, getattr(record, field.name), field.default) for field in dataclasses.fields(record))
+    changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+    return f"{type(record).__name__}({', '.join(changed)})"
 
 
 def count(number: int, noun: str) -> str:

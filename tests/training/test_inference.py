@@ -18,7 +18,7 @@ from vitpar.data.image_files import ImageFiles, NotedImages
 from vitpar.data.images import decode
 from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
-from vitpar.training.inference import feature_width, outputs, skipping
+from vitpar.training.inference import feature_width, outputs
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, read_config
 from vitpar.weights.importing import import_weights
@@ -34,7 +34,7 @@ def computed(device: torch.device, weights: Path, paths: list[str], precision: s
     load_weights(model, weights)
     recipe = read_recipe(weights / RECIPE, {"data.path": "unused", "data.workers": 0, "train.batch_size": BATCH})
     images = NotedImages(ImageFiles(paths))
-    source = ImageInput(skipping(recipe), model, task_of(recipe, model.config.num_classes))
+    source = ImageInput(recipe, model, task_of(recipe, model.config.num_classes))
     found = list(outputs(model, source, images, features=True))
     assert [sample for one in found for sample in one.samples] == list(range(COUNT)) and not images.problems
     assert feature_width(config) == found[0].features.shape[1]

@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from vitpar.checkpoint.writer import Writer
 
 _LAZY = {
-    "vitpar.checkpoint.folder": (
-        "BestEvaluation",
-        "Checkpoint",
-        "Checkpoints",
-        "Facts",
-        "Scale",
-    ),
+    "vitpar.checkpoint.folder": ("BestEvaluation", "Checkpoint", "Checkpoints", "Facts", "Scale"),
     "vitpar.checkpoint.reader": ("load_tensors",),
     "vitpar.checkpoint.writer": ("Writer",),
 }

@@ -26,49 +26,18 @@ if TYPE_CHECKING:
     from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 _LAZY = {
-    "vitpar.data.cache": (
-        "CachedSet",
-        "ImageCache",
-        "decoded_bytes",
-    ),
-    "vitpar.data.loader": (
-        "Batch",
-        "EvalLoader",
-        "Loader",
-        "LoaderSettings",
-        "Skipped",
-        "TrainLoader",
-    ),
+    "vitpar.data.cache": ("CachedSet", "ImageCache", "decoded_bytes"),
+    "vitpar.data.loader": ("Batch", "EvalLoader", "Loader", "LoaderSettings", "Skipped", "TrainLoader"),
     "vitpar.data.randomness": ("SampleOrder",),
-    "vitpar.data.shards.index": (
-        "Labels",
-        "index",
-        "scan",
-    ),
-    "vitpar.data.shards.pack": (
-        "Reencode",
-        "pack",
-    ),
+    "vitpar.data.shards.index": ("Labels", "index", "scan"),
+    "vitpar.data.shards.pack": ("Reencode", "pack"),
     "vitpar.data.shards.shard_set": ("ShardSet",),
     "vitpar.data.shards.verify": ("verify",),
-    "vitpar.data.stream.loader": (
-        "StreamEvalLoader",
-        "StreamLoader",
-    ),
-    "vitpar.data.stream.stream_set": (
-        "StreamPart",
-        "StreamSet",
-    ),
-    "vitpar.data.transforms.batch": (
-        "Mix",
-        "Mixed",
-        "Normalize",
-    ),
+    "vitpar.data.stream.loader": ("StreamEvalLoader", "StreamLoader"),
+    "vitpar.data.stream.stream_set": ("StreamPart", "StreamSet"),
+    "vitpar.data.transforms.batch": ("Mix", "Mixed", "Normalize"),
     "vitpar.data.transforms.policies": ("parse_policy",),
-    "vitpar.data.transforms.sample": (
-        "EvalTransform",
-        "TrainTransform",
-    ),
+    "vitpar.data.transforms.sample": ("EvalTransform", "TrainTransform"),
 }
 __getattr__ = lazy_names(__name__, _LAZY)
 __all__ = [

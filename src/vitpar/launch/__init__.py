@@ -11,7 +11,7 @@ package does not import torch.
 """
 
 from vitpar.launch.local import spawn
-from vitpar.launch.process_group import join, joined, leave, share_cores
+from vitpar.launch.process_group import in_world, join, joined, leave, share_cores
 from vitpar.launch.report import finish, report_failure, reporting
 from vitpar.launch.world import ALONE, World, expand_hosts, find_world
 
@@ -21,6 +21,7 @@ __all__ = [
     "expand_hosts",
     "find_world",
     "finish",
+    "in_world",
     "join",
     "joined",
     "leave",

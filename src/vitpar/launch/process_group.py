@@ -14,7 +14,7 @@ from vitpar.errors import LaunchError
 from vitpar.launch.report import reporting, watch_parent
 from vitpar.launch.resources import allow_open_files, cpu_share, keep_freed_memory
 from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
-from vitpar.launch.world import Device, World, find_world
+from vitpar.launch.world import ALONE, Device, World, find_world
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +109,18 @@ def joined(world: World, device: Device, store: Store | None = None) -> Iterator
             leave()
         raise
     leave()
+
+
+@contextmanager
+def in_world(device: Device) -> Iterator[torch.device]:
+    """Yield this process's device, in the process group that exists, or else in the world of the launcher or alone."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        with joined(find_world() or ALONE, device) as own_device:
+            yield own_device
+    else:  # its owner has chosen the device
+        yield torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
 
 
 def _own_device(world: World, device: Device) -> torch.device:

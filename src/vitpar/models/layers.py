@@ -294,3 +294,13 @@ class LayeredModel(nn.Module):
         for layer in self.layers().values():
             x = layer(x, **given_sides(layer, keys, sides))
         return x
+
+
+class PlainModel(LayeredModel):
+    """All layers of a model on one device, which any training loop of PyTorch can use."""
+
+    def forward(self, x: Tensor, keys: Tensor | None = None, **sides: Tensor) -> Tensor:
+        """Return logits, as `LayeredModel.forward` does. In training, random keys are drawn if none are given."""
+        if keys is None and self.training and self.config.stochastic:
+            keys = torch.randint(2**62, (len(x),), device=x.device)
+        return super().forward(x, keys, **sides)

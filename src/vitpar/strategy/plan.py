@@ -233,4 +233,4 @@ class Plan:
         return f"{Axis('pp', self.pp)}: " + ", ".join(f"{selector}={strategy}" for selector, strategy in self.layers)
 
     def __repr__(self) -> str:
-        return short_repr(self, str(self), without=("layers", "pp", "pp_index"))
+        return short_repr(self)

@@ -51,7 +51,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class Opened:
     """Weights to begin with."""
 
     config: ModelConfig
@@ -64,40 +64,22 @@ class _Opened:
     """Parameters besides the classifier that keep their initial values."""
 
 
-def _opened(folder: Path, config: ModelConfig) -> _Opened:
-    """Open the weights in `folder` for a run of the model `config`, which has no adapters."""
+def opened_for(folder: Path, config: ModelConfig) -> Opened:
+    """Open the weights in `folder` for the model `config`, which has no adapters.
+
+    Raises DataError for weights that cannot be read, and RecipeError for those of another model.
+    """
     weights = open_weights(folder)
-    opened, pretrained = _Opened(weights.config, weights.read), None
+    opened, pretrained = Opened(weights.config, weights.read), None
     if type(weights.config) is not type(config):
         pretrained = weights.config.pretrained
     if pretrained is not None and type(pretrained[0]) is type(config):
         change = f"the encoder of {weights.config.name} is used; its decoder is left out"
-        opened = _Opened(pretrained[0], _made(pretrained[1], weights.read), (change,))
-    adapted = config.adapted(opened.config)
-    if adapted is None:
-        return opened
-    read = _made(adapted.tensors, opened.read)
-    return _Opened(adapted.config, read, (*opened.changes, adapted.change), adapted.kept)
-
-
-def _made(tensors: Mapping[str, ExportedTensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Return a function like `read` that makes the given parameters of those that `read` returns."""
-    return lambda name: tensors[name].make(*map(read, tensors[name].names)) if name in tensors else read(name)
-
-
-def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
-    """Return how the run starts from the recipe's initial weights.
-
-    config: configuration of the run.
-    task: matches the outputs of the weights with the data.
-    data: training set.
-
-    Raises DataError for weights that cannot be read, and RecipeError for those of another model.
-    """
-    assert recipe.model.weights is not None
-    folder, config = Path(recipe.model.weights), config.unadapted
-    weights = _opened(folder, config)
-    there, changed = weights.config, bool(weights.changes)
+        opened = Opened(pretrained[0], _made(pretrained[1], weights.read), (change,))
+    if adapted := config.adapted(opened.config):
+        read = _made(adapted.tensors, opened.read)
+        opened = Opened(adapted.config, read, (*opened.changes, adapted.change), adapted.kept)
+    there = opened.config
     if type(there) is not type(config):
         raise RecipeError(
             f"the weights in '{folder}' are of the family {there.FAMILY}, but {config.name} is of {config.FAMILY}: "
@@ -117,6 +99,27 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
             f"the weights in '{folder}' do not match the model: {'; '.join(other)}: use their model, as with --recipe "
             f"{folder / RECIPE}"
         )
+    return opened
+
+
+def _made(tensors: Mapping[str, ExportedTensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return a function like `read` that makes the given parameters of those that `read` returns."""
+    return lambda name: tensors[name].make(*map(read, tensors[name].names)) if name in tensors else read(name)
+
+
+def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
+    """Return how the run starts from the recipe's initial weights.
+
+    config: configuration of the run.
+    task: matches the outputs of the weights with the data.
+    data: training set.
+
+    Raises as `opened_for` does.
+    """
+    assert recipe.model.weights is not None
+    folder, config = Path(recipe.model.weights), config.unadapted
+    weights = opened_for(folder, config)
+    there, changed = weights.config, bool(weights.changes)
     notes = list(weights.changes)
     match = task.match(None if changed else read_class_names(folder, there.num_classes), data)
     new = (
@@ -167,7 +170,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     start, config = beginning(recipe, model.config, task, data), model.config.unadapted
     assert recipe.model.weights is not None
     folder = Path(recipe.model.weights)
-    weights = _opened(folder, config)
+    weights = opened_for(folder, config)
     resizes = config.image_size != weights.config.image_size
     adapted = {POSITIONS} if resizes else set[str]()
     if start.new_classifier or start.outputs is not None:

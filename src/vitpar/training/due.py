@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from vitpar.intervals import Interval
-from vitpar.training.optim.shapes import Run
+from vitpar.training.optim.shapes import RunLengths
 from vitpar.training.saving.saver import Saver
 
 LOOK_S = 5.0
@@ -47,7 +47,9 @@ class Agenda:
     log_every: interval between rows that are shown.
     """
 
-    def __init__(self, saver: Saver, run: Run, *, first: int, eval_every: Interval | None, log_every: Interval) -> None:
+    def __init__(
+        self, saver: Saver, run: RunLengths, *, first: int, eval_every: Interval | None, log_every: Interval
+    ) -> None:
         self._saver, self._first, self._last = saver, first, run.steps
         self._evaluates, by_time = eval_every is not None, eval_every is not None and eval_every.unit == "minutes"
         self._eval_every = 0 if eval_every is None or by_time else run.length(eval_every)

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from vitpar.errors import LaunchError
 from vitpar.launch import find_world
 from vitpar.object_store import local
 from vitpar.terminal import complain
-from vitpar.weights.hub import HubName, hub_name, imported
+from vitpar.weights.hub import hub_name, imported
 
-Progress = Callable[[int, int], None]
-"""Callback (done, total)."""
-Showing = Callable[[str], AbstractContextManager[Progress]]
-"""Function from a label to a context in which the progress of some work is shown."""
+Showing = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
+"""Context in which progress under a label is shown by the callback (done, total) that it gives."""
 
 
-@contextmanager
-def unshown(label: str) -> Iterator[Progress]:
-    """Show no progress."""
-    yield lambda done, total: None
-
-
-def local_weights(place: Path, showing: Showing = unshown) -> Path:
+def local_weights(place: Path, showing: Showing = lambda label: nullcontext(lambda done, total: None)) -> Path:
     """Return `place`, or if it names weights on the hub, the folder under runs/hub into which they are imported.
 
     Raises DataError, also for object storage, and LaunchError under a launcher of several ranks, which would all
     download.
     """
-    name = hub_name(str(place))
-    return local(place) if name is None else _local(name, showing)
-
-
-def _local(name: HubName, showing: Showing) -> Path:
+    if (name := hub_name(str(place))) is None:
+        return local(place)
     from vitpar.training.run_folder import RUNS
 
     world = find_world()

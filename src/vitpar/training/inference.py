@@ -20,7 +20,6 @@ from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.task import LOSS
-from vitpar.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,6 @@ class Outputs:
     """Outputs of the classifier, float32 [samples, classes] on the CPU."""
     features: Tensor
     """Inputs of the classifier, float32 [samples, features] on the CPU; [samples, 0] unless they were wanted."""
-
-
-def skipping(recipe: Recipe) -> Recipe:
-    """Return a recipe that leaves out images that cannot be read."""
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"bad_sample": "skip"})})
 
 
 def classifiers(config: ModelConfig) -> tuple[str, ...]:
@@ -133,7 +127,7 @@ def answers(
     names: Sequence[str] | None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """Return a JSON object for each image of a set: its name, and its classes or predictions or, if it is bad, the error.
+    """Return a JSON object for each image of a set: its name, and its classes or predictions, or else its error.
 
     top, names: as for ``Task.answers``. Other arguments and errors are those of `outputs`.
     """

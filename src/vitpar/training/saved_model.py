@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitpar.errors import DataError
+from vitpar.launch.process_group import in_world
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.tasks import Task, task_of
-from vitpar.training.hub_weights import Showing, local_weights, unshown
+from vitpar.terminal import complain
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.file import read_section
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
     from vitpar.tasks.image_data import ImageSet
+    from vitpar.tasks.image_input import ImageInput
 
 AT_ONCE = 64
 """Images that are computed at a time by default, where the recipe's batch size does not matter."""
@@ -43,17 +46,12 @@ class SavedModel:
     recipe: Recipe
     """Recipe of the training, without its settings for parallelism and speed."""
 
-    def in_batches_of(self, images: int) -> SavedModel:
-        """Return the model for another batch size than that of its training."""
-        train = self.recipe.train.model_copy(update={"batch_size": images})
-        return replace(self, recipe=self.recipe.model_copy(update={"train": train}))
-
-    def task(self) -> Task:
-        """Return the task that the model was trained for.
+    def task(self, images: ImageSet | None = None) -> Task:
+        """Return the task that the model was trained for, for the labels of `images` (None: of its training).
 
         Raises RecipeError for a task of the user whose file was not named.
         """
-        return task_of(self.recipe, self.config.num_classes)
+        return task_of(self.recipe, self.config.num_classes if images is None else images)
 
     def class_names(self) -> tuple[str, ...] | None:
         """Return the names of the classes, from the weights or else from the data that the recipe names; None for none.
@@ -115,30 +113,35 @@ class SavedModel:
         refuse_streamed_targets(recipe, self.task(), self.config, chosen.plan)
         return PlannedModel(self.folder, self.config, recipe, device_type, chosen)
 
+    @contextmanager
+    def on_device(self, at_once: int, device: str | None = None) -> Iterator[tuple[ParallelModel, ImageInput]]:
+        """Yield the model on one device, and its input of single images, which leaves out those that cannot be read.
+
+        at_once: images that are computed at a time.
+
+        Raises as `planned` does.
+        """
+        train = self.recipe.train.model_copy(update={"batch_size": at_once})
+        data = self.recipe.data.model_copy(update={"bad_sample": "skip"})
+        recipe = self.recipe.model_copy(update={"train": train, "data": data})
+        planned = replace(self, recipe=recipe).planned(device)
+        from vitpar.tasks.image_input import ImageInput
+
+        with in_world(planned.device_type) as place:
+            model, warning = planned.built(place)
+            if warning:
+                complain(f"warning: {warning}")
+            yield model, ImageInput(planned.recipe, model, planned.task())
+
 
 @dataclass(frozen=True)
-class PlannedModel:
-    """Saved weights with a plan to compute with them."""
+class PlannedModel(SavedModel):
+    """Saved weights with a plan to compute with them. Their recipe is adapted to the device."""
 
-    folder: Path
-    """Folder of the weights or the checkpoint."""
-    config: ModelConfig
-    """Configuration of the model."""
-    recipe: Recipe
-    """Recipe, adapted to the device."""
     device_type: Device
     """Type of the device."""
     chosen: Chosen
     """Plan."""
-
-    def task(self, images: ImageSet | None = None) -> Task:
-        """Return the task that the model was trained for, for the labels of `images` (None: of its training)."""
-        return task_of(self.recipe, self.config.num_classes if images is None else images)
-
-    @property
-    def place(self) -> tuple[int, Device]:
-        """Number of ranks and type of the device."""
-        return self.chosen.plan.world_size, self.device_type
 
     def built(
         self, device: torch.device, data: Mapping[str, ImageSet] | None = None
@@ -172,7 +175,12 @@ class PlannedModel:
 
 
 def saved_model(
-    checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1", showing: Showing = unshown
+    checkpoint: Path,
+    request: RecipeRequest,
+    *,
+    doing: str,
+    mesh: str = "dp1",
+    fetch: Callable[[Path], Path] = Path,
 ) -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 
@@ -180,11 +188,11 @@ def saved_model(
         not ended, its newest checkpoint.
     request: settings that replace those of the weights' recipe.
     doing: kind of command, a key of ``COMMANDS``.
-    showing: shows the progress of an import from the hub.
+    fetch: as in ``vitpar.training.prepare``.
 
     Raises DataError, CheckpointError and RecipeError.
     """
-    checkpoint = local_weights(checkpoint, showing)
+    checkpoint = fetch(checkpoint)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     request.refuse_idle(doing)

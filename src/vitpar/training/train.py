@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
+import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from vitpar.launch import ALONE, find_world, joined
+from vitpar.launch import ALONE, find_world, in_world
 from vitpar.launch.world import Device
+from vitpar.terminal import is_terminal
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import prepare
 from vitpar.training.recipe import Recipe
@@ -26,6 +29,7 @@ def train(
     device: Device | None = None,
     run_dir: Path | str | None = None,
     resume: str | None = None,
+    verbose: bool | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
     """Train a recipe in this process and return the summary of the run. Collective over the ranks of the world.
@@ -38,7 +42,9 @@ def train(
     device: cpu or cuda; None for cuda where there is a GPU.
     run_dir: folder of the run; None for a new one under runs/.
     resume: "auto" to resume the run in `run_dir` if it exists, or a run or checkpoint to resume.
-    reporter: receives the events of the run; None for none. The run's log.txt has them in any case.
+    verbose: whether to print progress as `vitpar train` does; None to do so on a terminal and in a notebook. The run's
+        log.txt has it in any case.
+    reporter: receives the events of the run instead.
 
     Returns the last evaluation, the number of steps, images_per_second, and the folder of the weights. The plan is
     the setting parallel.mesh, dp1 by default.
@@ -48,10 +54,8 @@ def train(
     if isinstance(recipe, Recipe) and settings:
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
     request = recipe if isinstance(recipe, Recipe) else RecipeRequest(Path(recipe), settings or {})
-    given = dist.is_initialized()
     # An engine that made the group may have set only some variables of a launcher, or those of another world.
-    world = ALONE if given else find_world() or ALONE
-    ranks = dist.get_world_size() if given else world.size
+    ranks = dist.get_world_size() if dist.is_initialized() else (find_world() or ALONE).size
     run = prepare(
         request,
         device,
@@ -59,10 +63,14 @@ def train(
         resume=resume,
         choose=lambda recipe, config, device, saved: recipe.chosen(config, lambda plan: plan.resolve(ranks)),
     )
-    with nullcontext(_device(run.device_type)) if given else joined(world, run.device_type) as own_device:
+    with in_world(run.device_type) as own_device, ExitStack() as stack:
+        if reporter is None and (_is_watched() if verbose is None else verbose):
+            # By name: the commands are above the library in the order of imports, and installed with it.
+            console = importlib.import_module("vitpar_cli.progress").ConsoleReporter()
+            reporter = stack.enter_context(closing(console))
         return Trainer(run, own_device, reporter=reporter or Reporter()).run()
 
 
-def _device(device_type: Device) -> torch.device:
-    """Return the device that the owner of the process group has chosen."""
-    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+def _is_watched() -> bool:
+    """Return whether this process prints to a terminal or a notebook. Engines forward what their ranks print."""
+    return is_terminal(sys.stdout) or hasattr(builtins, "__IPYTHON__")

@@ -21,10 +21,10 @@ from vitpar.training.optim.schedule import (
     WeightDecaySchedule,
     parse_drop_path,
 )
-from vitpar.training.optim.shapes import Run, parse_shape
+from vitpar.training.optim.shapes import RunLengths, parse_shape
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
-RUN = Run(samples=1000, batch_size=90, steps=100)
+RUN = RunLengths(samples=1000, batch_size=90, steps=100)
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -89,7 +89,7 @@ def test_cosine_may_begin_with_the_run_or_change_between_epochs_only() -> None:
     """timm's defaults: the cosine counts the warm-up, and rates change once an epoch. 100 steps are 9 epochs."""
     theirs = timms("Cosine", t_initial=100, lr_min=LEAST, warmup=10)
     assert ours("cosine", TEN, least=LEAST, after_warmup=False) == pytest.approx(theirs, rel=1e-12)
-    run = Run(samples=1000, batch_size=100, steps=100)
+    run = RunLengths(samples=1000, batch_size=100, steps=100)
     schedule = LRSchedule(run, PEAK, parse_shape("cosine"), Interval(2, "epochs"), FIRST, LEAST, False, per_epoch=True)
     held = optimizer()
     scheduler = timm.scheduler.CosineLRScheduler(held, 10, lr_min=LEAST, warmup_t=2, warmup_lr_init=FIRST)
@@ -118,13 +118,13 @@ def test_shapes_without_a_warmup_equal_torch(
 
 
 def test_warmup_from_nothing_ends_at_the_largest_rate() -> None:
-    schedule = LRSchedule(Run(1000, 100, 14), 1.0, warmup=Interval(4.0), least=0.2)
+    schedule = LRSchedule(RunLengths(1000, 100, 14), 1.0, warmup=Interval(4.0), least=0.2)
     assert [schedule(step) for step in range(1, 6)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedule(15) == schedule(1000) == pytest.approx(0.2) and schedule.warning is None
-    short = LRSchedule(Run(1000, 100, 2), 1.0, warmup=Interval(4.0))
+    short = LRSchedule(RunLengths(1000, 100, 2), 1.0, warmup=Interval(4.0))
     assert [short(1), short(2)] == [0.25, 0.5]
     assert short.warning is not None and "the warm-up of 4 steps is as long as the run or longer" in short.warning
-    falls = LRSchedule(Run(1000, 100, 100), 1.0, parse_shape("step(every=3 epochs)"), Interval(0.1, "epochs"))
+    falls = LRSchedule(RunLengths(1000, 100, 100), 1.0, parse_shape("step(every=3 epochs)"), Interval(0.1, "epochs"))
     assert [falls(step) for step in (1, 30, 31)] == pytest.approx([1.0, 1.0, 0.1]), "milestones count from the start"
 
 
@@ -180,7 +180,7 @@ def test_what_is_no_shape_is_refused(text: str, words: str) -> None:
 @pytest.mark.parametrize(("epochs", "steps"), [(10, 100), (1, 3), (1, 1)])
 def test_weight_decay_matches_dino(first: float, last: float, epochs: int, steps: int) -> None:
     """The formula is that of `cosine_scheduler` in DINO's utils.py without warm-up."""
-    schedule = WeightDecaySchedule(Run(samples=steps, batch_size=1, steps=epochs * steps), first, last)
+    schedule = WeightDecaySchedule(RunLengths(samples=steps, batch_size=1, steps=epochs * steps), first, last)
     every = np.arange(epochs * steps)
     expected = last + 0.5 * (first - last) * (1 + np.cos(np.pi * every / len(every)))
     assert [schedule(step + 1) for step in every.tolist()] == pytest.approx(expected.tolist(), abs=1e-12)
@@ -202,7 +202,7 @@ def drop_scheduler(rate: float, epochs: int, updates: int, cutoff: int, mode: st
     ],
 )
 def test_drop_path_equals_that_of_its_source(text: str, mode: str, form: str) -> None:
-    run = Run(samples=50, batch_size=10, steps=50)
+    run = RunLengths(samples=50, batch_size=10, steps=50)
     schedule = DropPathSchedule(run, parse_drop_path(text), 0.5)
     assert [schedule(step) for step in range(1, 51)] == pytest.approx(drop_scheduler(0.5, 10, 5, 4, mode, form))
 

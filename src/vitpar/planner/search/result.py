@@ -8,14 +8,12 @@ from typing import Self
 
 from vitpar.pages.document import table
 from vitpar.planner.cost.price import Price, plan_title
-from vitpar.text import size, text_table
-
-_HEADINGS = ("plan", "batch", "samples/s", "step", "memory per rank")
+from vitpar.text import size
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """Outcome of a search. Its repr is a table of the plans, in notebooks too."""
+    """Outcome of a search. Its repr lists the plans."""
 
     plans: tuple[Price, ...]
     """Prices, best first: the simplest plan within the tolerance of the fastest, then the others by images per second.
@@ -48,20 +46,12 @@ class Result:
         return replace(self, plans=(best, *sorted(others, key=lambda price: -price.images_per_second)))
 
     def __repr__(self) -> str:
-        return text_table((_HEADINGS, *self._rows()))
+        return "\n".join(map(repr, self.plans))
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        return table(_HEADINGS, self._rows(), numbers=slice(1, None))
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                plan_title(one.plan),
-                f"{one.batch_size:,}",
-                f"{one.images_per_second:,.0f}",
-                f"{1000 * one.seconds:,.1f} ms",
-                size(one.memory_bytes),
-            )
+        """Return a table for a notebook."""
+        rows = [
+            (plan_title(one.plan), f"{one.batch_size:,}", f"{one.images_per_second:,.0f}", size(one.memory_bytes))
             for one in self.plans
         ]
+        return table(("plan", "batch", "samples/s", "memory per rank"), rows, numbers=slice(1, None))

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from vitpar.intervals import NOTHING, Interval
 from vitpar.text import count, shown
 from vitpar.training.optim.called import parse_call
-from vitpar.training.optim.shapes import Cosine, Course, Run, Shape
+from vitpar.training.optim.shapes import Cosine, Course, RunLengths, Shape
 
 _COSINE = Cosine()
 
@@ -21,7 +21,7 @@ _COSINE = Cosine()
 class LRSchedule:
     """Learning rate of each update of a run."""
 
-    run: Run
+    run: RunLengths
     peak: float
     """Largest learning rate."""
     shape: Shape = _COSINE
@@ -80,7 +80,7 @@ class LRSchedule:
 class WeightDecaySchedule:
     """Weight decay of each update of a run: half a cosine over all updates, as in DINO (2104.14294)."""
 
-    run: Run
+    run: RunLengths
     first: float
     """Weight decay of the first update."""
     last: float
@@ -97,7 +97,7 @@ class DropPathShape:
 
     NAME: ClassVar[str] = "constant"
 
-    def share(self, done: int, run: Run) -> float:
+    def share(self, done: int, run: RunLengths) -> float:
         """Return the part of the model's rates, from 0 to 1, in the update after `done` updates."""
         return 1.0
 
@@ -112,7 +112,7 @@ class EarlyDropPath(DropPathShape):
     form: Literal["constant", "linear"] = "constant"
     """Whether the rates stay, or fall to 0 at the last update of that part."""
 
-    def share(self, done: int, run: Run) -> float:
+    def share(self, done: int, run: RunLengths) -> float:
         length = run.length(self.until)
         if done >= length:
             return 0.0
@@ -127,7 +127,7 @@ class LateDropPath(DropPathShape):
     after: Interval
     """Part of the run without stochastic depth."""
 
-    def share(self, done: int, run: Run) -> float:
+    def share(self, done: int, run: RunLengths) -> float:
         return float(done >= run.length(self.after))
 
 
@@ -146,7 +146,7 @@ def parse_drop_path(text: str) -> DropPathShape:
 class DropPathSchedule:
     """Stochastic depth of each update of a run."""
 
-    run: Run
+    run: RunLengths
     shape: DropPathShape
     """Course over the run."""
     most: float
@@ -186,7 +186,7 @@ class ImageSizes:
 class ImageSizeSchedule:
     """Image size of each update of a run."""
 
-    run: Run
+    run: RunLengths
     sizes: ImageSizes
     """Sizes before that of the model."""
     last: int

@@ -28,7 +28,7 @@ _FIFTH = Interval(20.0, "percent")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLengths:
     """Lengths of a run, which intervals refer to."""
 
     samples: int
@@ -52,7 +52,7 @@ class Run:
 class Course:
     """Where a step is in a run."""
 
-    run: Run
+    run: RunLengths
     at: float
     """Steps since the shape began; a fraction only between epochs of a rate that changes once an epoch."""
     length: float

@@ -29,7 +29,7 @@ from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_setting
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.schedule import LRSchedule
-from vitpar.training.optim.shapes import Run, parse_shape
+from vitpar.training.optim.shapes import RunLengths, parse_shape
 from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
 from vitpar.training.recipe.sections import (
     AUTO,
@@ -287,9 +287,9 @@ class Recipe(Section):
         schedule = self.lr_schedule.model_copy(update={"warmup": warmup})
         return self.model_copy(update={"train": train, "lr_schedule": schedule})
 
-    def lengths(self, samples: int) -> Run:
+    def lengths(self, samples: int) -> RunLengths:
         """Return the lengths of a run on a training set, which intervals refer to."""
-        return Run(samples, self.train.batch_size, self.total_steps(samples))
+        return RunLengths(samples, self.train.batch_size, self.total_steps(samples))
 
     def learning_rate(self, samples: int) -> LRSchedule:
         """Return the learning rate of each update of a run on a training set.

@@ -16,7 +16,7 @@ from vitpar.training.optim.schedule import (
     WeightDecaySchedule,
     parse_drop_path,
 )
-from vitpar.training.optim.shapes import Run
+from vitpar.training.optim.shapes import RunLengths
 from vitpar.training.recipe.recipe import Recipe
 
 MOST_SIZES = 4
@@ -67,7 +67,7 @@ class Schedules:
         return {name: schedule(step) for name, schedule in named.items() if schedule}
 
 
-def _drop_path(text: str, run: Run, config: ModelConfig) -> DropPathSchedule | None:
+def _drop_path(text: str, run: RunLengths, config: ModelConfig) -> DropPathSchedule | None:
     most = getattr(config, "drop_path", 0.0)
     if text == "constant":
         return None
@@ -79,7 +79,7 @@ def _drop_path(text: str, run: Run, config: ModelConfig) -> DropPathSchedule | N
     return DropPathSchedule(run, parse_drop_path(text), most)
 
 
-def _image_size(text: str, run: Run, config: ModelConfig) -> ImageSizeSchedule:
+def _image_size(text: str, run: RunLengths, config: ModelConfig) -> ImageSizeSchedule:
     sizes = ImageSizes.of(text)
     if len(sizes.parts) > MOST_SIZES:
         raise RecipeError(

@@ -1,14 +1,22 @@
 """The programs in examples/ run as their docstrings say."""
 
+import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+import vitpar
 from helpers.paths import ROOT
+from helpers.ranks import RankPool
+from vitpar.data import pack
 
 EXAMPLES = ROOT / "examples"
 
@@ -47,3 +55,30 @@ def test_own_loop_example_has_equal_losses_under_two_plans(tmp_path: Path) -> No
 
 def test_planning_example_prints_a_plan(tmp_path: Path) -> None:
     assert re.search(r"80GB: dp8\S*, [\d,]+ samples/s, [\d.]+ GB", output(tmp_path, str(EXAMPLES / "planning.py")))
+
+
+def loop(device: torch.device, text: str) -> float:
+    """Run a block of code in this rank's process group, and return its loss."""
+    names: dict[str, Any] = {}
+    with patch("torch.distributed.init_process_group"):
+        exec(text, names)
+    return names["loss"].item()
+
+
+def test_the_page_on_python_runs_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Callable[[int], RankPool]
+) -> None:
+    page = (ROOT / "docs" / "api" / "vitpar.md").read_text()
+    train, model, own_loop, search = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    losses = ranks(4).run(loop, own_loop)
+    assert losses == losses[:1] * 4 and losses[0] == pytest.approx(math.log(10), rel=1e-3)
+    monkeypatch.chdir(tmp_path)
+    pack("digits", tmp_path / "data_shards" / "digits")
+    names: dict[str, Any] = {}
+    for text in (train, model, search):
+        exec(text, names)
+    assert names["summary"]["steps"] == 23 and names["columns"]["val_loss"][-1] == names["summary"]["loss"]
+    assert Path("first.html").exists() and names["best"].memory_bytes <= 40e9
+    assert vitpar.__doc__
+    shown = [line.partition("  #")[0] for line in re.findall(r"^    (.*)", vitpar.__doc__, re.MULTILINE)]
+    assert len(shown) > 8 and [line for line in shown if line.rstrip() not in page] == []

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,9 +89,8 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def local_weights(place: Path) -> Path:
-    """Return the folder of weights, as ``vitpar.training.hub_weights`` does, and show the progress of an import."""
-    return hub_weights.local_weights(place, progress_bar)
+local_weights = partial(hub_weights.local_weights, showing=progress_bar)
+"""``vitpar.training.hub_weights.local_weights`` that shows the progress of an import."""
 
 
 def report_bad(problems: Mapping[int, str]) -> int:

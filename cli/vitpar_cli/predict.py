@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vitpar.errors import DataError
 from vitpar.text import printable, shown
 from vitpar.training.recipe.request import NO_DATA
 from vitpar.training.saved_model import AT_ONCE, saved_model
@@ -52,12 +51,7 @@ def predict(
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
     saved = saved_model(checkpoint, asked, doing="a prediction", fetch=local_weights)
-    trained = saved.task()
-    if not trained.PREDICTS:
-        raise DataError(
-            f"`vitpar predict` has nothing to print for task '{trained.NAME}': evaluate its models with `vitpar eval`"
-        )
-    names = saved.class_names() if trained.OUTPUTS_ARE_LABELS else None
+    names = saved.class_names()
     with saved.on_device(min(len(paths), batch_size or AT_ONCE), device) as (built, inputs):
         from vitpar.training.inference import answers
 

@@ -18,7 +18,7 @@ from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.defaults import TASKS, with_defaults
 from vitpar.training.recipe.request import RecipeRequest
-from vitpar_cli.hub import local_weights
+from vitpar_cli.outputs import local_weights
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts

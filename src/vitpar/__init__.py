@@ -1,16 +1,17 @@
 """vitpar: train Vision Transformers on any mesh of devices in pure PyTorch.
 
-    import vitpar
+    summary = vitpar.train("digits", {"data.path": "data_shards/digits", "train.epochs": 2}, run_dir="runs/first")
+    run = vitpar.Run("runs/first")
+    model = vitpar.create_model(weights=run.weights, num_classes=3)  # a plain nn.Module on one device
 
-    config = vitpar.model_config("vit_small_patch16_224", num_classes=10, drop_path=0.1)
+Under any plan, in a process group of 4 ranks::
+
+    config = vitpar.model_config("vit_tiny_patch8_32", num_heads=4, num_classes=10)
     plan = vitpar.validate(vitpar.parse("tp2xfsdp2"), config, batch_size=64)
-    model = vitpar.parallelize(config, plan, vitpar.Execution(64), torch.device("cpu"))   # inside a process group of 4
-    part = model.forward_backward(images[model.image_rows(64)], labels, keys)   # a random key for each sample
-    loss = model.global_loss(part)   # the mean over the batch, equal on all ranks
-
-Without your own loop::
-
-    vitpar.train("digits", {"data.path": "data_shards/digits", "train.epochs": 5})
+    model = vitpar.parallelize(config, plan, vitpar.Execution(64), "cpu")
+    images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))  # the same on every rank
+    part = model.forward_backward(images[model.image_rows(64)], labels)
+    loss = model.global_loss(part)  # the mean over the batch, equal on all ranks
 
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from vitpar.planner.automatic import search
     from vitpar.runs.run import Run
     from vitpar.sharded import to_local
-    from vitpar.training.create import create_model
+    from vitpar.training.begin import create_model
     from vitpar.training.recipe import Recipe, read_recipe
     from vitpar.training.train import train
     from vitpar.training.trainer import Trainer
@@ -47,7 +48,7 @@ _LAZY = {
     "vitpar.parallel.parallelize": ("parallelize",),
     "vitpar.parallel.styles": ("tensor_parallel_plan",),
     "vitpar.check.plan": ("check_plan",),
-    "vitpar.training.create": ("create_model",),
+    "vitpar.training.begin": ("create_model",),
     "vitpar.training.recipe": ("Recipe", "read_recipe"),
     "vitpar.training.train": ("train",),
     "vitpar.training.trainer": ("Trainer",),

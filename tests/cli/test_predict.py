@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,8 +13,10 @@ from PIL import Image
 from helpers.command_line import Command, Refused
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, VAL
+from vitpar import Run, UserError, create_model
 from vitpar.data import EvalTransform, Normalize
 from vitpar.data.images import decode
+from vitpar.errors import DataError
 from vitpar.models.layers import LayeredModel
 from vitpar.weights.folder import open_weights
 
@@ -58,6 +61,44 @@ def test_probabilities_are_those_of_evaluation(place: Path, vitpar: Command) -> 
         expected = by_hand(place / path, place / "run" / "weights")
         assert {one["name"]: one["probability"] for one in row["classes"]} == pytest.approx(expected, rel=1e-4)
     assert max(one["classes"][0]["probability"] for one in rows.values()) > 1.2 / CLASSES
+
+
+def test_a_run_computes_in_python_what_commands_compute(place: Path, tmp_path: Path, vitpar: Command) -> None:
+    run, images = Run(place / "run"), sorted(str(path) for path in (place / "images" / "class0").iterdir())
+    done = vitpar("predict", *images, "--checkpoint", "run", "--json")
+    assert run.predict(*images) == list(predicted(done).values())
+    with pytest.raises(DataError, match=r"bad\.png': .*: leave it out"):
+        run.features(place / "images")
+    features = run.features(*images)
+    head = create_model(weights=run.weights).head
+    logits = head.fc(torch.from_numpy(features)).detach().double()
+    assert [row["classes"][0]["class"] for row in run.predict(*images)] == logits.argmax(1).tolist()
+    evaluated = run.evaluate(place / "data")
+    assert evaluated == json.loads(vitpar("eval", "--checkpoint", "run", "--json").stdout)
+    metrics = run.metrics
+    assert metrics["step"].tolist() == [1, 2, 3, 4] and np.isnan(metrics["val_loss"][:2]).all()
+    assert metrics["val_loss"][-1] == run.summary["loss"] == pytest.approx(evaluated["loss"], rel=1e-6)
+    assert np.isfinite(metrics["loss"]).all() and not any(np.isnan(column).all() for column in metrics.values())
+    assert (str(run.plan), run.settings.train.steps) == ("dp1", 4)
+    for words in (repr(run), run._repr_html_()):
+        assert all(word in words for word in (str(run.folder), "complete", "dp1", f"{metrics['val_loss'][-1]:.4g}"))
+    run.report(tmp_path / "report.html")
+    assert "<h1>run" in (tmp_path / "report.html").read_text()
+
+
+def test_a_plain_model_has_the_runs_weights_or_a_new_classifier(place: Path) -> None:
+    models = [create_model(weights=place / "run", num_classes=number) for number in (None, 3)]
+    ours, other = (dict(model.named_parameters()) for model in models)
+    assert other.pop("head.fc.weight").shape[0] == other.pop("head.fc.bias").shape[0] == 3
+    read = open_weights(place / "run" / "weights").read
+    assert all(torch.equal(p, ours[name]) and torch.equal(p, read(name)) for name, p in other.items())
+    images, model = torch.randn(64, 3, 8, 8), models[0]
+    assert not torch.equal(model(images), model(images)), "paths are dropped in training"
+    assert torch.equal(model.eval()(images), model(images))
+    with pytest.raises(UserError, match="embed_dim is 192 but"):
+        create_model("vit_tiny_patch16_224", weights=place / "run")
+    with pytest.raises(UserError, match="a model needs a name or weights"):
+        create_model()
 
 
 def test_a_checkpoint_predicts_with_its_averages_and_names(place: Path, vitpar: Command) -> None:

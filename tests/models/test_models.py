@@ -297,6 +297,8 @@ def refused(message: str, name: str = "vit_custom", **options: Any) -> None:
 
 def test_unknown_names_and_options_suggest_the_nearest() -> None:
     refused("unknown model 'vit_smal_patch16_224' .did you mean 'vit_small_patch16_224'", "vit_smal_patch16_224")
+    refused("unknown model 'vit_smal' .did you mean 'vit_small_patch16_224'", "vit_smal")
+    refused("unknown model 'swin_tny' .did you mean 'swin_tiny_patch4_window7_224'", "swin_tny")
     refused("unknown model 'resnet50'", "resnet50")
     refused("unknown model 'vit_small'", "vit_small")
     refused("unknown model 'vit_small_patch16_'", "vit_small_patch16_")

@@ -8,7 +8,7 @@ import pytest
 
 import vitpar
 from vitpar.errors import PlannerError, UserError
-from vitpar.planner.cost.price import price
+from vitpar.planner.cost.price import plan_title, price
 from vitpar.planner.sources import estimated_costs, profiled_costs
 from vitpar.strategy import Plan, parse, validate
 from vitpar.training.recipe import read_recipe
@@ -20,6 +20,10 @@ def test_search_beats_every_uniform_plan() -> None:
     found = vitpar.search(SMALL, cluster="4xH100", batch_size=64, memory="8GB", seconds=2)
     best = found.plans[0]
     assert best.plan.world_size == 4 and best.batch_size == 64 and best.memory_bytes <= 8e9
+    lines, plan = repr(found).splitlines(), plan_title(best.plan)
+    assert lines[0] == repr(best) and len(lines) == len(found.plans) and len(lines[0]) < 120
+    assert lines[0].startswith(f"Price({plan}: {best.images_per_second:,.0f} samples/s in batches of 64, ")
+    assert f"<td>{plan}</td>" in found._repr_html_() and found._repr_html_().count("<tr>") == 1 + len(lines)
     costs = estimated_costs(SMALL, "4xH100")
     assert costs.model.precision == "bf16" and costs.model.compiled
     for words in ("dp4", "fsdp4", "dp2xtp2", "fsdp2xtp2"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from vitpar import model_config, read_recipe
 from vitpar.errors import StrategyError
 from vitpar.strategy import (
     Axis,
@@ -209,3 +210,13 @@ def test_importing_the_package_does_not_import_torch() -> None:
     """Importing torch takes seconds, which errors in a strategy string should not cost."""
     code = "import sys, vitpar.strategy; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+def test_reprs_leave_out_defaults() -> None:
+    plan = replace(parse("pp2xtp2xdp2"), microbatches=4)
+    assert repr(plan) == "Plan(layers=(('*', Strategy('tp2xdp2')),), pp=2, microbatches=4)"
+    assert repr(Plan()) == "Plan()"
+    config = model_config("vit_small_patch16_224", num_classes=10)
+    assert config == eval(repr(config), {"ViTConfig": type(config)}) and len(repr(config)) < 160
+    recipe = read_recipe("digits", {"train.seed": 7})
+    assert "train={'epochs': 40.0, 'seed': 7," in repr(recipe) and "faults" not in repr(recipe)

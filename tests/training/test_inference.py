@@ -12,7 +12,7 @@ from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import CLASSES, SIZE, TIMM_CONFIG, saved, timm_state
 from helpers.ranks import RankPool
 from helpers.tiny_images import encoded
-from vitpar import Execution, load_weights, model_config, parallelize, parse, validate
+from vitpar import Execution, create_model, load_weights, model_config, parallelize, parse, validate
 from vitpar.data import EvalTransform, Normalize
 from vitpar.data.image_files import ImageFiles, NotedImages
 from vitpar.data.images import decode
@@ -75,6 +75,13 @@ def test_features_are_what_timms_classifier_reads(
         tokens = theirs.forward_features(images)
         expected = theirs.forward_head(tokens), theirs.forward_head(tokens, pre_logits=True)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    plain = create_model(weights=tmp_path / "weights").eval()
+    torch.testing.assert_close(plain(images), expected[0], atol=1e-6, rtol=1e-5)
+    plain(images).square().sum().backward()
+    theirs.forward_head(theirs.forward_features(images)).square().sum().backward()
+    norms = [sum(p.grad.double().square().sum() for p in model.parameters()) for model in (plain, theirs)]
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    assert all(p.grad.count_nonzero() and type(p) is torch.nn.Parameter for p in plain.parameters())
 
 
 def test_features_are_float32_whatever_the_precision(

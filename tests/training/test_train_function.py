@@ -1,5 +1,6 @@
 """`vitpar.train`: training from Python, in one process and in an existing process group."""
 
+import builtins
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +33,15 @@ def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> di
 
 
 def test_existing_group_gives_the_losses_of_one_process(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool], environment: None
+    data: Path,
+    tmp_path: Path,
+    ranks: Callable[[int], RankPool],
+    environment: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone = vitpar.train(recipe_of(data, "dp1"), device="cpu", run_dir=tmp_path / "alone")
+    assert capsys.readouterr().out == "", "nobody watches"
     assert not dist.is_initialized(), "the group that it made is gone"
     assert alone["steps"] == 2 * STEPS and Path(alone["weights"]).is_dir()
     together = ranks(2).run(in_a_group, recipe_of(data, "tp2"), tmp_path / "together")
@@ -46,8 +53,13 @@ def test_existing_group_gives_the_losses_of_one_process(
         vitpar.train(
             recipe_of(data, "dp1", **{"train.steps": 7}), run_dir=tmp_path / "alone", resume="auto", device="cpu"
         )
-    again = vitpar.train(recipe_of(data, "dp1"), run_dir=tmp_path / "alone", resume="auto", device="cpu")
-    assert (again["steps"], again["loss"]) == (alone["steps"], alone["loss"])
+    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
+    for verbose in (None, True, False):
+        again = vitpar.train(
+            recipe_of(data, "dp1"), run_dir=tmp_path / "alone", resume="auto", device="cpu", verbose=verbose
+        )
+        assert (again["steps"], again["loss"]) == (alone["steps"], alone["loss"])
+        assert ("\nresult " in capsys.readouterr().out) == (verbose is not False), "in a notebook, unless refused"
 
 
 class Failing(Reporter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from vitpar.training.saving.resume import weights_folder
 
 
 class Run:
-    """A run that ended or still trains, whose files are read when something is asked for.
+    """A run that ended or still trains. Every use reads its files again.
 
     folder: folder of the run, such as runs/mine. Raises DataError if it is not that of a run.
 
@@ -83,10 +82,11 @@ class Run:
         """
         from vitpar.training.inference import answers
 
-        files = _files(images)
+        files = NotedImages(ImageFiles(expand_images(map(Path, images))))
         saved = saved_model(self.folder, RecipeRequest(given=NO_DATA), doing="a prediction")
+        names = saved.class_names()
         with saved.on_device(min(len(files), AT_ONCE), device) as (model, inputs):
-            return answers(model, inputs, files, top, saved.class_names())
+            return answers(model, inputs, files, top, names)
 
     def features(self, *images: Path | str, device: str | None = None) -> np.ndarray[Any, Any]:
         """Return what the classifier reads of image files, or all in a folder, float32 [images, features].
@@ -95,7 +95,7 @@ class Run:
         """
         from vitpar.training.inference import outputs
 
-        files = _files(images)
+        files = NotedImages(ImageFiles(expand_images(map(Path, images))))
         saved = saved_model(self.folder, RecipeRequest(given=NO_DATA), doing="an extraction of features")
         with saved.on_device(min(len(files), AT_ONCE), device) as (model, inputs):
             batches = [batch.features.numpy() for batch in outputs(model, inputs, files, features=True)]
@@ -139,8 +139,3 @@ class Run:
         for metric in (LOSS, *run.task_metrics):
             known |= {} if (value := run.last(metric.name)) is None else {f"val {metric.words}": metric.shown(value)}
         return known
-
-
-def _files(images: Iterable[Path | str]) -> NotedImages:
-    """Return image files, or those in folders. Raises DataError as `expand_images` does."""
-    return NotedImages(ImageFiles(expand_images(map(Path, images))))

@@ -1,4 +1,4 @@
-"""Initial weights from a folder: the recipe's `model.weights`, instead of random initial values.
+"""Initial weights from a folder: the recipe's `model.weights`, and those of plain models.
 
 Parameters are those of the folder, under any plan. For fine-tuning, rows of the classifier are matched with the classes
 of the data by name; it keeps its initial values if the data have other classes. Learned positions are interpolated if
@@ -9,8 +9,9 @@ takes weights with a class token, which becomes a register.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,21 @@ from torch import Tensor
 from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
-from vitpar.errors import RecipeError
+from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.families import model_config
 from vitpar.models.foreign import ExportedTensor
-from vitpar.models.initial import copy_whole_
+from vitpar.models.initial import copy_whole_, initialise
+from vitpar.models.layers import PlainModel
 from vitpar.models.lora import LoRA, adapters_of
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
+from vitpar.training.hub_weights import local_weights
 from vitpar.training.optim.average import EMA
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_section
 from vitpar.training.recipe.sections import DataSection
+from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.adapters import read_adapters
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
@@ -193,3 +198,50 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     if ema:
         ema.restart()
     return "; ".join((f"parameters are loaded from {folder}", *start.notes))
+
+
+def create_model(
+    name: ModelConfig | str | None = None,
+    *,
+    weights: Path | str | None = None,
+    num_classes: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> PlainModel:
+    """Return a model as a plain ``nn.Module``: float32, on the CPU, in training mode, from normalised images to logits.
+
+    name: name or configuration of the model; None for that of the weights.
+    weights: a run, saved weights, a checkpoint, or hf:OWNER/NAME; None for initial values.
+    num_classes: outputs, by default as many as the weights have, or else 1,000. The classifier is newly initialised if
+        the weights have another number, or were adapted to the model.
+    seed: seed of initial values, as train.seed.
+    options: further fields of the configuration, such as drop_path=0.1.
+
+    Raises ModelError, DataError and CheckpointError, and RecipeError for weights of another model.
+    """
+    folder = None if weights is None else weights_folder(local_weights(Path(weights)))
+    saved = None if folder is None else open_weights(folder).config
+    options |= {} if num_classes is None else {"num_classes": num_classes}
+    if isinstance(name, str):
+        config = model_config(name, **({"num_classes": saved.num_classes} if saved else {}) | options)
+    elif (known := name or saved) is not None:
+        config = replace(known, **options)  # type: ignore[type-var]
+    else:
+        raise ModelError("a model needs a name or weights: give one of the two")
+    model = PlainModel(config)
+    initialise(model, seed, config)
+    model.tie()
+    if folder is None:
+        return model
+    if (folder / INDEX).exists():
+        Checkpoint.open_whole(folder)  # verifies the files
+    opened = opened_for(folder, config)
+    new = bool(opened.changes) or config.num_classes != opened.config.num_classes
+    kept = {*opened.kept, *(CLASSIFIERS if new else ())}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key == POSITIONS and config.image_size != opened.config.image_size:
+                parameter.copy_(resampled(opened.read(key), *grid_of(config, parameter.shape)))
+            elif key not in kept:
+                parameter.copy_(opened.read(key))
+    return model

@@ -54,14 +54,20 @@ class SavedModel:
         return task_of(self.recipe, self.config.num_classes if images is None else images)
 
     def class_names(self) -> tuple[str, ...] | None:
-        """Return the names of the classes, from the weights or else from the data that the recipe names; None for none.
+        """Return the names of the classes that the model predicts, from the weights or else the recipe's data.
 
-        Raises DataError for names that do not fit the model.
+        None for no names, or no classes. Raises DataError for names that do not fit, and a task without predictions.
         """
         from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
         from vitpar.weights.classes import read_class_names
         from vitpar.weights.folder import RECIPE
 
+        if not (task := self.task()).PREDICTS:
+            raise DataError(
+                f"`vitpar predict` has nothing to print for task '{task.NAME}': evaluate its models with `vitpar eval`"
+            )
+        if not task.OUTPUTS_ARE_LABELS:
+            return None
         classes, data = self.config.num_classes, read_section(self.folder / RECIPE, "data", DataSection).path
         if (names := read_class_names(self.folder, classes)) is not None:
             return names
@@ -175,12 +181,7 @@ class PlannedModel(SavedModel):
 
 
 def saved_model(
-    checkpoint: Path,
-    request: RecipeRequest,
-    *,
-    doing: str,
-    mesh: str = "dp1",
-    fetch: Callable[[Path], Path] = Path,
+    checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1", fetch: Callable[[Path], Path] = Path
 ) -> SavedModel:
     """Return the saved weights in `checkpoint` with their recipe.
 

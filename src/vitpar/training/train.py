@@ -64,13 +64,10 @@ def train(
         choose=lambda recipe, config, device, saved: recipe.chosen(config, lambda plan: plan.resolve(ranks)),
     )
     with in_world(run.device_type) as own_device, ExitStack() as stack:
-        if reporter is None and (_is_watched() if verbose is None else verbose):
+        # Engines forward what their ranks print, so that it is not on a terminal.
+        watched = is_terminal(sys.stdout) or hasattr(builtins, "__IPYTHON__")
+        if reporter is None and (watched if verbose is None else verbose):
             # By name: the commands are above the library in the order of imports, and installed with it.
             console = importlib.import_module("vitpar_cli.progress").ConsoleReporter()
             reporter = stack.enter_context(closing(console))
         return Trainer(run, own_device, reporter=reporter or Reporter()).run()
-
-
-def _is_watched() -> bool:
-    """Return whether this process prints to a terminal or a notebook. Engines forward what their ranks print."""
-    return is_terminal(sys.stdout) or hasattr(builtins, "__IPYTHON__")

@@ -15,7 +15,6 @@ from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights
-from vitpar_cli.outputs import progress_bar
 from vitpar_cli.pack_once import packed
 from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import run_in_world

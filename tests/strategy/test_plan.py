@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+import vitpar
 from vitpar import model_config, read_recipe
 from vitpar.errors import StrategyError
 from vitpar.strategy import (
@@ -216,6 +217,7 @@ def test_reprs_leave_out_defaults() -> None:
     plan = replace(parse("pp2xtp2xdp2"), microbatches=4)
     assert repr(plan) == "Plan(layers=(('*', Strategy('tp2xdp2')),), pp=2, microbatches=4)"
     assert repr(Plan()) == "Plan()"
+    assert dir(vitpar) == vitpar.__all__
     config = model_config("vit_small_patch16_224", num_classes=10)
     assert config == eval(repr(config), {"ViTConfig": type(config)}) and len(repr(config)) < 160
     recipe = read_recipe("digits", {"train.seed": 7})

@@ -53,7 +53,7 @@ def features(
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)
     files = ImageFiles(expand_images(images)) if images else None
-    saved = saved_model(checkpoint, asked, doing="an extraction of features", fetch=local_weights)
+    saved = saved_model(checkpoint, asked, doing="an extraction of features", fetch=local_weights).encoder()
     from vitpar.training.feature_file import FeatureFile
     from vitpar.training.inference import classifiers, feature_width, outputs
 

@@ -57,7 +57,7 @@ def packed(folder: Path) -> Path:
             overwrite=target.exists(),
             workers=cpu_cores(),
             progress=progress,
-            opened=lambda contents: [say(printable(line)) for line in describe(str(folder), contents)],
+            opened=lambda contents: say(printable("\n".join(describe(str(folder), contents)))),
         )
     write_text(target / RECORD, json.dumps(record))
     return target

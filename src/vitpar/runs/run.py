@@ -96,7 +96,7 @@ class Run:
         from vitpar.training.inference import outputs
 
         files = NotedImages(ImageFiles(expand_images(map(Path, images))))
-        saved = saved_model(self.folder, RecipeRequest(given=NO_DATA), doing="an extraction of features")
+        saved = saved_model(self.folder, RecipeRequest(given=NO_DATA), doing="an extraction of features").encoder()
         with saved.on_device(min(len(files), AT_ONCE), device) as (model, inputs):
             batches = [batch.features.numpy() for batch in outputs(model, inputs, files, features=True)]
         if files.problems:

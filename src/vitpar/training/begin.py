@@ -8,7 +8,7 @@ takes weights with a class token, which becomes a register.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -181,14 +181,7 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     if start.new_classifier or start.outputs is not None:
         adapted |= {*CLASSIFIERS}
     adapted |= {*weights.kept, *adapters_of(model.config)}
-    if weights.changes:
-        if (folder / INDEX).exists():
-            Checkpoint.open_whole(folder)  # verifies the files
-        for name, parameter in model.named_parameters():
-            if name not in adapted:
-                copy_whole_(parameter, weights.read(name))
-    else:
-        load_weights(model, folder, adapted)
+    fill(model, folder, weights, adapted)
     for name, parameter in model.named_parameters():
         if name == POSITIONS and resizes:
             copy_whole_(parameter, resampled(weights.read(POSITIONS), *grid_of(config, parameter.shape)))
@@ -198,6 +191,23 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, 
     if ema:
         ema.restart()
     return "; ".join((f"parameters are loaded from {folder}", *start.notes))
+
+
+@torch.no_grad()
+def fill(model: ParallelModel, folder: Path, weights: Opened, kept: Collection[str]) -> None:
+    """Fill the parameters of `model`, but those `kept`, from `weights`, opened in `folder`. Collective.
+
+    Raises DataError and CheckpointError for damaged files.
+    """
+    if not weights.changes:
+        load_weights(model, folder, kept)
+        return
+    if (folder / INDEX).exists():
+        Checkpoint.open_whole(folder)  # verifies the files
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            copy_whole_(parameter, weights.read(name))
+    model.parameters_changed()
 
 
 def create_model(

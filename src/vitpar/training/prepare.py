@@ -236,7 +236,7 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
     file, task = folder / "recipe.toml", request.value("task.name")
     if request.path is not None or request.value("model.name") is not None or not file.is_file():
         return request, False
-    saved = read_recipe(file, needs_length=False)
+    saved = read_recipe(file, {"data.path": "unused"}, needs_length=False)
     pretrained = saved.config(1).pretrained if task not in (None, saved.task.name) else None
     if pretrained is None:
         return replace(request, path=file), True

@@ -20,7 +20,14 @@ from vitpar.training.recipe.file import read_section
 from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import RecipeRequest
-from vitpar.training.recipe.sections import CommunicationSection, DataSection, LoraSection, ParallelSection
+from vitpar.training.recipe.sections import (
+    CommunicationSection,
+    DataSection,
+    LoraSection,
+    ModelSection,
+    ParallelSection,
+    TaskSection,
+)
 from vitpar.training.saving.resume import weights_folder
 
 if TYPE_CHECKING:
@@ -104,6 +111,14 @@ class SavedModel:
             )
         return images, f"{match.words}: they are compared by number" if match.words else None
 
+    def encoder(self) -> SavedModel:
+        """Return the model whose features are wanted: this one, or that which its pretraining is for, as of an MAE."""
+        if self.config.pretrained is None:
+            return self
+        config = self.config.pretrained[0]
+        recipe = self.recipe.model_copy(update={"task": TaskSection(), "model": ModelSection(name=config.name)})
+        return replace(self, config=config, recipe=recipe)
+
     def planned(self, device: str | None) -> PlannedModel:
         """Return the model with its plan, on `device` or the default one.
 
@@ -162,7 +177,9 @@ class PlannedModel(SavedModel):
         from vitpar.parallel.attention import choose_attention
         from vitpar.parallel.compiling import choose_compiling
         from vitpar.training.agreement import refuse_disagreement
-        from vitpar.weights.folder import fingerprint, load_weights
+        from vitpar.training.begin import fill, opened_for
+        from vitpar.weights.folder import fingerprint, load_weights, read_config
+        from vitpar.weights.importing import CLASSIFIERS
 
         train, plan = self.recipe.train, self.chosen.plan
         refuse_disagreement(self.recipe, plan, data or {}, {"the content of --checkpoint": fingerprint(self.folder)})
@@ -176,7 +193,10 @@ class PlannedModel(SavedModel):
         )
         model = parallelize(self.config, plan, execution, device)
         attention = choose_attention(train.attention, self.config, plan, train.batch_size, model.precision, device)
-        load_weights(model, self.folder)
+        if read_config(self.folder) == self.config:
+            load_weights(model, self.folder)
+        else:
+            fill(model, self.folder, opened_for(self.folder, self.config), CLASSIFIERS)
         return model, attention.warning
 
 

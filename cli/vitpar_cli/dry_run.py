@@ -10,6 +10,7 @@ import typer
 
 from vitpar.launch import find_world
 from vitpar.planner.describe import summarize
+from vitpar.planner.measure.trial import duration_words
 from vitpar.planner.out_of_memory import memory_of, memory_warning, memory_words
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
@@ -67,6 +68,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "": _drawn(rate, steps),
         **{_TITLES[name]: _drawn(partial(schedules.other, name), steps) for name in others},
         "memory": f"{memory_words(fullest)} on the fullest rank",
+        "time": duration_words(recipe, config, plan, rate.run.steps, torch.device(run.device_type)),
     }
     reason = {"plan": run.because} if run.searched and run.because else {}
     for name, words in (rows | reason).items():

@@ -1,21 +1,23 @@
 """Output of `vitpar train`: a header, progress, evaluations and the result.
 
-On a terminal, progress is one live line; otherwise it is an occasional plain line without control characters.
+On a terminal, progress is one live line, which a thread redraws while a step or an evaluation computes; otherwise it is
+an occasional plain line without control characters.
 """
 
 from __future__ import annotations
 
-import atexit
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.filesize import decimal
+from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -30,8 +32,8 @@ from vitpar_cli.sparkline import Sparkline
 
 CADENCE = 10.0
 """Minimum seconds between two plain lines of progress."""
-BAR = 40
-"""Maximum width of the bar in columns."""
+BAR = 16
+"""Columns of the bar. A terminal without room for it has none."""
 PLAIN_WIDTH = 100
 """Width of the header in columns if there is no terminal."""
 
@@ -41,78 +43,116 @@ class ConsoleReporter(Reporter):
 
     console: None for stdout.
     clock: function that returns monotonic seconds.
+    quiet: whether to print only messages, warnings and the result.
     """
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, quiet: bool = False
+    ) -> None:
         self._console = console or _console()
-        self._clock = clock
-        self._live: _LiveLine | None = None
+        self._clock, self._quiet = clock, quiet
         self._printed = float("-inf")
         self._loss = Sparkline(1)
+        self._begun = clock()
+        self._awaiting, self._spinner = "making the model", Spinner("dots")
+        self._row: dict[str, Any] | None = None
+        self._first: tuple[int, float] | None = None
+        self._newest = (0, 0.0)
+        self._evaluating = ""
+        self._live: Live | None = None
+        if self._console.is_terminal and not quiet:
+            self._live = Live(console=self._console, get_renderable=self._line)
+            self._live.start()
+            self._console.show_cursor()  # rich hides it, and a killed process could not restore it
 
     def started(self, header: RunHeader) -> None:
         """Print the header of the run."""
         self._header, self._begun = header, self._clock()
-        self._first: tuple[int, float] | None = None
+        self._awaiting = f"{'compiling and ' * header.compiled}computing the first step"
         self._loss = Sparkline(header.steps)
-        if self._console.is_terminal:
-            rows = _rows(header, self._console.width - 16)
+        if self._live:
+            rows = [*_rows(header, self._console.width - 16), ("time", _time(header))]
             self._console.print(Panel(_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
-            self._live = _LiveLine(self._console, header.steps)
-            atexit.register(self._live.stop)
-        else:
+        elif not self._quiet:
             for name, value in _rows(header, PLAIN_WIDTH - 11):
                 for number, line in enumerate(str(value).split("\n")):
                     self._print(f"{'' if number else name:<11}{line}")
 
+    def reached(self, step: int) -> None:
+        """Note the step, for the live line."""
+        self._newest = (step, self._clock())
+        self._first = self._first or self._newest
+
     def stepped(self, row: dict[str, Any]) -> None:
         """Show a step: always on a terminal, otherwise the first, the last, and one per CADENCE seconds."""
-        step, now = row["step"], self._clock()
-        self._first = self._first or (step, now)
-        self._loss.add(step, row["loss"])
-        parts = self._parts(row, now)
+        self._row = row
+        self._loss.add(row["step"], row["loss"])
         if self._live:
-            self._live.show(step, _fitting(parts, self._console.width))
-        elif self._due(now) or step == self._header.steps:
-            self._print(f"step {_fitting(parts)}")
+            self._live.refresh()
+        elif not self._quiet and (self._due() or row["step"] == self._header.steps):
+            self._print(f"step {_fitting(self._parts(row))}")
 
-    def _parts(self, row: dict[str, Any], now: float) -> list[tuple[int, str]]:
-        """Return the parts of a line about a step, each with its rank: those of the highest are left out first."""
+    def _line(self) -> RenderableType:
+        """Return the live line as it is now: what the run waits for, or the newest step and the progress within it."""
+        if self._row is None:
+            words = f"{self._evaluating or self._awaiting}  {_duration(self._clock() - self._begun)}"
+            self._spinner.update(text=Text(words, no_wrap=True))
+            return self._spinner
+        # The bar's place has the progress of an evaluation, so that the step stays in its place.
+        lead = f"{self._evaluating:<{BAR}}" if self._evaluating else "━" * BAR
+        words = _fitting([(0 if self._evaluating else 3, lead), *self._parts(self._row)], self._console.width)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        if words.startswith("━"):
+            bar = ProgressBar(self._header.steps, self._newest[0], width=BAR)
+            line.add_row(bar, Text(words[BAR + 2 :], no_wrap=True))
+        else:
+            line.add_row(Text(words, no_wrap=True))
+        return line
+
+    def _parts(self, row: dict[str, Any]) -> list[tuple[int, str]]:
+        """Return the parts of a line about the newest step with their ranks: those of the highest are left out first.
+
+        row: the newest one, which may be of an earlier step.
+        """
+        now = self._clock()
         loss = "?" if row["loss"] is None else f"{row['loss']:.4f}"  # the step was skipped
         scale = f"scale {row['loss_scale']:,.10g}" if "loss_scale" in row else ""
         scale += " skipped" if row.get("skipped") else ""
         parts = [
-            (0, f"{row['step']:,}/{self._header.steps:,}"),
-            (3, f"epoch {row['epoch']:,.2f}"),
+            (0, f"{self._newest[0]:,}/{self._header.steps:,}"),
+            (4, f"epoch {row['epoch']:,.2f}"),
             (0, f"loss {loss}"),
             (1, scale),
-            (3, self._header.task.training_words(row, brief=True)),
-            (4, f"lr {row['lr']:.3g}"),
+            (4, self._header.task.training_words(row, brief=True)),
+            (5, f"lr {row['lr']:.3g}"),
             (2, self._rate(row["images_per_second"])),
             (7, f"step {_ms(row['step_ms'])}"),
             (6, f"data {_ms(row['data_ms'])}"),
-            (5, f"elapsed {_duration(now - self._begun)}"),
-            (0, f"ETA {self._eta(row['step'], now)}"),
+            (1, f"elapsed {_duration(now - self._begun)}"),
+            (0, f"ETA {self._eta(now)}"),
         ]
         return [part for part in parts if part[1]]
 
-    def _due(self, now: float) -> bool:
+    def _due(self) -> bool:
         """Return whether a plain line is due, and if so note that it is printed."""
+        now = self._clock()
         due = now - self._printed >= CADENCE
         self._printed = now if due else self._printed
         return due
 
     def evaluating(self, images: int, total: int) -> None:
         """Show the progress of an evaluation: always on a terminal, otherwise one line per CADENCE seconds."""
-        line = f"evaluating {images:,}/{total:,} {self._header.task.SAMPLE}s"
+        self._evaluating = f"evaluating {images:,}/{total:,}"
         if self._live:
-            self._live.show(None, line)
-        elif 0 < images < total and self._due(self._clock()):
-            self._print(line)
+            self._live.refresh()
+        elif not self._quiet and 0 < images < total and self._due():
+            self._print(f"{self._evaluating} {self._header.task.SAMPLE}s")
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Print the result of an evaluation."""
-        self._print(f"step {row['step']:,}  val {self._header.task.words(row, brief=True)}", style="bold")
+        self._evaluating = ""
+        if not self._quiet:
+            self._print(f"step {row['step']:,}  val {self._header.task.words(row, brief=True)}", style="bold")
 
     def note(self, text: str) -> None:
         """Print a warning."""
@@ -151,46 +191,22 @@ class ConsoleReporter(Reporter):
         return f"{rate:,.{0 if rate >= 100 else 1}f} {self._header.task.SAMPLE}s/s"
 
     def close(self) -> None:
-        """Stop the live line."""
+        """Stop the live line; what the first step waited for is removed."""
         if self._live:
+            self._live.transient = self._row is None
             self._live.stop()
-            atexit.unregister(self._live.stop)
             self._live = None
 
     def _print(self, text: str, style: str = "") -> None:
         """Print a line above the live line, without wrapping it, so that it can be copied and searched."""
         self._console.print(Text(text, style), soft_wrap=True, highlight=False)
 
-    def _eta(self, step: int, now: float) -> str:
-        """Return the remaining time at the average speed since the first step shown, evaluations included."""
-        assert self._first is not None
-        first, then = self._first
-        return _duration((now - then) / (step - first) * (self._header.steps - step)) if step > first else "?"
-
-
-class _LiveLine:
-    """Bar and text on the last line of a terminal."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._bar = BarColumn(bar_width=0)
-        # No background refresh: the log interval decides when there is something new to show.
-        self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console, auto_refresh=False)
-        self._task = self._progress.add_task("", total=steps)
-        self._progress.start()
-        console.show_cursor()  # rich hides it, and a killed process could not restore it
-        self.show(0, f"0/{steps:,}  waiting for the first step")
-
-    def show(self, step: int | None, line: str) -> None:
-        """Redraw the line; the bar takes the width that the text leaves free.
-
-        step: that the bar shows; None to leave it as it is.
-        """
-        self._bar.bar_width = max(0, min(BAR, self._progress.console.width - len(line) - 1))
-        self._progress.update(self._task, completed=step, description=line, refresh=True)
-
-    def stop(self) -> None:
-        """Leave the line as it is and release the terminal. Further calls do nothing."""
-        self._progress.stop()
+    def _eta(self, now: float) -> str:
+        """Return the remaining time at the average speed since the first step, evaluations included."""
+        (first, then), (step, at) = self._first or self._newest, self._newest
+        if step == first:
+            return "?"
+        return _duration(max(0.0, (at - then) / (step - first) * (self._header.steps - step) - (now - at)))
 
 
 def _console() -> Console:
@@ -230,7 +246,16 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "run", header.folder
 
 
-def _table(rows: Iterator[tuple[str, str | Text]]) -> Table:
+def _time(header: RunHeader) -> str:
+    """Return the rough duration of the run. It is measured, so only terminals show it."""
+    import torch
+
+    from vitpar.planner.measure.trial import duration_words
+
+    return duration_words(header.recipe, header.config, header.plan, header.steps, torch.device(header.device))
+
+
+def _table(rows: Iterable[tuple[str, str | Text]]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

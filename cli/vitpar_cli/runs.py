@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vitpar.text import count, printable, shown
+from vitpar.text import count, printable, rough_duration, shown
 from vitpar_cli.outputs import data_table, print_words
 from vitpar_cli.recipe_options import AsJson
 
@@ -90,17 +90,9 @@ def _cells(run: "RunRecord", titled: bool) -> list[str]:
         "–" if (loss := run.loss) is None else f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.1e}",
         metric,
         "–" if (rate := run.images_per_second) is None else f"{rate:,.0f}",
-        _age(run.age_seconds),
+        rough_duration(run.age_seconds),
     ]
 
 
 def _short(number: int) -> str:
     return f"{number:,}" if number < 100_000 else f"{number / 1000:,.0f}k"
-
-
-def _age(seconds: float) -> str:
-    """Return an age in few characters: `12 s`, `5 min`, `3 h`, `40 d`."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

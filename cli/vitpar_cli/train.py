@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -136,9 +137,12 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print messages, warnings and the result only.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the merged recipe, the plan and the predicted memory; do not train."),
+        typer.Option(
+            "--dry-run", help="Print the merged recipe, the plan, and predicted memory and time; do not train."
+        ),
     ] = False,
     debug_checks: Annotated[
         bool,
@@ -188,10 +192,10 @@ def train(
         show_dry_run(run, as_json=as_json)
     else:
         ranks, where = run.plan.world_size, run.device_type
-        run_in_world(ranks, where, _train, run, as_json, sys.argv, saves=True, store=plans.store)
+        run_in_world(ranks, where, _train, run, as_json, quiet, sys.argv, saves=True, store=plans.store)
 
 
-def _train(device: "torch.device", run: "Prepared", as_json: bool, command: list[str]) -> int:
+def _train(device: "torch.device", run: "Prepared", as_json: bool, quiet: bool, command: list[str]) -> int:
     """Train the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 
@@ -202,17 +206,15 @@ def _train(device: "torch.device", run: "Prepared", as_json: bool, command: list
     from vitpar.training.trainer import Trainer
     from vitpar_cli.progress import ConsoleReporter
 
-    reporter = Reporter() if as_json else ConsoleReporter()
+    reporter = Reporter() if as_json or dist.get_rank() else ConsoleReporter(quiet=quiet)
     facts = run.recipe, run.config, run.plan, device
     if dist.get_rank() == 0:
         world = find_world()
         warning = memory_warning(*facts, world.local_size if world else 1)
         run = replace(run, notes=[*run.notes, warning] if warning else run.notes)
-    with explain_memory(*facts), Watchdog(run.recipe.faults.hang_minutes) as watchdog:
+    with explain_memory(*facts), closing(reporter), Watchdog(run.recipe.faults.hang_minutes) as watchdog:
         trainer = Trainer(run, device, reporter=reporter, command=command, watchdog=watchdog)
         summary = trainer.run()
-    if isinstance(reporter, ConsoleReporter):
-        reporter.close()
     if as_json and trainer.rank == 0:
         typer.echo(json.dumps(summary))
     return SAVED if "stopped" in summary else 0

@@ -20,6 +20,7 @@ from vitpar import tasks
 from vitpar.launch.world import Device
 from vitpar.models import own
 from vitpar.own_files import NAMED
+from vitpar.terminal import complain, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -72,6 +73,8 @@ def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: 
     job, world = Job(work, arguments, sys.argv), find_world()
     if world is None and ranks > 1:
         debug = bool(os.environ.get("VITPAR_DEBUG"))
+        if is_terminal(sys.stderr):
+            complain(f"starting {ranks:,} ranks")  # each imports torch, which takes seconds
         raise typer.Exit(spawn(ranks, WORKER, device=device, handed=job.to_bytes(), debug=debug, patient=saves))
     code = job.run(world or ALONE)
     if world is not None:

@@ -113,3 +113,11 @@ def divisors(number: int) -> list[int]:
 def log_line(text: str) -> str:
     """Return a line of a run's log.txt: date, local time and `text`."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+
+
+def rough_duration(seconds: float) -> str:
+    """Return a duration in few characters: `12 s`, `5 min`, `3 h`, `40 d`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

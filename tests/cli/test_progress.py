@@ -1,6 +1,7 @@
 """Console output of `vitpar train`, on a terminal and in a file."""
 
 import io
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,10 +38,10 @@ class Clock:
 class Shown:
     """Reporter of a started run, whose methods return what was printed since the last call."""
 
-    def __init__(self, *, terminal: bool, width: int = 80) -> None:
+    def __init__(self, *, terminal: bool, width: int = 80, quiet: bool = False) -> None:
         self.file, self.clock = io.StringIO(), Clock()
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
-        self.reporter: Reporter = ConsoleReporter(console, self.clock)
+        self.reporter: Reporter = ConsoleReporter(console, self.clock, quiet)
 
     def start(
         self, recipe: Recipe = RECIPE, origin: SettingsOrigin = SettingsOrigin(), mesh: str = "pp2xtp2xdp2"
@@ -69,11 +70,20 @@ class Shown:
         """Return the output of step `number`, `seconds` after the last event."""
         self.clock.now += seconds
         row = {"kind": "train", "step": number, "epoch": 0.89, "loss": 2.25, "lr": 0.00012}
+        self.reporter.reached(number)
         self.reporter.stepped({**row, "images_per_second": 1234.5, "step_ms": 103.7, "data_ms": 0.31})
         return self.new()
 
     def evaluation(self, number: int) -> str:
         self.reporter.evaluated({"kind": "eval", "step": number, **RESULT})
+        return self.new()
+
+    def wait(self) -> str:
+        """Return the output after the live line has been redrawn."""
+        self.new()
+        deadline = time.monotonic() + 30
+        while not self.file.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
         return self.new()
 
     def new(self) -> str:
@@ -160,6 +170,7 @@ def test_header_describes_the_training_settings(plain: Shown) -> None:
 
 def test_header_fits_a_terminal_and_names_the_trackers(live: Shown) -> None:
     settings = {"data.path": "x", "model.name": "vit_nano_patch2_8", "track.trackers": ["tensorboard", "wandb"]}
+    live.new()
     words = live.start(recipe_for(50_000, settings).with_precision("bf16"))
     assert max(map(len, words.splitlines()[:-1])) <= 80
     assert "rand-m9-mstd0.5-inc1" in words  # lines break between words only
@@ -173,6 +184,7 @@ def test_summary_shows_the_course_of_the_loss(encoding: str, line: str) -> None:
     shown.reporter = ConsoleReporter(Console(file=file, width=80, color_system=None, _environ={}), shown.clock)
     shown.start()
     for step, loss in ((1, 2.3), (50, 1.4), (51, None), (100, 0.2)):
+        shown.reporter.reached(step)
         row = {"kind": "train", "step": step, "epoch": 0.5, "loss": loss, "lr": 0.1}
         shown.reporter.stepped({**row, "images_per_second": 1.0, "step_ms": 1.0, "data_ms": 0.0})
     shown.reporter.finished(SUMMARY)
@@ -229,21 +241,42 @@ def test_plain_lines_are_throttled_but_not_events(plain: Shown) -> None:
     assert [_duration(seconds) for seconds in (0, 59.6, 754, 18_000)] == ["0:00", "1:00", "12:34", "5:00:00"]
 
 
+def test_quiet_prints_messages_and_the_result() -> None:
+    shown = Shown(terminal=True, quiet=True)
+    assert shown.start() == shown.step(1) == shown.evaluation(1) == ""
+    shown.reporter.note("an image is damaged")
+    shown.reporter.finished(SUMMARY)
+    lines = shown.new().splitlines()
+    assert lines[0] == "warning: an image is damaged"
+    assert "result     val loss 0.4100  top-1 91.2 %  top-5 99.7 %" in lines
+
+
 def test_terminal_has_one_live_line_below_permanent_ones(live: Shown) -> None:
     show, hide = "\x1b[?25h", "\x1b[?25l"
+    begin = live.new()
+    assert begin.rfind(show) > begin.rfind(hide) >= 0  # a killed process cannot restore the cursor
+    assert "making the model  0:00" in live.wait()
     header = live.start()
-    assert max(map(len, header.splitlines()[:-1])) <= 80
-    assert header.rfind(show) > header.rfind(hide) >= 0  # a killed process cannot restore the cursor
+    assert max(map(len, header.replace("\x1b[2K", "").splitlines()[:-1])) <= 80
+    live.clock.now += 46
+    assert "computing the first step  0:46" in live.wait()
     drawn = live.step(10, 1)
     assert "\n" not in drawn and hide not in drawn
     line = drawn.rsplit("\x1b[2K", 1)[-1]
-    assert line.rstrip().endswith("10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  ETA ?")
-    assert line.startswith("━") and len(line) <= 80
+    assert line.rstrip().endswith("10/100  loss 2.2500  1,234 images/s  elapsed 0:47  ETA ?")
+    assert line.startswith("━╸" + " " * 16 + "10/100") and len(line) <= 80
     permanent, redrawn = live.evaluation(10).rsplit("\n", 1)
     assert permanent.endswith("step 10  val loss 0.4100  top-1 91.2 %  top-5 99.7 %")
     assert "loss 2.2500" in redrawn and hide not in permanent + redrawn
+    # Steps without a row and evaluations move the line; a thread redraws it while this one computes.
+    live.clock.now += 2
+    live.reporter.reached(11)
+    assert "  11/100  loss 2.2500  1,234 images/s  elapsed 0:49  ETA 2:58" in live.wait()
+    live.clock.now += 8
     live.reporter.evaluating(128, 360)
-    assert "evaluating 128/360 images" in live.new()
+    assert "evaluating 128/360  11/100  loss 2.2500  1,234 images/s  elapsed 0:57  ETA 2:50" in live.new()
+    live.evaluation(11)
+    assert "━" in live.wait()
     live.reporter.finished(SUMMARY)
     assert hide not in live.new()
 
@@ -251,9 +284,9 @@ def test_terminal_has_one_live_line_below_permanent_ones(live: Shown) -> None:
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (60, "10/100  epoch 0.89  loss 2.2500  1,234 images/s  ETA 0:18"),
-        (80, "10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  ETA 0:18"),
-        (120, "lr 0.00012  1,234 images/s  step 104 ms  data 0.3 ms  elapsed 0:02  ETA 0:18"),
+        (60, "10/100  loss 2.2500  1,234 images/s  elapsed 0:02  ETA 0:18"),
+        (80, "━╸                10/100  loss 2.2500  1,234 images/s  elapsed 0:02  ETA 0:18"),
+        (120, "10/100  epoch 0.89  loss 2.2500  lr 0.00012  1,234 images/s  data 0.3 ms  elapsed 0:02  ETA 0:18"),
     ],
 )
 def test_the_live_line_fits_the_terminal_and_keeps_the_remaining_time(width: int, words: str) -> None:

@@ -52,6 +52,8 @@ class RunHeader:
     """Steps of the complete run."""
     folder: str
     """Folder of the run."""
+    compiled: bool = False
+    """Whether blocks are compiled, so that the first step takes long."""
     origin: SettingsOrigin = SettingsOrigin()
     """Origin of settings that the user did not give."""
 
@@ -61,6 +63,9 @@ class Reporter:
 
     def started(self, header: RunHeader) -> None:
         """Report the run, before the first step."""
+
+    def reached(self, step: int) -> None:
+        """Report that a step is computed, or queued on the device, which knows its loss later. Must be cheap."""
 
     def stepped(self, row: Row) -> None:
         """Report the newest row of metrics.jsonl, after every log interval."""
@@ -80,6 +85,9 @@ class Reporter:
     def finished(self, summary: Row) -> None:
         """Report the summary, after the last step, evaluation and save."""
 
+    def close(self) -> None:
+        """Release the terminal, also after an error. Further calls do nothing."""
+
 
 class Logged(Reporter):
     """Reporter that writes every event as a plain line to the log.txt of `folder`, and passes it on to `shown`."""
@@ -95,6 +103,9 @@ class Logged(Reporter):
             f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
         )
         self._shown.started(header)
+
+    def reached(self, step: int) -> None:
+        self._shown.reached(step)
 
     def stepped(self, row: Row) -> None:
         loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))

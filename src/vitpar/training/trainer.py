@@ -236,6 +236,7 @@ class Trainer:
                 log.data_ready()
                 with self.checks.around(number) if self.checks else nullcontext():
                     log.add(number, batch, self.lr(number), self.step(number, batch))
+                self.reporter.reached(number)
                 stuck = self.non_finite.stuck(number)
                 self.done, self.samples = number, batch.samples
                 due = agenda.after(number, stuck=stuck is not None)
@@ -327,6 +328,7 @@ class Trainer:
             val_samples=len(self.val_set) if self.val_set is not None else 0,
             steps=self.total_steps,
             folder=str(self.path),
+            compiled=self.model.execution.compile,
             origin=self.prepared.origin,
         )
         self.reporter.started(header)

@@ -26,10 +26,12 @@ def test_a_resumed_run_forgets_the_steps_that_it_repeats(tmp_path: Path) -> None
     lines = [start_line("dp2", 60), "saving step 20: x", "saving step 40: x", "error: the training diverged at step 41"]
     failed = read_log(log_of(tmp_path / "failed", *lines))
     assert (failed.end, failed.words, failed.saves) == ("error", "the training diverged at step 41", [20, 40])
-    again = ["warning: old", "resuming from runs/a/checkpoints/step_20: 20 steps done", start_line("tp2", 60)]
+    said = "changed settings: parallel.mesh was dp2 and is tp2"
+    again = ["warning: old", said, "resuming from runs/a/checkpoints/step_20: 20 steps done", start_line("tp2", 60)]
     found = read_log(log_of(tmp_path / "resumed", *lines, *again, "warning: slow", "saving step 60: x"))
     assert found.saves == [20, 60] and found.end == "" and found.warnings == ["slow"]
     assert [(start.plan, start.after) for start in found.starts] == [("dp2", 0), ("tp2", 20)]
+    assert [start.changed for start in found.starts] == ["", "parallel.mesh was dp2 and is tp2"]
 
 
 def test_odd_lines_are_ignored(tmp_path: Path) -> None:

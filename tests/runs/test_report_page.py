@@ -71,6 +71,8 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
         f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json",
         "started by vitpar train --mesh dp2",
         "torch 2.13.0",
+        "Plan dp2 0 dp 0 1 dp 1",
+        "train steps = 60 complete recipe [model]",
         "attention math",
         "not compiled",
     ):
@@ -207,10 +209,13 @@ def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
-    lines = [start_line("dp2", 60), "saving step 20: x", "resuming from x: 20 steps done", start_line("tp2", 60)]
+    again = ["changed settings: optimizer.lr was 1 and is 2", "resuming from x: 20 steps done", start_line("tp2", 60)]
+    lines = [start_line("dp2", 60), "saving step 20: x", *again]
     lines += ["saving step 40: x", "saving step 60: x", "done  x"]
-    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2"))
-    assert "restarts after step 20 under tp2" in page.text and "3 saved" in page.text
+    commands = [[0, ["vitpar", "train", "--mesh", "dp2"]], [20, ["vitpar", "train", "--resume", "a b"]], "odd", [1, 2]]
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2", commands=commands))
+    assert "restarts after step 20 under tp2 : optimizer.lr was 1 and is 2" in page.text and "3 saved" in page.text
+    assert "started by vitpar train --mesh dp2 after step 20 vitpar train --resume 'a b'" in page.text
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ RunState = Literal["running", "complete", "stopped", "failed"]
 """State of a run: a process trains it; it reached its last step; it was asked to stop; it ended otherwise."""
 MOST_METRICS = 20
 """Maximum number of a task's metrics that are read."""
+MOST_COMMANDS = 20
+"""Maximum number of the newest commands of a run that are read."""
 WARM_UP_ROWS = 1
 """Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
 
@@ -184,12 +186,15 @@ class RunRecord:
         return next(iter(self.task_metrics), None)
 
     @property
-    def command(self) -> str:
-        """Command that started or resumed the run last; empty if it was started from Python."""
-        words = self.environment.get("command")
-        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-            return ""
-        return shlex.join(["vitpar", *words[1:]])
+    def commands(self) -> dict[int, str]:
+        """Commands that started and resumed the run, by the steps done before; none if it was started from Python."""
+        found = self.environment.get("commands", [[0, self.environment.get("command")]])
+        pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
+        return {
+            after: shlex.join(["vitpar", *map(str, words[1:])])
+            for after, words in pairs[-MOST_COMMANDS:]
+            if isinstance(after, int) and isinstance(words, list) and words
+        }
 
     @property
     def repeating_command(self) -> str:

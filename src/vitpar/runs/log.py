@@ -20,6 +20,7 @@ _START = re.compile(
     r"(?P<steps>[\d,]+) steps of batch size (?P<batch>[\d,]+)"
 )
 _RESUMED = re.compile(r"resuming from .+: (\d{1,18}) steps? done")
+_CHANGED = "changed settings: "
 _SAVED = re.compile(r"saving step ([\d,]{1,24}): ")
 _STOPPED = re.compile(r"stopped by (.+) after step ([\d,]{1,24}): ")
 _LONGEST = 4096
@@ -34,6 +35,8 @@ class RunStart:
 
     after: int
     """Steps that were done before it."""
+    changed: str
+    """Settings that differ from those before, in words; empty if there are none."""
     model: str
     """Name of the model."""
     parameters: int
@@ -73,16 +76,19 @@ def read_log(path: Path) -> RunLog:
 
     Raises OSError.
     """
-    run_log, resumed = RunLog(), 0
+    run_log, resumed, changed = RunLog(), 0, ""
     for text in _texts(path):
         if said := _RESUMED.match(text):
             resumed = int(said[1])
             run_log.saves = [step for step in run_log.saves if step <= resumed]
+        elif text.startswith(_CHANGED):
+            changed = text.removeprefix(_CHANGED)
         elif said := _START.fullmatch(text):
             model, plan, device = said["model"], said["plan"], said["device"]
             counts = (_count(said[name]) for name in ("train", "val", "steps", "batch"))
-            run_log.starts.append(RunStart(resumed, model, _count(said["parameters"]), plan, device, *counts))
-            run_log.end, run_log.words, run_log.warnings, resumed = "", "", [], 0
+            parameters = _count(said["parameters"])
+            run_log.starts.append(RunStart(resumed, changed, model, parameters, plan, device, *counts))
+            run_log.end, run_log.words, run_log.warnings, resumed, changed = "", "", [], 0, ""
         elif said := _SAVED.match(text):
             run_log.saves.append(_count(said[1]))
         elif said := _STOPPED.match(text):

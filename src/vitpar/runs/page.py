@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from vitpar.errors import UserError
 from vitpar.models import ModelConfig
 from vitpar.pages.document import facts, switch, table, toggles
 from vitpar.pages.figures import SERIES, series_colour
@@ -21,6 +22,7 @@ from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
+from vitpar.training.recipe import read_recipe
 
 HYPHEN = "\u2011"
 """Hyphen at which no line breaks."""
@@ -55,7 +57,7 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
         f'<div class="charts">{"".join(drawn)}</div>' if drawn else "<p>No step has been recorded yet.</p>",
         extra,
         _plans(runs, page),
-        _differences(runs),
+        _differences(runs) if len(runs) > 1 else _settings(runs[0]),
         _reproduce(runs),
         f'<p class="note">{escape(made_by)}</p>' if made_by else "",
     ]
@@ -138,7 +140,9 @@ def _data_words(run: RunRecord) -> str:
     start = run.log.starts[-1]
     path = run.recipe.get("data.path")
     name = f"{shown(path)}: " if isinstance(path, str) else ""
-    return f"{name}{start.train_images:,} training and {start.val_images:,} validation images"
+    return (
+        f"{name}{start.train_images:,} training and {start.val_images:,} validation images, {start.batch_size:,} a step"
+    )
 
 
 def _restarts(run: RunRecord) -> str:
@@ -146,7 +150,9 @@ def _restarts(run: RunRecord) -> str:
     again = [start for start in run.log.starts if start.after]
     earlier = f"{len(again) - MOST_RESTARTS:,} earlier; " if len(again) > MOST_RESTARTS else ""
     return earlier + "; ".join(
-        f"after step {start.after:,} under <code>{escape(shown(start.plan))}</code>" for start in again[-MOST_RESTARTS:]
+        f"after step {start.after:,} under <code>{escape(shown(start.plan))}</code>"
+        f"{escape(start.changed and f': {start.changed}')}"
+        for start in again[-MOST_RESTARTS:]
     )
 
 
@@ -194,8 +200,8 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
             names.setdefault((run.plan, config_of(run.path)), set()).add(run.plan_words)
     drawn = []
     for plan, words in names.items():
-        if pictures := plan_pictures(*plan, page):
-            drawn.append((", ".join(f"<code>{escape(shown(one))}</code>" for one in sorted(words)), pictures))
+        named = ", ".join(f"<code>{escape(shown(one))}</code>" for one in sorted(words))
+        drawn.append((named, plan_pictures(*plan, page)))
     if len(drawn) == 1:
         return f"<h2>Plan</h2><p>{drawn[0][0]}</p>{drawn[0][1]}"
     folded = (
@@ -205,10 +211,21 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
     return f"<h2>Plans</h2>{''.join(folded)}" if drawn else ""
 
 
+def _settings(run: RunRecord) -> str:
+    """Return the settings of a run that are not the defaults, and its complete recipe, folded."""
+    try:
+        recipe = read_recipe(run.path / "recipe.toml")
+    except (UserError, OSError):
+        return ""
+    sections = recipe.model_dump(mode="json", exclude_defaults=True).items()
+    parts = {name: (f"{key} = {value}" for key, value in settings.items()) for name, settings in sections}
+    given = facts({name: ", ".join(f"<code>{escape(shown(one))}</code>" for one in parts[name]) for name in parts})
+    folded = f"<details><summary>complete recipe</summary><pre>{escape(recipe.to_toml())}</pre></details>"
+    return f"<h2>Settings</h2><p>Those that are not the defaults.</p>{given}{folded}"
+
+
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return the table of settings in which the recipes differ."""
-    if len(runs) == 1:
-        return ""
     differences = recipe_differences(list(runs))
     rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in differences.items()]
     heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
@@ -224,9 +241,11 @@ def _reproduce(runs: Sequence[RunRecord]) -> str:
     versions = [facts(_versions(run)) for run in runs]
     for number, run in enumerate(runs):
         parts.append(f"<h3>{_key(number, run)}</h3>" if len(runs) > 1 else "")
-        parts.append(f"<pre>{escape(run.repeating_command)}</pre>")
-        started = f"<code>{escape(run.command[:MOST_COMMAND])}</code>"
-        parts.append(facts({"started by": started}) if run.command else "")
+        resumed = any(start.after for start in run.log.starts)
+        again = "<p>The run was resumed. To repeat it, stop each command after the last step of its part:</p>"
+        parts.append(again if resumed else f"<pre>{escape(run.repeating_command)}</pre>")
+        given = ((f"after step {after:,}" * bool(after), words[:MOST_COMMAND]) for after, words in run.commands.items())
+        parts.append(facts({when or "started by": f"<code>{escape(words)}</code>" for when, words in given}))
         parts.append(versions[number] if len(set(versions)) > 1 or len(runs) == 1 else "")
     if len(runs) > 1 and len(set(versions)) == 1:
         parts.append(f"<h3>All runs</h3>{versions[0]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
 from vitpar.pages.figures import timeline
-from vitpar.pages.maps import placement
+from vitpar.pages.maps import placement, rank_grid
 from vitpar.pages.plotly import Charts
 from vitpar.strategy import Plan
 from vitpar.training.recipe import read_recipe
@@ -20,7 +20,7 @@ MOST_PLACES = 1 << 15
 
 
 def plan_pictures(plan: Plan, config: ModelConfig | None, page: Charts) -> str:
-    """Return the HTML of a plan's pictures; empty if they say no more than the plan's name.
+    """Return the HTML of a plan's pictures.
 
     config: configuration of the model, for the map of layers; None leaves the map out.
     page: page that the timeline is added to.
@@ -30,7 +30,8 @@ def plan_pictures(plan: Plan, config: ModelConfig | None, page: Charts) -> str:
     if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
         return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
     try:
-        return placement(plan, config) + (_pipeline(plan, page) if plan.pipeline_degree > 1 else "")
+        drawn = placement(plan, config) or rank_grid(plan)
+        return drawn + (_pipeline(plan, page) if plan.pipeline_degree > 1 else "")
     except UserError as error:  # a plan that was edited, or that does not fit the recipe
         return f"<p>The plan cannot be drawn: {escape(str(error))}.</p>"
 

@@ -65,7 +65,7 @@ class Reporter:
         """Report the run, before the first step."""
 
     def reached(self, step: int) -> None:
-        """Report that a step is computed, or queued on the device, which knows its loss later. Must be cheap."""
+        """Report that a step is computed, or queued on a device that knows its loss later. Must be cheap."""
 
     def stepped(self, row: Row) -> None:
         """Report the newest row of metrics.jsonl, after every log interval."""
@@ -103,9 +103,6 @@ class Logged(Reporter):
             f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
         )
         self._shown.started(header)
-
-    def reached(self, step: int) -> None:
-        self._shown.reached(step)
 
     def stepped(self, row: Row) -> None:
         loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))

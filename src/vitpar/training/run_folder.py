@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.errors import RecipeError
-from vitpar.io import write_text
+from vitpar.io import read_json, write_text
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text, write_plan
 from vitpar.tasks import Task
@@ -107,7 +107,8 @@ class RunFolder:
         kernels: kernels that the run computes with, for env.json.
         """
         described = {"metrics": [asdict(metric) for metric in task.METRICS]}
-        self.environment = {**_environment(command), **kernels, **described}
+        commands = [*self._commands(after), [after, list(command)]]
+        self.environment = {**_environment(command), "commands": commands, **kernels, **described}
         self.texts = {
             "recipe.toml": recipe.to_toml(),
             "plan.json": plan_text(plan),
@@ -122,6 +123,13 @@ class RunFolder:
             self.logged = max((step for step, _ in lines), default=0)
             write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
+
+    def _commands(self, after: int) -> list[Any]:
+        """Return the commands that began and resumed the run until step `after`, as env.json has them."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = read_json(self.path / "env.json")["commands"]
+            return [[step, words] for step, words in before if step < after]
+        return []
 
     def restore(self) -> str | None:
         """Write the files of the run again if its folder was removed or moved, and return a warning; else None.

@@ -89,10 +89,6 @@ class Tracked(Reporter):
             )
             self._channels.append(Channel(name, run))
 
-    def reached(self, step: int) -> None:
-        """Pass on a step that has no row yet."""
-        self._shown.reached(step)
-
     def stepped(self, row: Row) -> None:
         """Pass on a step."""
         self._put(row["step"], scalars(row))

@@ -62,7 +62,8 @@ class Trainer:
         self.prepared, self.device, self.command = prepared, device, command
         self.recipe, self.plan, self.config, self.task = prepared.recipe, prepared.plan, prepared.config, prepared.task
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
-        self.reporter, self.watchdog = reporter, watchdog or Watchdog()
+        self.reporter = self.shown = reporter
+        self.watchdog = watchdog or Watchdog()
         self.rank = dist.get_rank()
         self.schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
         self.lr = self.schedules.lr
@@ -210,6 +211,8 @@ class Trainer:
                 self.reporter.note(f"{name} was {before} and is {mine}: losses may differ in their last digits")
         if self._same_folder:
             self.saver.resume(checkpoint)
+        if changed:
+            self.reporter.info(f"changed settings: {'; '.join(changed.values())}")
         complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
         self.reporter.info(f"resuming from {checkpoint.path}: {count(self.done, 'step')} done{complete}")
 
@@ -236,7 +239,8 @@ class Trainer:
                 log.data_ready()
                 with self.checks.around(number) if self.checks else nullcontext():
                     log.add(number, batch, self.lr(number), self.step(number, batch))
-                self.reporter.reached(number)
+                if self.folder:
+                    self.shown.reached(number)
                 stuck = self.non_finite.stuck(number)
                 self.done, self.samples = number, batch.samples
                 due = agenda.after(number, stuck=stuck is not None)

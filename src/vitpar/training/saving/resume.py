@@ -194,14 +194,14 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 def allowed_changes(
     checkpoint: Checkpoint, recipe: Recipe, task: Task, data: NamedClasses, allowed: Collection[str]
-) -> set[str]:
-    """Return the settings, and perhaps `data`, in which `recipe` trains differently from `checkpoint`.
+) -> dict[str, str]:
+    """Return the settings, and perhaps `data`, in which `recipe` differs from `checkpoint`, with each change in words.
 
     task: that of `recipe`, which matches the outputs of the checkpoint with the data.
     data: training set of `recipe`.
 
-    Raises CheckpointError for any that is not in `allowed`, and for classes in another order, which would train wrong
-    outputs.
+    Raises CheckpointError for any that changes the training and is not in `allowed`, and for classes in
+    another order, which would train wrong outputs.
     """
     before = read_recipe(checkpoint.path / RECIPE)
     changed = changes(before, recipe)
@@ -231,7 +231,7 @@ def allowed_changes(
             f"cannot resume '{checkpoint.path}': these settings changed: {'; '.join(refused.values())}: "
             f"change them back{instead}"
         )
-    return set(changed)
+    return differences(before, recipe) | changed
 
 
 def teacher_fingerprint(recipe: Recipe) -> str | None:
@@ -252,12 +252,17 @@ def _is_shape(key: str) -> bool:
     return key in ("lora.rank", "lora.targets") or (key.startswith("model.") and key not in no_shapes)
 
 
-def changes(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the settings in which two recipes would train differently, by key, with a description of each change."""
+def differences(before: Recipe, after: Recipe) -> dict[str, str]:
+    """Return the settings in which two recipes differ, by key, with a description of each change."""
     old, new = before.flat(), after.flat()
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    matters = [key for key in different if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE]
-    return {key: f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}" for key in matters}
+    return {key: f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}" for key in different}
+
+
+def changes(before: Recipe, after: Recipe) -> dict[str, str]:
+    """Return the `differences` of two recipes that would train differently."""
+    every = differences(before, after).items()
+    return {key: words for key, words in every if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE}
 
 
 def _shown(value: Any) -> str:

@@ -29,8 +29,8 @@ CLASSES = 10
 """Default number of classes of images."""
 VOCABULARY = 64
 """Default number of tokens in the vocabulary of text."""
-ROWS_SHOWN = 4
-"""Rows of the table that are printed for each quantity."""
+ROWS_SHOWN = {True: 1, False: 4}
+"""Rows of the table that are printed for each quantity, by whether the check has passed."""
 
 
 def check(
@@ -158,11 +158,13 @@ def _print(result: "CheckResult") -> None:
     table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
         table.add_section()
-        for row in group[:ROWS_SHOWN] if quantity != "number" else group:
+        most = ROWS_SHOWN[result.passed]
+        for row in group[:most]:
             table.add_row(row.name, f"{row.error:.1e}", f"{row.allowed:.1e}", row.metric, f"{row.magnitude:.2e}")
-        if len(group) > ROWS_SHOWN and quantity != "number":
-            table.add_row(f"… {len(group) - ROWS_SHOWN} more {quantity}s, farther from their limits", "", "", "", "")
+        if len(group) > most:
+            table.add_row(f"… {len(group) - most} more {quantity}s", "", "", "", "")
     console.print(table)
+    console.print("the closest to their limits; --json prints all", style="dim")
     gradients = result.quantities["gradient"]
     blurred = sum(row.resolution > 0.01 for row in gradients)
     seen = f"an error of 1 % would show in {len(gradients) - blurred} of {len(gradients)} gradients"

@@ -349,8 +349,7 @@ def import_command(
         str | None,
         typer.Option(
             "--prefix",
-            help="Beginning of the names of the model's tensors, such as teacher.backbone.",
-            show_default="found by itself",
+            help="Beginning of the names of the model's tensors, such as teacher.backbone.  \\[default: found]",
         ),
     ] = None,
     adapters: Annotated[

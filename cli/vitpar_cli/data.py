@@ -1,6 +1,7 @@
 """`vitpar data`: pack images or text into shards, index and verify shards, and describe their content."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -60,7 +61,7 @@ def packing_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="one per core")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads.  \\[default: one per core]")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with shards and their index.")]
 
 
@@ -81,19 +82,19 @@ def pack_command(
     val_fraction: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of each class used as `val` if SRC has no val split; 0: none, runs do not evaluate.",
-            show_default="0.2; text: 0.05",
+            help="Fraction of each class used as `val` if SRC has no val split; 0: none, runs do not evaluate.  "
+            "\\[default: 0.2; text: 0.05]",
         ),
     ] = None,
     shard_samples: Annotated[
-        int | None, typer.Option(help="Images or sequences per shard.", show_default="5000; text: 50000")
+        int | None, typer.Option(help="Images or sequences per shard.  \\[default: 5000; text: 50000]")
     ] = None,
     short_side: Annotated[
         int | None,
-        typer.Option(help="Resize larger images to this shorter side, as JPEG.", show_default="unchanged"),
+        typer.Option(help="Resize larger images to this shorter side, as JPEG.  \\[default: unchanged]"),
     ] = None,
     quality: Annotated[
-        int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.", show_default="90")
+        int | None, typer.Option(help="JPEG quality with --short-side, 1 to 100.  \\[default: 90]")
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the split and of the order of images in shards.")
@@ -110,22 +111,22 @@ def pack_command(
         bool, typer.Option("--dry-run", help="Only print what was found in SRC: splits, classes, and what is left out.")
     ] = False,
     no_decode: Annotated[
-        bool, typer.Option("--no-decode", help="Do not decode every image, which finds damaged ones.")
+        bool, typer.Option("--no-decode", help="Skip the search for damaged images, which decodes each.")
     ] = False,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Pack text, in sequences of at most this many tokens.")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar="bytes|FILE", help="Tokenizer of text: bytes or a tokenizer.json.", show_default="bytes"),
+        typer.Option(metavar="bytes|FILE", help="Tokenizer of text: bytes or a tokenizer.json.  \\[default: bytes]"),
     ] = None,
     documents: Annotated[
         Literal["file", "paragraph", "line"] | None,
-        typer.Option(help="Content of a document of a .txt file.", show_default="file"),
+        typer.Option(help="Content of a document of a .txt file.  \\[default: file]"),
     ] = None,
     field: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Field or column with the text in .jsonl and .parquet.", show_default="text"),
+        typer.Option(metavar="NAME", help="Field or column with the text in .jsonl and .parquet.  \\[default: text]"),
     ] = None,
     cross_documents: Annotated[
         bool, typer.Option("--cross-documents", help="Let sequences of text continue over the ends of documents.")
@@ -200,6 +201,7 @@ def pack_command(
             opened=print_contents,
         )
     _print_survey(survey(destination))
+    typer.echo(f"train      {shlex.join(['vitpar', 'train', '--data', str(destination)])}")
     listing = destination / SKIPPED
     if listing.exists():
         skipped = listing.read_text().splitlines()
@@ -213,8 +215,8 @@ def index_command(
         list[str] | None,
         typer.Option(
             metavar="NAME=PATTERN",
-            help="Files of a split, such as train=imagenet-*.tar; repeatable.",
-            show_default="by train, val and test in file names",
+            help="Files of a split, such as train=imagenet-*.tar; repeatable.  \\[default: by train, val and test in "
+            "file names]",
         ),
     ] = None,
     label: Annotated[
@@ -331,6 +333,8 @@ def info_command(
         typer.echo(json.dumps(content))
     else:
         _print_survey(content)
+        if preview is not None:
+            typer.echo(f"written    {preview}")
 
 
 def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:

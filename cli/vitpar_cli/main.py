@@ -4,9 +4,10 @@ Each command or command group has its own file. This file combines them and prin
 """
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperOption
 from typer.exceptions import TyperException
 
 from vitpar.errors import UserError
@@ -66,6 +67,14 @@ app.command("settings")(settings.settings)
 app.command("report")(report.report)
 app.command("runs")(runs.runs)
 app.command("doctor")(doctor.doctor)
+
+
+# Help would have <bool> behind each flag, and the bounds of numbers such as [0<=x<=9223372036854775807].
+if hasattr(TyperOption, "display_type_rich"):
+    _type_words = TyperOption.display_type_rich
+    _plainly: Any = TyperOption
+    _plainly.display_type_rich = lambda self, ctx: None if self.is_flag else _type_words(self, ctx)
+    _plainly._get_number_range_help_str = lambda self: None
 
 
 def _print_version(wanted: bool) -> None:

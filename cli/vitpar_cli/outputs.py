@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -73,20 +73,20 @@ class ProgressLines:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr, and yield the callback (done, total) that moves it.
+def progress_bar(label: str, shown: bool = True) -> Iterator[Callable[..., Any]]:
+    """Show progress on stderr, and yield the callback (done, total, words = label) that moves it.
 
-    It is a bar on a terminal, and lines elsewhere.
+    It is a bar on a terminal, and lines elsewhere. shown: whether there is one.
     """
-    if not is_terminal(sys.stderr):
-        lines = ProgressLines(eager=False)
-        yield lambda done, total: lines(f"{label} {done:,}/{total:,}")
+    if not (shown and is_terminal(sys.stderr)):
+        lines = ProgressLines(eager=False) if shown else str
+        yield lambda done, total, words=label: lines(f"{words} {done:,}/{total:,}")
         return
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total, words=label: bar.update(task, completed=done, total=total, description=words)
 
 
 local_weights = partial(hub_weights.local_weights, showing=progress_bar)

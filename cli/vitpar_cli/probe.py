@@ -10,7 +10,7 @@ from rich.console import Console
 from vitpar.errors import RecipeError
 from vitpar.text import count, shown
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, progress_bar
+from vitpar_cli.outputs import data_table, progress_bar, warn
 
 if TYPE_CHECKING:
     from vitpar.training.probe import Features, Probed
@@ -130,5 +130,9 @@ def _show(
         table.add_row(f"{count(k, 'neighbour')}", "", f"{share:.2%}")
     console.print(table)
     console.print(f"top-1 of {count(len(asked.labels), 'image')}, with features of {count(len(known.labels), 'image')}")
+    rates = [one.rate for one in probed]
+    if len(rates) > 1 and best.rate in (min(rates), max(rates)):
+        end = "smallest" if best.rate == min(rates) else "largest"
+        warn(f"the best rate {best.rate:g} is the {end} one: others may be better, give them with --rates")
     if out is not None:
         console.print(f"{out}: the weights with the classifier of rate {best.rate:g}; `vitpar eval` reads them")

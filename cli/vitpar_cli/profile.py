@@ -1,16 +1,12 @@
 """`vitpar profile`: measure a machine and a model for the planner."""
 
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vitpar.launch.resources import choose_device
@@ -18,13 +14,12 @@ from vitpar.launch.world import Device
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.tasks.data import model_of
-from vitpar.terminal import is_terminal
 from vitpar.text import count
 from vitpar.training.ranks import default_ranks, resolve
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import on_device
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, print_words, refuse_unwritable
+from vitpar_cli.outputs import data_table, print_words, progress_bar, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 from vitpar_cli.world import run_in_world, run_ranks
 
@@ -36,8 +31,6 @@ if TYPE_CHECKING:
     from vitpar.planner.profile.curves import Timing
     from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
-CADENCE = 10.0
-"""Minimum seconds between two plain lines of progress."""
 BUSY = 0.2
 """Median relative spread of points above which a profile is not reliable."""
 
@@ -81,7 +74,7 @@ def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_j
 
     joined = find_world()
     per_node = joined.local_size if joined else 1
-    with _progress(shown=dist.get_rank() == 0 and not as_json) as progress:
+    with progress_bar("measuring", shown=dist.get_rank() == 0 and not as_json) as progress:
         profile = profile_hardware(name, device, per_node, MeasureEffort.usual(device.type, seconds), progress)
     if dist.get_rank() == 0:
         profile.save(out)
@@ -161,34 +154,12 @@ def _model(
     subject = Subject(
         config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
     )
-    with _progress(shown=world.rank == 0 and not as_json) as progress:
+    with progress_bar("measuring", shown=world.rank == 0 and not as_json) as progress:
         profile = profile_model(subject, where, clock, world.size, progress)
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else _show_model(profile, out)
     return 0
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Show progress on stderr, so that stdout can be piped, and yield the callback that moves it.
-
-    On a terminal it is a bar, otherwise an occasional plain line.
-    """
-    console, live = Console(stderr=True), is_terminal(sys.stderr)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=not (shown and live), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        said = time.monotonic()
-
-        def progress(done: int, total: int, words: str) -> None:
-            nonlocal said
-            bar.update(task, completed=done, total=total, description=words)
-            if shown and not live and time.monotonic() - said > CADENCE:
-                said = time.monotonic()
-                console.print(f"{done} of {total} points, now {words}", highlight=False)
-
-        yield progress
 
 
 def _show_hardware(profile: "Hardware", out: Path) -> None:
@@ -265,6 +236,7 @@ def _links(profile: "Hardware") -> Table:
     from vitpar.planner.profile.profiles import OPERATIONS
 
     table = data_table("ranks", "stride", title="latency in ms + GB/s")
+    table.padding = (0, 1, 0, 0)
     for name in OPERATIONS:
         table.add_column(name.replace("_", " "), min_width=11)
     groups = sorted({(link.ranks, link.stride) for link in profile.links})

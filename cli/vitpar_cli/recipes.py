@@ -33,11 +33,13 @@ def recipes(
         return
     console = Console(highlight=False)
     if name is None:
-        table = data_table("recipe", "training", "published", "GPU-hours")
+        table = data_table("recipe", "training", "published", "here", "GPU-hours")
+        table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(one.name) for one in listed)
         for one in listed:
-            table.add_row(one.name, one.about.title, one.about.published, hours(gpu_hours(one)))
+            here = one.about.here.rpartition("; ")[2]
+            table.add_row(one.name, one.about.title, one.about.published, here, hours(gpu_hours(one)))
         console.print(table)
-        console.print("published: top-1 of the source. One with its source and file: vitpar recipes deit_small")
+        console.print("published: by the source; here: by vitpar. Source and file of one: vitpar recipes deit_small")
         return
     (one,) = listed
     about = one.about

@@ -68,7 +68,7 @@ def scaling(
     merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.comparison import scaling_notes, scaling_table, scaling_to_json
+    from vitpar.planner.report.comparison import SCALING_WORDS, scaling_notes, scaling_table, scaling_to_json
     from vitpar.planner.report.page import WORDS, scaling_page
     from vitpar.planner.search.scaling import best_on, images
     from vitpar.planner.search.space import Space
@@ -111,12 +111,15 @@ def scaling(
         typer.echo(json.dumps(scaling_to_json(by_regime, whole, said)))
         return
     console = Console(highlight=False)
-    console.print(f"[bold]{title}[/bold]", soft_wrap=True)
+    print_words(console, title, "bold")
     print_origin(console, said)
     for note in scaling_notes(by_regime, whole):
         print_words(console, note, "yellow")
     for regime, points in by_regime.items():
         print_plans(console, f"{regime} scaling: {WORDS[regime]}", *scaling_table(points, whole))
+    console.print()
+    for words in SCALING_WORDS:
+        print_words(console, words)
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
 

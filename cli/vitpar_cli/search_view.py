@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from vitpar.terminal import is_terminal
 from vitpar.text import count, either, size
@@ -135,19 +136,18 @@ def show_prediction(prediction: "Prediction", origin: "Provenance") -> None:
 
     console = Console(highlight=False)
     price, costs, doubt = prediction.price, prediction.costs, uncertainty(prediction.price, prediction.costs)
-    console.print(
-        f"\n[bold]predicted[/bold] for {model_words(costs, count(price.plan.world_size, 'rank'))}", soft_wrap=True
-    )
+    console.print()
+    print_words(console, f"predicted for {model_words(costs, count(price.plan.world_size, 'rank'))}", "bold")
     print_origin(console, origin)
     notes = (*provenance(costs.hardware, costs.model), *assumptions(prediction.training))
-    for note in (*notes, *([doubt.source] if doubt else [])):
-        print_words(console, note, "yellow")
     over = price.memory_bytes - prediction.budget
     fullest = max(price.memory, key=lambda memory: memory.total)
     ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
     fits = "yes" if prediction.fits else f"no: {size(over)} too much; use {either(ways)}"
     rows = [("speed", speed_words(price, costs)), *_training_rows(prediction.training, costs)]
     print_rows(console, [*rows, *cost_rows(price, prediction.budget), ("fits", fits)])
+    for note in (*notes, *([doubt.source] if doubt else [])):
+        print_words(console, note, "yellow")
     _show_gains(console, prediction.gains, price)
 
 
@@ -157,10 +157,8 @@ def _show_best(console: Console, findings: "Findings") -> None:
 
     best, costs, doubt = findings.result.plans[0], findings.costs, findings.doubt
     console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
-    console.print(model_words(costs, count(best.plan.world_size, "rank")), soft_wrap=True)
+    print_words(console, model_words(costs, count(best.plan.world_size, "rank")))
     print_origin(console, findings.origin)
-    for note in (*findings.notes, *assumptions(findings.training), *([doubt.source] if doubt else [])):
-        print_words(console, note, "yellow")
     pipeline = ""
     if best.plan.pipeline_degree > 1:
         blocks = "" if isinstance(best.plan.split, str) else f", blocks per stage {','.join(map(str, best.plan.split))}"
@@ -173,6 +171,8 @@ def _show_best(console: Console, findings: "Findings") -> None:
         ("searched", _searched(findings)),
     ]
     print_rows(console, rows)
+    for note in (*findings.notes, *assumptions(findings.training), *([doubt.source] if doubt else [])):
+        print_words(console, note, "yellow")
 
 
 def _training_rows(training: "TrainingTime | None", costs: "LayerCosts") -> list[tuple[str, str]]:
@@ -249,12 +249,15 @@ def _print_prices(console: Console, title: str, prices: "Sequence[Price]", findi
     print_plans(console, title, COLUMNS, rows)
 
 
-def print_plans(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_plans(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], last: str = "plan"
+) -> None:
     """Print a table whose last column is a plan; print nothing without rows.
 
     A plan that is too long for its line is printed on a separate line below, so that it can be copied.
 
     headings: headings of all columns but the last.
+    last: that of the last one.
     """
     if not rows:
         return
@@ -263,11 +266,11 @@ def print_plans(console: Console, title: str, headings: Sequence[str], rows: Seq
     def line(cells: Sequence[str]) -> str:
         return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
-    console.print(f"\n{title}\n  [dim]{line(headings)}  plan[/dim]", soft_wrap=True)
+    console.print(f"\n{escape(title)}\n  [dim]{escape(line(headings))}  {last}[/dim]", soft_wrap=True)
     for *cells, plan in rows:
         start = f"  {line(cells)}"
         below = len(start) + 2 + len(plan) > console.width
-        console.print(f"{start}\n      {plan}" if below else f"{start}  {plan}", soft_wrap=True)
+        console.print(f"{start}\n      {plan}" if below else f"{start}  {plan}", markup=False, soft_wrap=True)
 
 
 def model_words(costs: "LayerCosts", ranks: str) -> str:

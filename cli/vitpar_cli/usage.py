@@ -24,6 +24,9 @@ def sentence(error: TyperException) -> str:
     if unknown is not None and "such option" in error.message:
         return f"{command} has no option {shown(unknown)}{_instead(unknown, options)}"
     if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.message):
+        before = sys.argv[sys.argv.index(extra[1]) - 1] if extra[1] in sys.argv else ""
+        if before.startswith("--"):
+            return f"{before} takes no value: leave {shown(extra[1])} out"
         name = POSITIONAL.get(context.info_name if context else "")
         remedy = f"give it as {name} {shown(extra[1])}" if name else f"see `{command} --help`"
         return f"unexpected argument {shown(extra[1])}: {remedy}"

@@ -121,9 +121,10 @@ def test_warmup_from_nothing_ends_at_the_largest_rate() -> None:
     schedule = LRSchedule(RunLengths(1000, 100, 14), 1.0, warmup=Interval(4.0), least=0.2)
     assert [schedule(step) for step in range(1, 6)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert schedule(15) == schedule(1000) == pytest.approx(0.2) and schedule.warning is None
-    short = LRSchedule(RunLengths(1000, 100, 2), 1.0, warmup=Interval(4.0))
-    assert [short(1), short(2)] == [0.25, 0.5]
-    assert short.warning is not None and "the warm-up of 4 steps is as long as the run or longer" in short.warning
+    short = LRSchedule(RunLengths(1000, 100, 50), 1.0, warmup=Interval(80.0))
+    assert [short(20), short(40)] == [0.25, 0.5]
+    assert short.warning is not None and "the warm-up of 80 steps is as long as the run or longer" in short.warning
+    assert LRSchedule(RunLengths(1000, 100, 49), 1.0, warmup=Interval(80.0)).warning is None, "a trial"
     falls = LRSchedule(RunLengths(1000, 100, 100), 1.0, parse_shape("step(every=3 epochs)"), Interval(0.1, "epochs"))
     assert [falls(step) for step in (1, 30, 31)] == pytest.approx([1.0, 1.0, 0.1]), "milestones count from the start"
 

@@ -71,7 +71,7 @@ def profile_model(
     layers: list[LayerProfile] = []
     weights = []
     for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
-        progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' wrapped' * wrapped}")
+        progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' under fsdp' * wrapped}")
         mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
         with built(subject, mesh, device) as model, model.low_precision_params.in_place():
             for kind in model.config.kinds:

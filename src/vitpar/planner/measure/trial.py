@@ -23,15 +23,13 @@ LEAST_S = 0.3
 
 
 def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, device: torch.device) -> str:
-    """Return text such as `about 3.2 minutes, half to twice as long: estimated from a block timed on this machine; …`.
+    """Return text such as `about 3 min, within a factor of 2: from one block, timed on this machine; …`.
 
     The FLOPs of the model count at the rate of the block, on all devices, or on all cores, which ranks share.
     """
-    batch = batch_arithmetic(plan, recipe.train.batch_size)
+    batch, threads = batch_arithmetic(plan, recipe.train.batch_size), torch.get_num_threads()
     rate = _block_rate(config, recipe.train.precision, batch.microbatch_size, device)
-    at_once = plan.world_size
-    if device.type == "cpu":
-        at_once = min(at_once, max(1, cpu_cores() // torch.get_num_threads()))
+    at_once = plan.world_size if device.type == "cuda" else min(plan.world_size, max(1, cpu_cores() // threads))
     flops = with_frozen(config, recipe.frozen(config)).flops * recipe.train.batch_size * steps
     seconds = flops / (rate * at_once) / (1 - idle_share(plan, batch.microbatches))
     about = f"about {rough_duration(seconds)}, within a factor of 2: from one block, timed on this machine"
@@ -42,21 +40,24 @@ def _block_rate(config: ModelConfig, precision: str, rows: int, device: torch.de
     """Return the FLOP/s of forward and backward of an encoder block with the model's tokens and features."""
     shape = next(kind.takes for kind in config.block_kinds if kind.takes is not None)
     tokens, width = shape.tokens, shape.features
-    flops_of_row = 3 * tokens * (24 * width**2 + 4 * tokens * width)
-    rows = max(1, min(rows, int(MOST_FLOPS[device.type] // flops_of_row)))
+    flops = 3 * tokens * (24 * width**2 + 4 * tokens * width)
+    rows = max(1, min(rows, int(MOST_FLOPS[device.type] // flops)))
     heads = next(heads for heads in (width // 64, 1) if heads and width % heads == 0)
     dtype = resolve_precision(precision).compute
     with torch.random.fork_rng([]):  # the training's random numbers stay as they are
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
     block.to(device, dtype)
     x = torch.ones(rows, tokens, width, device=device, dtype=dtype, requires_grad=True)
-    # On a CPU other programs take turns, so the time of this process counts.
-    on_cpu = device.type == "cpu"
-    clock = (lambda: time.process_time() / torch.get_num_threads()) if on_cpu else time.perf_counter
-    times, begun = -1, 0.0
-    while times < 1 or clock() - begun < LEAST_S:
-        block(x).sum().backward()
-        if not on_cpu:
+
+    def clock() -> float:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-        begun, times = begun if times >= 0 else clock(), times + 1  # the first allocates
-    return rows * flops_of_row * times / (clock() - begun)
+            return time.perf_counter()
+        return time.process_time() / torch.get_num_threads()  # other programs may use the cores in turn
+
+    block(x).sum().backward()  # allocates
+    begun, times = clock(), 0
+    while clock() - begun < LEAST_S:
+        block(x).sum().backward()
+        times += 1
+    return rows * flops * times / (clock() - begun)

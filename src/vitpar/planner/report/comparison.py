@@ -113,6 +113,13 @@ def scaling_to_json(
     return {**origin_to_json(origin, costs), **points}
 
 
+SCALING_WORDS = (
+    "efficiency: samples/s per rank, relative to the fewest ranks; above 100 % where ranks share the optimizer's work",
+    "gap: upper bound on how much faster any plan could be",
+)
+"""Meaning of columns of `scaling_table`."""
+
+
 def scaling_notes(by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts) -> tuple[str, ...]:
     """Return notes on the origin of a scaling prediction's figures, with that of each uncertainty.
 

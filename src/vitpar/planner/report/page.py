@@ -14,7 +14,7 @@ from vitpar.pages.plotly import Charts, Figure
 from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title, price, schedule_words
-from vitpar.planner.report.comparison import comparison_table, scaling_notes, scaling_table
+from vitpar.planner.report.comparison import SCALING_WORDS, comparison_table, scaling_notes, scaling_table
 from vitpar.planner.report.data import (
     COLUMNS,
     Findings,
@@ -286,7 +286,7 @@ def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: La
     for regime, points in by_regime.items():
         parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
         parts.append(_plan_table(scaling_table(points, costs), slice(-1)))
-    parts.append('<p class="note">gap: upper bound on how much faster any plan could be.</p>')
+    parts.append(f'<p class="note">{escape(". ".join(SCALING_WORDS))}.</p>')
     return charts.page(title, parts)
 
 

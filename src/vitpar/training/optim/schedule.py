@@ -14,6 +14,8 @@ from vitpar.text import count, shown
 from vitpar.training.optim.called import parse_call
 from vitpar.training.optim.shapes import Cosine, Course, RunLengths, Shape
 
+TRIAL_STEPS = 50
+"""Steps of a run below which it is a trial, which may end before the warm-up."""
 _COSINE = Cosine()
 
 
@@ -48,8 +50,8 @@ class LRSchedule:
 
     @property
     def warning(self) -> str | None:
-        """Warning if the run ends before the warm-up, else None."""
-        if self.warmup_steps < self.run.steps:
+        """Warning if the run ends before the warm-up, else None; none for a run of few steps, which is a trial."""
+        if self.warmup_steps < self.run.steps or self.run.steps < TRIAL_STEPS:
             return None
         warmup = count(self.warmup_steps, "step")
         return f"the warm-up of {warmup} is as long as the run or longer: the learning rate never falls"

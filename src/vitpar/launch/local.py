@@ -27,7 +27,7 @@ from typing import NamedTuple
 from vitpar.errors import LaunchError
 from vitpar.launch.report import PARENT_PIPE, Report, reports_folder
 from vitpar.launch.resources import allow_open_files, cpu_share
-from vitpar.launch.stop_request import STOPPING, StopRequest
+from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 from vitpar.terminal import complain, is_terminal
@@ -282,8 +282,7 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
             return Outcome(0)
         time.sleep(POLL)
     assert stop.asked is not None
-    name = "Ctrl-C" if stop.asked == signal.SIGINT else stop.asked.name
-    return Outcome(128 + stop.asked, f"stopped by {name}")
+    return Outcome(128 + stop.asked, f"stopped by {signal_words(stop.asked)}")
 
 
 def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:

@@ -26,6 +26,11 @@ STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now
 """Notice on stderr at the first Ctrl-C of a run that saves."""
 
 
+def signal_words(number: signal.Signals) -> str:
+    """Return the name of a signal for messages."""
+    return "Ctrl-C" if number == signal.SIGINT else number.name
+
+
 def stop_at_once() -> None:
     """Make SIGTERM and SIGUSR1 end this process with SAVED until a StopRequest takes them: nothing is lost before it.
 

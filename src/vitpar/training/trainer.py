@@ -14,7 +14,7 @@ from vitpar.checkpoint import BestEvaluation, Checkpoint, Facts
 from vitpar.copying import upload_end
 from vitpar.data import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
-from vitpar.launch.stop_request import STOPPING, StopRequest
+from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.launch.world_group import broadcast_json
 from vitpar.tasks.image_data import ImageSet
 from vitpar.text import count
@@ -369,7 +369,7 @@ class Trainer:
         """
         self.saver.finish()
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
-        by = signal.name if signal else "a signal to another rank"
+        by = signal_words(signal) if signal else "a signal to another rank"
         further = "nothing was saved, since the recipe disables checkpoints"
         if path:
             further = f"`vitpar train --resume {self.path}` resumes it"

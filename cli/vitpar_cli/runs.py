@@ -41,7 +41,7 @@ def runs(
     titles = {run.metric.words for run in found if run.metric and run.last(run.metric.name) is not None}
     title = titles.pop() if len(titles) == 1 else "metric"
     headings = ("state", "steps", "loss", printable(title), "samples/s", "age")
-    rows = [_cells(run, titled=title != "metric") for run in found]
+    rows = [_cells(run, console.width, titled=title != "metric") for run in found]
     print_plans(console, f"runs in {printable(str(folder))}", headings, rows, "run: model under plan on data")
     for line in _notes(found):
         print_words(console, line, "dim")
@@ -61,14 +61,15 @@ def _notes(found: "list[RunRecord]") -> list[str]:
     return lines
 
 
-def _cells(run: "RunRecord", titled: bool) -> list[str]:
-    """Return the cells of a run. titled: whether the column of the metric has its name."""
+def _cells(run: "RunRecord", width: int, titled: bool) -> list[str]:
+    """Return the cells of a run, the last in lines of `width`. titled: whether the metric's column has its name."""
     metric = "–"
     if run.metric and (number := run.last(run.metric.name)) is not None:
         value = run.metric.shown(number, brief=True)
         metric = printable(value if titled else f"{run.metric.words} {value}")
     steps, total = run.metrics.steps, run.total_steps
-    model, data = (shown(run.recipe.get(key, "?")) for key in ("model.name", "data.path"))
+    model, data = (Path(shown(run.recipe.get(key, "?"))).name for key in ("model.name", "data.path"))
+    name, words = printable(run.name), printable(f"{model} under {shown(run.plan_words)} on {data}")
     return [
         run.state,
         f"{steps:,}" if total in (None, steps) else f"{steps:,}/{_short(total)}",
@@ -76,7 +77,7 @@ def _cells(run: "RunRecord", titled: bool) -> list[str]:
         metric,
         "–" if (rate := run.images_per_second) is None else f"{rate:,.0f}",
         rough_duration(run.age_seconds),
-        printable(f"{run.name}: {model} under {shown(run.plan_words)} on {data}"),
+        f"{name}:\n      {words}" if len(name) + len(words) + 8 > width else f"{name}: {words}",
     ]
 
 

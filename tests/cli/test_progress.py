@@ -39,7 +39,7 @@ class Shown:
     """Reporter of a started run, whose methods return what was printed since the last call."""
 
     def __init__(self, *, terminal: bool, width: int = 80, quiet: bool = False) -> None:
-        self.file, self.clock = io.StringIO(), Clock()
+        self.file, self.clock, self.device = io.StringIO(), Clock(), "cpu" if terminal else "cuda:0"
         console = Console(file=self.file, force_terminal=terminal, width=width, color_system=None, _environ={})
         self.reporter: Reporter = ConsoleReporter(console, self.clock, quiet)
 
@@ -54,7 +54,7 @@ class Shown:
                 task=task_of(recipe, 10),
                 config=config,
                 plan=plan,
-                device="cuda:0",
+                device=self.device,  # where the rough duration is measured, on a terminal
                 parameters=901_234,
                 state_bytes=4_200_000,
                 train_samples=1437,
@@ -171,7 +171,7 @@ def test_header_describes_the_training_settings(plain: Shown) -> None:
 def test_header_fits_a_terminal_and_names_the_trackers(live: Shown) -> None:
     settings = {"data.path": "x", "model.name": "vit_nano_patch2_8", "track.trackers": ["tensorboard", "wandb"]}
     live.new()
-    words = live.start(recipe_for(50_000, settings).with_precision("bf16"))
+    words = live.start(recipe_for(50_000, settings).with_precision("bf16")).rpartition("\r\x1b[2K╭")[2]
     assert max(map(len, words.splitlines()[:-1])) <= 80
     assert "rand-m9-mstd0.5-inc1" in words  # lines break between words only
     assert "tensorboard, wandb (offline)" in words
@@ -258,6 +258,7 @@ def test_terminal_has_one_live_line_below_permanent_ones(live: Shown) -> None:
     assert "making the model  0:00" in live.wait()
     header = live.start()
     assert max(map(len, header.replace("\x1b[2K", "").splitlines()[:-1])) <= 80
+    assert "│ time       about " in header
     live.clock.now += 46
     assert "computing the first step  0:46" in live.wait()
     drawn = live.step(10, 1)

@@ -23,7 +23,7 @@ LEAST_S = 0.3
 
 
 def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, device: torch.device) -> str:
-    """Return text such as `about 3 min, within a factor of 2: from one block, timed on this machine; …`.
+    """Return text such as `about 3 min, within a factor of 2, from one block timed on this machine; …`.
 
     The FLOPs of the model count at the rate of the block, on all devices, or on all cores, which ranks share.
     """
@@ -32,8 +32,8 @@ def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, 
     at_once = plan.world_size if device.type == "cuda" else min(plan.world_size, max(1, cpu_cores() // threads))
     flops = with_frozen(config, recipe.frozen(config)).flops * recipe.train.batch_size * steps
     seconds = flops / (rate * at_once) / (1 - idle_share(plan, batch.microbatches))
-    about = f"about {rough_duration(seconds)}, within a factor of 2: from one block, timed on this machine"
-    return f"{about}; evaluation, messages and waiting for data come on top"
+    about = f"about {rough_duration(seconds)}, within a factor of 2, from one block timed on this machine"
+    return f"{about}; plus evaluation, messages and waiting for data"
 
 
 def _block_rate(config: ModelConfig, precision: str, rows: int, device: torch.device) -> float:

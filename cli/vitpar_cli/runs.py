@@ -42,7 +42,7 @@ def runs(
     title = titles.pop() if len(titles) == 1 else "metric"
     headings = ("state", "steps", "loss", printable(title), "samples/s", "age")
     rows = [_cells(run, console.width, titled=title != "metric") for run in found]
-    print_plans(console, f"runs in {printable(str(folder))}", headings, rows, "run: model under plan on data")
+    print_plans(console, f"runs in {printable(str(folder))}", headings, rows, "run")
     for line in _notes(found):
         print_words(console, line, "dim")
 

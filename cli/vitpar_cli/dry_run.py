@@ -68,7 +68,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "": _drawn(rate, steps),
         **{_TITLES[name]: _drawn(partial(schedules.other, name), steps) for name in others},
         "memory": f"{memory_words(fullest)} on the fullest rank",
-        "time": duration_words(recipe, config, plan, rate.run.steps, torch.device(run.device_type)),
+        "time": duration_words(recipe, config, plan, rate.run.steps, run.device_type),
     }
     reason = {"plan": run.because} if run.searched and run.because else {}
     for name, words in (rows | reason).items():

@@ -71,7 +71,10 @@ class ConsoleReporter(Reporter):
         self._awaiting = f"{'compiling and ' * header.compiled}computing the first step"
         self._loss = Sparkline(header.steps)
         if self._live:
-            rows = [*_rows(header, self._console.width - 16), ("time", _time(header))]
+            from vitpar.planner.measure.trial import duration_words
+
+            duration = duration_words(header.recipe, header.config, header.plan, header.steps, header.device)
+            rows = [*_rows(header, self._console.width - 16), ("time", duration)]
             self._console.print(Panel(_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
         elif not self._quiet:
             for name, value in _rows(header, PLAIN_WIDTH - 11):
@@ -244,15 +247,6 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder
-
-
-def _time(header: RunHeader) -> str:
-    """Return the rough duration of the run. It is measured, so only terminals show it."""
-    import torch
-
-    from vitpar.planner.measure.trial import duration_words
-
-    return duration_words(header.recipe, header.config, header.plan, header.steps, torch.device(header.device))
 
 
 def _table(rows: Iterable[tuple[str, str | Text]]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import pairwise
 from typing import Any
 
 from typer.exceptions import TyperException
@@ -24,9 +25,10 @@ def sentence(error: TyperException) -> str:
     if unknown is not None and "such option" in error.message:
         return f"{command} has no option {shown(unknown)}{_instead(unknown, options)}"
     if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.message):
-        before = sys.argv[sys.argv.index(extra[1]) - 1] if extra[1] in sys.argv else ""
-        if before.startswith("--"):
-            return f"{before} takes no value: leave {shown(extra[1])} out"
+        flags = [name for option in context.command.params if getattr(option, "is_flag", False) for name in option.opts]
+        for before, after in pairwise(sys.argv):
+            if before in flags and after == extra[1]:
+                return f"{before} takes no value: leave {shown(after)} out"
         name = POSITIONAL.get(context.info_name if context else "")
         remedy = f"give it as {name} {shown(extra[1])}" if name else f"see `{command} --help`"
         return f"unexpected argument {shown(extra[1])}: {remedy}"

@@ -159,6 +159,7 @@ def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Com
     evaluated = vitpar("eval", "--checkpoint", "probed", "--data", "whole/packed", "--json")
     assert json.loads(evaluated.stdout)["top1"] == pytest.approx(best["top1"]), evaluated.stderr
     shown = vitpar(*words)
+    assert ("others may be better" in shown.stderr) == (best["rate"] in (0.01, 5))
     assert "linear, rate 5" in shown.stdout and "best" in shown.stdout and "1 neighbour " in shown.stdout
     refused = vitpar(*words, "--out", "probed")
     assert refused.returncode == 2 and "'probed' exists and is not empty" in refused.stderr

@@ -76,14 +76,15 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     done = vitpar(*words)
     assert done.returncode == 0, done.stderr
     assert 'mesh = "fsdp2xtp2"' in done.stdout and "batch_size = 8" in done.stdout
-    model, mesh, rate, drawn, memory, last = done.stdout.splitlines()[-6:]
+    model, mesh, rate, drawn, memory, duration, last = done.stdout.splitlines()[-7:]
+    assert duration.startswith("time       about ")
     assert model.startswith("model      vit_custom, 0.0") and mesh == "mesh       fsdp2xtp2 on 4 ranks of cpu, fp32"
     assert memory.startswith("memory     a step is predicted to need ") and last == "dry run: no training was started"
     assert rate == "lr         0.01 from the first step, cosine to 0" and drawn.lstrip().startswith("█")
     found = json.loads(vitpar(*words, "--json").stdout)
     assert found["learning_rate"][0] == [1, 0.01] and "weight_decay" not in found
     words = (*words, "--set", "optimizer.weight_decay_end=0.4")
-    *_, decay, _, _ = vitpar(*words).stdout.splitlines()
+    *_, decay, _, _, _ = vitpar(*words).stdout.splitlines()
     assert decay.startswith("decay      ▁") and " 0.05 to 0." in decay
     assert json.loads(vitpar(*words, "--json").stdout)["weight_decay"][0] == pytest.approx([1, 0.05])
     assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]

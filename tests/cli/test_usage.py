@@ -26,6 +26,7 @@ MISTAKES = [
     ("eval --checkpoint x runs/x", "unexpected argument runs/x: give it as --checkpoint runs/x"),
     ("eval runs/x/weights", "unexpected argument runs/x/weights: give it as --checkpoint runs/x/weights"),
     ("eval", "missing option '--checkpoint': see `vitpar eval --help`"),
+    ("train --mesh dp2 --json true", "--json takes no value: leave true out"),
     ("scaling dp2", "unexpected argument dp2: see `vitpar scaling --help`"),
     ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
     ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
@@ -56,6 +57,11 @@ def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys
     assert said(["--version"], monkeypatch, capsys) == ("", 0)
     assert said(["train", "--help"], monkeypatch, capsys) == ("", 0)
     assert said(["settings", "wd"], monkeypatch, capsys) == ("", 0)
+    monkeypatch.setattr(sys, "argv", ["vitpar", "data", "pack", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr().out
+    assert "--overwrite" in printed and not [odd for odd in ("<bool>", "x<=", "[default: (") if odd in printed]
     monkeypatch.setattr(sys, "argv", ["vitpar"])
     with pytest.raises(SystemExit) as ended:
         main()

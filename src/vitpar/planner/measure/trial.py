@@ -22,11 +22,14 @@ LEAST_S = 0.3
 """Seconds that the block is timed for at least."""
 
 
-def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, device: torch.device) -> str:
+def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, where: str) -> str:
     """Return text such as `about 3 min, within a factor of 2, from one block timed on this machine; …`.
 
     The FLOPs of the model count at the rate of the block, on all devices, or on all cores, which ranks share.
+
+    where: name of the device.
     """
+    device = torch.device(where)
     batch, threads = batch_arithmetic(plan, recipe.train.batch_size), torch.get_num_threads()
     rate = _block_rate(config, recipe.train.precision, batch.microbatch_size, device)
     at_once = plan.world_size if device.type == "cuda" else min(plan.world_size, max(1, cpu_cores() // threads))

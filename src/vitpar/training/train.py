@@ -66,7 +66,7 @@ def train(
     with in_world(run.device_type) as own_device, ExitStack() as stack:
         # Engines forward what their ranks print, so that it is not on a terminal.
         watched = is_terminal(sys.stdout) or hasattr(builtins, "__IPYTHON__")
-        if reporter is None and (watched if verbose is None else verbose):
+        if reporter is None and dist.get_rank() == 0 and (watched if verbose is None else verbose):
             # By name: the commands are above the library in the order of imports, and installed with it.
             console = importlib.import_module("vitpar_cli.progress").ConsoleReporter()
             reporter = stack.enter_context(closing(console))

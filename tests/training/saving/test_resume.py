@@ -72,7 +72,7 @@ def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, pl
     assert done.returncode == 0, done.stderr
     assert "changed settings: data.workers was 0 and is 3; parallel.mesh was fsdp2 and is dp1" in done.stdout
     commands = json.loads((place / "run" / "env.json").read_text())["commands"]
-    assert [words[-1] for _, words in commands] == ["2", "data.workers=0", "data.workers=3"]
+    assert [words[-1] for _, words in commands][-2:] == ["data.workers=0", "data.workers=3"]
     through, ours = rows(place / "through"), rows(place / "run")
     assert ours.keys() == through.keys()
     for key, row in through.items():

@@ -77,6 +77,8 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     local_ranks = world.local_size if world is not None else plan.world_size
     lacking = memory_warning(recipe, config, plan, torch.device(run.device_type), local_ranks)
     warn(*run.warnings, lacking, large_batch_warning(recipe, len(run.train_set)))
+    for hint in run.hints:
+        say(hint)
     typer.echo("dry run: no training was started")
 
 

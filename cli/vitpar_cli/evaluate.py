@@ -75,6 +75,8 @@ def evaluate(
     if len({path.resolve() for path in named}) < len(named):
         raise DataError("--data names a data set twice: keep one")
     refuse_unwritable(predictions)
+    if predictions is not None and predictions.suffix != ".parquet":
+        raise DataError(f"--predictions writes Parquet: name '{predictions.with_suffix('.parquet')}'")
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, fetch=local_weights)
     from vitpar.data import ShardSet
     from vitpar.tasks.data import open_split

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vitpar.models import ModelConfig
     from vitpar.models.catalog import ModelEntry
 
-FORWARD = "GFLOPs are of one image's forward: matrix products, a multiply-add counts as two."
+FORWARD = "GFLOPs are of the forward of one image or sequence: matrix products, a multiply-add counts as two."
 """Explanation of the FLOPs."""
 
 
@@ -37,7 +37,7 @@ def models(
 ) -> None:
     """List the published models of all families or those of some names, or show the layers and options of one.
 
-    FLOPs are those of one image's forward: matrix products, where a multiply-add counts as two.
+    FLOPs are those of the forward of one image or sequence: matrix products, where a multiply-add counts as two.
 
     Example: vitpar models
 

@@ -189,6 +189,10 @@ class ConsoleReporter(Reporter):
         if "loss" in summary:
             self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
         self._print(f"report     {shlex.join(['vitpar', 'report', self._header.folder])}")
+        if self._header.config.pretrained is not None:
+            data = arguments[arguments.index("--data") :] if "--data" in arguments else []
+            words = ["vitpar", "train", "--task", "classify", "--weights", self._header.folder, *data]
+            self._print(f"fine-tune  {shlex.join(words)}")
 
     def _rate(self, rate: float) -> str:
         return f"{rate:,.{0 if rate >= 100 else 1}f} {self._header.task.SAMPLE}s/s"

@@ -16,7 +16,7 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     """Yield names and values of the rows, leaving out features that are off or have their defaults."""
     recipe = header.recipe
     if (images := header.origin.default_images) is not None:
-        yield "settings", f"defaults for {images:,} images (docs/defaults.md)"
+        yield "settings", f"defaults for {images:,} {header.task.SAMPLE}s (docs/defaults.md)"
     yield "optimizer", optimizer_words(recipe)
     yield "lr", lr_words(recipe, header.train_samples)
     if recipe.train.freeze is not None:

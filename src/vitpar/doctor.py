@@ -10,16 +10,20 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from vitpar.errors import LaunchError
 from vitpar.launch import find_world, spawn
 from vitpar.launch.resources import cpu_cores
+from vitpar.text import shown
 
 Severity = Literal["error", "warning"]
 Problem = tuple[Severity, str]
@@ -54,6 +58,7 @@ def collect() -> dict[str, object]:
     limits: of open files, processes and shared memory; None for unlimited or unknown.
     local_world: ok, seconds, error.
     compiler: path of the C++ compiler that torch.compile needs on a CPU, or None.
+    timm: why timm is installed but cannot be imported; None if it can, or is not installed.
     """
     return {
         "versions": _versions(),
@@ -64,6 +69,7 @@ def collect() -> dict[str, object]:
         "limits": _limits(),
         "local_world": _local_world(),
         "compiler": _compiler(),
+        "timm": _timm(),
     }
 
 
@@ -82,6 +88,9 @@ def problems(report: Mapping[str, Any]) -> list[Problem]:
         messages.append(
             ("warning", "no C++ compiler was found, so torch.compile fails on the CPU: install g++ or set CXX")
         )
+    if report["timm"] is not None:
+        words = f"timm is installed but cannot be imported ({report['timm']}), which only its own programs need"
+        messages.append(("warning", f"{words}: install torch and torchvision from one index"))
     return sorted(messages, key=lambda problem: problem[0])
 
 
@@ -166,6 +175,14 @@ def _local_world() -> dict[str, Any]:
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)
     return {"ok": error is None, "seconds": round(time.monotonic() - start, 2), "error": error}
+
+
+def _timm() -> str | None:
+    if find_spec("timm") is None:
+        return None
+    # In a process of its own, since a failed import may leave half of torchvision behind.
+    done = subprocess.run([sys.executable, "-P", "-c", "import timm"], capture_output=True, text=True, check=False)
+    return shown((done.stderr.strip().splitlines() or ["?"])[-1]) if done.returncode else None
 
 
 def _compiler() -> str | None:

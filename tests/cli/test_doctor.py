@@ -30,6 +30,7 @@ HEALTHY: dict[str, Any] = {
     "limits": {"open_files": 65536, "user_processes": None, "shared_memory_bytes": 8 * 10**9},
     "local_world": {"ok": True, "seconds": 3.0, "error": None},
     "compiler": "/usr/bin/g++",
+    "timm": None,
 }
 
 
@@ -85,6 +86,7 @@ Change = Callable[[dict[str, Any]], None]
         (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
         (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),
         (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
+        (lambda r: r.update(timm="no nms"), "warning", "timm is installed but cannot be imported (no nms), which only"),
     ],
 )
 def test_each_problem_is_found_separately(

@@ -258,7 +258,7 @@ def prediction_to_json(prediction: Prediction, origin: Provenance) -> dict[str, 
 
 def gain_table(gains: Iterable[Gain], best: Price) -> Table:
     """Return a row for each change, with the plan that is best after it."""
-    return ("time per image", "change"), [
+    return ("time per sample", "change"), [
         (
             "as before" if abs(gain.time) < MOST_GAIN else f"{gain.time:+.1%}",
             gain.change,

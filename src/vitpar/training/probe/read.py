@@ -58,6 +58,8 @@ def read_features(path: Path) -> Features:
             about = _about(schema.metadata or {})
     except DataError:
         raise
+    except FileNotFoundError:
+        raise DataError(f"there is no file '{path}': write it with `vitpar features --out {path}`") from None
     except Exception as error:  # damaged files make pyarrow raise nearly anything
         raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): write it again") from None
     if not len(labels):

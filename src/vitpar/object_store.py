@@ -215,7 +215,7 @@ def parse_place(name: str | os.PathLike[str] | ObjectPath) -> Path | ObjectPath:
     try:
         import obstore  # noqa: F401
     except ImportError:
-        raise DataError(f"'{shown(found)}' needs obstore: pip install 'vitpar[s3]'") from None
+        raise DataError(f"'{shown(found)}' needs obstore: pip install -e '.[s3]'") from None
     return found
 
 

@@ -111,5 +111,5 @@ def test_mistakes_are_refused(place: Path, refused: Refused, monkeypatch: pytest
     refused(place, MISTAKES)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     words = [*SMALL, "--data", "data", "--mesh", "dp2", "--predictions", "p.parquet", "--batch-size", "4"]
-    refused(place, [(words, "pip install 'vitpar[parquet]'")])
+    refused(place, [(words, "pip install -e '.[parquet]'")])
     assert not (place / "p.parquet").exists()

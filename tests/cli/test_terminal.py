@@ -23,7 +23,7 @@ LONG = "/home/someone/data/" + "deep/" * 20
         ("error: eleven more words are here", ["error: eleven more", "  words are here"]),
         (f"error: no data at '{LONG}'", ["error: no data at", f"  '{LONG}'"]),
         ("run `vitpar data pack digits x` first", ["run", "  `vitpar data pack digits x`", "  first"]),
-        ("needs it: pip install 'vitpar[hub]'", ["needs it:", "  pip install 'vitpar[hub]'"]),
+        ("needs it: pip install -e '.[hub]'", ["needs it:", "  pip install -e '.[hub]'"]),
         ("torch's logits aren't these", ["torch's logits", "  aren't these"]),
         ("  note with  two spaces", ["  note with  two", "  spaces"]),
         ("Traceback\n  of several long lines of text", ["Traceback", "  of several long lines of text"]),

@@ -125,7 +125,7 @@ def library() -> str:
     """
     spec = find_spec("plotly")
     if spec is None or not spec.origin:
-        raise DataError("charts need Plotly, which is not installed: pip install 'vitpar[report]'")
+        raise DataError("charts need Plotly, which is not installed: pip install -e '.[report]'")
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
+        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     return pyarrow
 
 

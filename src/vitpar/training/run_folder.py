@@ -82,7 +82,8 @@ class RunFolder:
         check_run_folder(path, resuming)
         self._resuming = resuming
         try:
-            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe.model.name}-{_short(plan)}")
+            model = Path(recipe.model.name).name  # of a file of one's own
+            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{_short(plan)}")
             self.path.mkdir(parents=True, exist_ok=True)
             self._log = (self.path / "log.txt").open("a")
         except OSError as error:

@@ -78,7 +78,7 @@ def fetch(name: HubName, *, offline: bool = False) -> Path:
         from huggingface_hub import constants
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
-        raise DataError(f"{name} needs huggingface_hub: pip install 'vitpar[hub]'") from None
+        raise DataError(f"{name} needs huggingface_hub: pip install -e '.[hub]'") from None
     if offline:
         return _cached(hub, name, "it was not asked")
     try:

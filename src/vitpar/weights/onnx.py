@@ -94,7 +94,7 @@ def _refuse_missing() -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise DataError(f"ONNX needs {', '.join(missing)}: pip install 'vitpar[onnx]'")
+        raise DataError(f"ONNX needs {', '.join(missing)}: pip install -e '.[onnx]'")
 
 
 def _export(model: nn.Module, images: Tensor, metadata: Mapping[str, str], path: Path) -> None:

@@ -27,7 +27,7 @@ from vitpar.text import shown
 
 DIGITS = "digits"
 """Name of the source of scikit-learn's digits."""
-DIGITS_PACKAGE, INSTALL_DIGITS = "sklearn", "pip install 'vitpar[digits]'"
+DIGITS_PACKAGE, INSTALL_DIGITS = "sklearn", "pip install -e '.[digits]'"
 """Module that has the digits, and the command that installs it."""
 _PIXELS = 3 * 32 * 32  # bytes of an image of CIFAR
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -36,7 +36,7 @@ def parquet(folder: Path) -> Source:
     try:
         import pyarrow.parquet as library
     except ImportError:
-        raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
+        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     paths = by_split(parquet_files(folder), folder)
     tables = {split: [_File(path, library) for path in files] for split, files in paths.items()}
     # Contests keep the labels of their test split secret and publish negative ones, or none.

@@ -119,7 +119,7 @@ def _masked_crc(data: bytes) -> int:
     try:
         import google_crc32c
     except ImportError:
-        raise DataError("TFRecords need google-crc32c: pip install 'vitpar[tfrecord]'") from None
+        raise DataError("TFRecords need google-crc32c: pip install -e '.[tfrecord]'") from None
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

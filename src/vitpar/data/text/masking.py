@@ -133,7 +133,7 @@ def spans(ids: Ids, lengths: Ids, keys: Ids, specials: Specials, rate: float = 0
     if number.max() > len(specials.sentinels):
         raise DataError(
             f"sequences of {tokens} tokens have {number.max()} masked spans, but the tokenizer only "
-            f"{len(specials.sentinels)} sentinels such as <extra_id_0>: use shorter sequences, or longer spans"
+            f"{len(specials.sentinels)} sentinels such as <extra_id_0>: use T5's, shorter sequences, or longer spans"
         )
     noise, number = noise[lengths], number[lengths]
     # As in T5, a sequence of 1 token is the beginning of one of 2, and keeps it.

@@ -258,7 +258,7 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
     try:
         import pyarrow.parquet as library
     except ImportError:
-        raise DataError("Parquet files need pyarrow: pip install 'vitpar[parquet]'") from None
+        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     try:
         size = checked_size(path)
         most = min(MAX_RECORD_BYTES, max(_SMALL, MAX_TEXT_EXPANSION * size))

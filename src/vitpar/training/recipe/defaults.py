@@ -420,9 +420,9 @@ _ABOUT = """\
 model by their number and size.
 
 ```
-vitpar train --data data_shards/mine                                 # with the settings of the table
-vitpar train --data data_shards/mine --set augment.mixup=0           # options and --set replace single settings
-vitpar train --recipe runs/<run>/recipe.toml                         # repeat a run: its recipe.toml has all values
+vitpar train --data data_shards/mine --dry-run                       # print the settings; without --dry-run, train
+vitpar train --data data_shards/mine --dry-run --set augment.mixup=0 # options and --set replace single settings
+vitpar train --recipe runs/mine/recipe.toml                          # repeat a run: its recipe.toml has all values
 ```
 
 From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …}, side=pixels)`.

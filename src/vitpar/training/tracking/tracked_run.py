@@ -63,4 +63,4 @@ def refuse_missing(trackers: Sequence[str]) -> None:
             spec = None
         # A folder of this name, such as the one that W&B writes, is a namespace package without an origin.
         if spec is None or spec.origin is None:
-            raise RecipeError(f"the package of the tracker '{name}' is not installed: pip install 'vitpar[{name}]'")
+            raise RecipeError(f"the package of the tracker '{name}' is not installed: pip install -e '.[{name}]'")

@@ -121,7 +121,7 @@ class TrackSection(Section):
     """Experiment trackers, which get what the run logs (docs/trackers.md)."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Trackers of the run; each needs its package (`pip install 'vitpar[tensorboard]'`)."""
+    """Trackers of the run; each needs its package (`pip install -e '.[tensorboard]'`)."""
     project: str = Field("vitpar", min_length=1, max_length=MAX_TRACK_NAME_CHARS)
     """Project of the run in W&B and trackio."""
     name: str | None = Field(None, min_length=1, max_length=MAX_TRACK_NAME_CHARS)

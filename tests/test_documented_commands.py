@@ -46,6 +46,7 @@ CHANGED = [
         "--mesh dp2 --dry-run",
         "would measure for minutes: test_auto_mesh.py does",
     ),
+    ("README", r"--task mae (--data .*)", rf"--task mae {MAE} --batch-size 8 \1", LONG),
     ("models", r"--model bert_base (--data .*)", rf"{BERT} --steps 2 --batch-size 8 \1", LONG),
     ("models", r"--model mae_vit_base (--data .*)", rf"{MAE} --steps 2 --batch-size 8 \1", LONG),
     ("models", r"^(vitpar train --weights runs/mae/weights [^#\n]*)", r"\1 --steps 2 ", LONG),

@@ -253,7 +253,10 @@ OTHER_COMMANDS = [
     ),
     (["check", "--mesh", "dp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a check"),
     (["plan", "--recipe", "recipe.toml", "tp5"], "tp5"),
-    (["plan", "tp2", "--set", "data.flip=0.1"], "--set data.flip changes nothing in a plan, which uses task.…, model.…"),
+    (
+        ["plan", "tp2", "--set", "data.flip=0.1"],
+        "--set data.flip changes nothing in a plan, which uses task.…, model.…",
+    ),
 ]
 
 

@@ -10,9 +10,9 @@ and web servers.
     python experiments/fuzz.py --only image --again   # repeat triggers and findings, with complete tracebacks
 
 hypothesis draws the cases, shrinks those that show something, and keeps them in `.hypothesis/fuzz`, from where the next
-campaign repeats them. A reader must accept a case or refuse it with one sentence. It may use 5 s and 1 GiB above the
-memory before the case, and must not start programs, connect anywhere, or write outside its folder. If the right result
-is known, an accepted case is compared with it. Exit code 1: something was found. Ctrl-C stops early and prints the
+campaign repeats them. A reader must accept a case or refuse it with one sentence. It may use 5 s, and must not start
+programs, connect anywhere, or write outside its folder. If the right result is known, an accepted case is compared with
+it. Exit code 1: something was found. Ctrl-C stops early and prints the
 findings so far.
 """
 

@@ -1,9 +1,9 @@
 """Run cases in a forked process with limits, and detect what a reader may not do.
 
-Memory is the kernel's peak of resident memory during a case, minus the resident memory before it. Far above the limit,
-allocations fail, which protects the machine. Started programs are detected in two ways: by Python's audit events, and
-by stubs in the first folder of PATH. These have the names of shells and of programs that image libraries start, and
-write a file when they run.
+Memory is the kernel's peak of resident memory during a case, minus the resident memory before it. Above `ADDRESS_BYTES`
+allocations fail, which protects the machine and counts as a refusal. Started programs are detected in two ways: by
+Python's audit events, and by stubs in the first folder of PATH. These have the names of shells and of programs that
+image libraries start, and write a file when they run.
 """
 
 import ctypes
@@ -32,9 +32,8 @@ SECONDS, GRACE_S = 5.0, 2.0
 """Time limit of a case, and time that a process has beyond it to print its stacks."""
 PATIENCE = 4.0
 """Factor of the time limit when a case is repeated."""
-MIB, MOST_MIB = 1 << 20, 1 << 10
-"""Bytes of a MiB, and memory limit of a case in MiB."""
-ADDRESS_BYTES = 7 * MOST_MIB * MIB // 2
+MIB = 1 << 20
+ADDRESS_BYTES = 3584 * MIB
 """Address space that a process may use beyond that of its parent."""
 RETIRES_BYTES, RETIRES_CASES = 1 << 29, 500
 """Growth of memory, and number of cases, at which the process is replaced."""
@@ -215,7 +214,7 @@ class Guard:
             connection.send(outcome)
 
     def _outcome(self, case: Case, watch: Watch) -> Outcome:
-        outcome, words = Outcome(), "accepted"
+        outcome = Outcome()
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before, begin, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
         watch.findings.clear()
@@ -223,15 +222,12 @@ class Guard:
         try:
             self._target.read(case, self._place)
         except BaseException as error:
-            outcome.refused, words = True, oracle.trace(error)
+            outcome.refused = True
             outcome.findings += oracle.of_error(error, case.is_seed)
         watch.on = False
         outcome.findings += sorted(watch.findings)
         outcome.cpu_seconds = time.process_time() - cpu
         outcome.seconds, outcome.mib = time.perf_counter() - begin, (memory("VmHWM") - before) / MIB
-        if outcome.mib > MOST_MIB:
-            words = f"{outcome.mib:,.0f} MiB above the memory before the case\n{words}"
-            outcome.findings.append(Finding("memory", "taken", oracle.place(words), words))
         return outcome
 
 

@@ -30,7 +30,7 @@ class Finding(NamedTuple):
     """A broken guarantee. Findings with the same kind, sort and place are the same finding."""
 
     kind: str
-    """error, message, damage, memory, hang, crash, program, place, or harness for errors of the fuzzer itself."""
+    """error, message, damage, hang, crash, program, place, or harness for errors of the fuzzer itself."""
     sort: str
     """More exact kind, for example the class of the error."""
     where: str
@@ -50,13 +50,13 @@ def of_error(error: BaseException, is_seed: bool = False) -> Iterator[Finding]:
     where = place(words)
     if isinstance(error, Wrong):
         yield Finding("damage", re.sub(r"[0-9]+", "N", str(error).partition("\n")[0])[:60], where, words)
+    elif lacks_memory(error):
+        return
     elif not isinstance(error, UserError):
-        yield Finding("memory" if lacks_memory(error) else "error", type(error).__name__, where, words)
+        yield Finding("error", type(error).__name__, where, words)
     else:
         if problem := message_problem(error):
             yield Finding("message", problem.partition(":")[0], where, f"{problem}\n{words:.3000}")
-        if lacks_memory(error):
-            yield Finding("memory", "asked for", where, f"it was refused only because an allocation failed\n{words}")
         if is_seed:
             yield Finding("damage", "seed", where, f"a seed is refused: {error}")
 

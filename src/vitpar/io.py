@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import re
-import resource
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vitpar.limits import MAX_HEADER_BYTES, MAX_JSON_BYTES, MAX_TOML_BYTES, MAX_TOML_DOTS
+from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.object_store import ObjectPath
 
 PathLike = str | os.PathLike[str]
-
-_TOML_TEXT = re.compile(
-    r"""
-    \"""(?: \\. | [^"\\] | "(?!"") )*+ "{0,5}      # of several lines
-    | \'\'\'(?: [^'] | '(?!'') )*+ '{0,5}
-    | "(?: \\. | [^"\\\n] )*+ "?
-    | '[^'\n]*+ '?
-    | \#[^\n]*+
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-"""Strings and comments of TOML, including unterminated ones."""
-
-_MEMORY = 384 << 20
-"""Bytes that `limited_memory` grants in addition to those asked for."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _JSON_ESCAPE = re.compile(
@@ -42,8 +25,8 @@ _JSON_ESCAPE = re.compile(
 """Escapes in JSON. Group 1: half of a surrogate pair without the other half."""
 
 
-def open_regular(path: PathLike | ObjectPath) -> BinaryIO:
-    """Open a regular file, or an object, for reading bytes.
+def open_regular(path: PathLike | ObjectPath, limit: int | None = None) -> BinaryIO:
+    """Open a regular file of at most `limit` bytes, or an object of any size, for reading bytes.
 
     Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless.
     """
@@ -55,7 +38,9 @@ def open_regular(path: PathLike | ObjectPath) -> BinaryIO:
     except ValueError:
         raise OSError(errno.EINVAL, "it is not a valid file name") from None
     try:
-        _refuse_irregular(os.fstat(descriptor), path)
+        _refuse_irregular(status := os.fstat(descriptor), path)
+        if limit is not None and status.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
         os.set_blocking(descriptor, True)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -84,43 +69,6 @@ def _refuse_irregular(status: os.stat_result, path: PathLike) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
-class ListedZip(io.FileIO):
-    """Zip file of untrusted origin whose reads are limited to `most` bytes.
-
-    zipfile reads its listing (central directory) at once, and makes a large object of each entry.
-    """
-
-    def __init__(self, path: PathLike, most: int = MAX_HEADER_BYTES) -> None:
-        stat_regular(path)
-        super().__init__(path)
-        self._most = most
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return the next `size` bytes.
-
-        Raises OSError if they are too many.
-        """
-        if size is not None and size > self._most:
-            raise OSError(f"its listing or a pickle has more than {self._most:,} bytes")
-        return super().read(size) or b""
-
-
-@contextmanager
-def limited_memory(more: int) -> Iterator[None]:
-    """Let allocations of this process fail within the context beyond 384 MiB and `more` bytes.
-
-    For libraries written in C that read hostile files and have no limit. Allocations of other threads fail too.
-    """
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = [limit for limit in (mapped + _MEMORY + more, *before) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
     """Return the content of a regular file, or of an object, of at most `limit` bytes.
 
@@ -128,12 +76,8 @@ def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
     """
     if isinstance(path, ObjectPath):
         return path.read_bytes(limit)
-    with open_regular(path) as file:
-        large = os.fstat(file.fileno()).st_size > limit
-        data = b"" if large else file.read(limit + 1)
-    if large or len(data) > limit:  # files in /proc have size 0
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
-    return data
+    with open_regular(path, limit) as file:
+        return file.read()
 
 
 def read_text(path: PathLike, limit: int) -> str:
@@ -182,10 +126,6 @@ def parse_toml(text: str) -> dict[str, Any]:
 
     Raises ValueError for invalid TOML, and for nesting that is too deep to parse.
     """
-    # tomllib takes time quadratic in the dots of a key. Between two of these characters there is at most one key.
-    longest = max(piece.count(".") for piece in re.split(r"[\n=\[\]{},]", _TOML_TEXT.sub("", text)))
-    if longest > MAX_TOML_DOTS:
-        raise ValueError(f"a key has {longest:,} dots, more than {MAX_TOML_DOTS}")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vitpar.errors import DataError
-from vitpar.limits import MAX_LISTED_OBJECTS, MAX_URL_CHARS
 from vitpar.text import shown
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class ObjectPath:
 
         Raises DataError for a name without a bucket, with credentials or options, or that leads out of its folder.
         """
-        match = _NAME.fullmatch(text) if len(text) <= MAX_URL_CHARS else None
+        match = _NAME.fullmatch(text)
         key = (match[2] or "").strip("/") if match else ""
         if match is None or {"", ".", ".."} & set(key.split("/") if key else ()):
             raise DataError(
@@ -130,10 +129,7 @@ class ObjectPath:
         return io.BufferedReader(_ObjectFile(self), _READ_AHEAD)
 
     def files(self) -> dict[str, ObjectStat]:
-        """Return size and version of the objects in the folder, by name in it; a name may have slashes.
-
-        Raises OSError for more than MAX_LISTED_OBJECTS.
-        """
+        """Return size and version of the objects in the folder, by name in it; a name may have slashes."""
         import obstore
 
         found: dict[str, ObjectStat] = {}
@@ -141,8 +137,6 @@ class ObjectPath:
             for page in obstore.list(self._store, prefix=self.key or None):
                 for meta in page:
                     found[meta["path"].removeprefix(f"{self.key}/")] = _stat(meta)
-                if len(found) > MAX_LISTED_OBJECTS:
-                    raise OSError(errno.EFBIG, f"it has more than {MAX_LISTED_OBJECTS:,} objects", str(self))
         return found
 
     def write(self, file: BinaryIO) -> None:

@@ -1,16 +1,11 @@
-"""Untrusted weight files: they run no code, read nothing outside their folder, and allocate nothing on their own claim.
-
-Each is refused with one error line.
-"""
+"""Untrusted weight files: they run no code and read nothing outside their folder; each is refused in one line."""
 
 import json
 import os
 import pickle
 import shutil
 import struct
-import sys
 import zipfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +26,6 @@ from helpers.foreign_weights import (
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
-from vitpar.weights import sources
 from vitpar.weights.folder import read_config
 from vitpar.weights.importing import import_weights
 
@@ -100,43 +94,18 @@ def test_trusted_pickle_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(folder / "here"), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("code", [b"c%s\nname\n.", b"(X\x40\x42\x0f\x00%sQ."], ids=["global", "persistent id"])
-def test_pickle_with_long_names_is_refused_quickly(code: bytes, tmp_path: Path) -> None:
-    path, content = tmp_path / "theirs.pth", b"\x80\x02" + code % (b"x" * 1_000_000)
-    path.write_bytes(content)
-    refused(path, r"it has a word of 1,000,0\d\d characters: use safetensors")
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("theirs/data.pkl", content)
-        archive.writestr("theirs/byteorder", b"little")
-        archive.writestr("theirs/version", b"3\n")
-    refused(path, r"it has a word of 1,000,0\d\d characters: use safetensors")
-
-
-def test_words_of_a_legacy_pickle_are_checked_with_one_python_call_an_instruction(tmp_path: Path) -> None:
-    path, count, calls = tmp_path / "theirs.pth", 20_000, Counter[str]()
-    path.write_bytes(b"\x80\x02" + b"N" * count + b".")
-    sys.setprofile(lambda frame, event, _: calls.update([event]))
-    try:
-        sources._refuse_large_pickles(path, zipped=False)
-    finally:
-        sys.setprofile(None)
-    assert count < calls["call"] < 1.1 * count
-
-
-def test_compressed_zip_bomb_and_encrypted_weights_are_refused(tmp_path: Path) -> None:
-    plain, bomb = tmp_path / "plain.pth", tmp_path / "bomb.pth"
-    torch.save({"pos_embed": torch.zeros(1000, 1000)}, plain)
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+def test_compressed_and_encrypted_weights_are_refused(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "plain.pth", tmp_path / "packed.pth"
+    torch.save(timm_state(), plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
         for name in source.namelist():
             target.writestr(name, source.read(name))
-    refused(bomb, "bytes and unpacks to 4,00.*unlike files of torch.save")
-    torch.save(timm_state(), plain)
+    refused(packed, "is compressed or encrypted, unlike files of torch.save")
     data = bytearray(plain.read_bytes())
     for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
         data[data.index(header) + flags] |= 1
     plain.write_bytes(data)
-    refused(plain, "is encrypted, password required")
+    refused(plain, "is compressed or encrypted")
 
 
 def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
@@ -158,14 +127,6 @@ def raw(content: bytes, name: str = "x.pth") -> Callable[[Path], Path]:
         return folder / name
 
     return write
-
-
-def listing(folder: Path) -> Path:
-    """Write a zip file that contains only a directory of 400,000 entries."""
-    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"a"
-    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65_535, 65_535, 400_000 * len(entry), 4, 0)
-    (folder / "x.pth").write_bytes(b"PK\3\4" + entry * 400_000 + end)
-    return folder / "x.pth"
 
 
 def safetensors(header: Any, data: bytes = b"", length: int | None = None) -> Callable[[Path], Path]:
@@ -190,8 +151,7 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is not a weights file"),
         (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
         (lambda folder: os.mkfifo(folder / "x.pth") or folder / "x.pth", "no weights at"),
-        (listing, "its listing or a pickle has more than 16,777,216 bytes"),
-        (claiming(torch.ones(1, 1, 1, 1, 1)), "norm.bias .* has 5 dimensions and cannot be a parameter"),
+        (claiming(torch.ones(1, 1, 1, 1, 1)), r"norm.bias has shape \[1, 1, 1, 1, 1\]"),
         (lambda folder: folder / "gone", "no weights at"),
         (safetensors({}, length=2**64 - 1), "cannot be read"),
         (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
@@ -203,7 +163,6 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (safetensors({"a": tensor(0, 0, 0)}), "the tensor names in"),
         (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "the tensor names in .* it has a{198}…$"),
         (safetensors({"": tensor(0, 4, 1)}, bytes(4)), "cannot be a parameter: it has no name"),
-        (safetensors({"a": tensor(0, 4, *[1] * 10**6)}, bytes(4)), "a in .* has 1,000,000 dimensions, above 4"),
         (safetensors(b"\xff\xfe\xfa{}"), "cannot be read"),
         (safetensors(b"[" * 100_000), "cannot be read"),
         (raw(b"\1\2", "x.safetensors"), "cannot be read"),

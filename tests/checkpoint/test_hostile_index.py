@@ -1,4 +1,4 @@
-"""Untrusted checkpoint indexes: small files with large claims, and paths that are not regular files."""
+"""Untrusted checkpoint indexes: false claims, and paths that are not regular files."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from vitpar.checkpoint import Checkpoint
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, crc32, damage, read_index
 from vitpar.checkpoint.reader import load_tensors, read_whole
 from vitpar.errors import CheckpointError, DataError
-from vitpar.limits import MAX_INT64, MAX_JSON_BYTES, MAX_QUOTED_CHARS
+from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_QUOTED_CHARS
 from vitpar.weights.folder import read_config
 
 pytestmark = pytest.mark.timeout(30)
@@ -46,22 +46,17 @@ def refused(folder: Path, message: str) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"tensors": {"x": ONE | {"shape": [1] * 10**6}}}, "x: shape: .*at most 4 items"),
-        ({"tensors": {"x": ONE | {"parts": [[0, [0] * 5, [1] * 5]]}}}, "x: parts.0.1: .*at most 4 items"),
-        ({"tensors": {"x": ONE | {"parts": [[0, [0], [1]]] * 65_537}}}, "x: parts: .*at most 65536 items"),
-        ({"tensors": {"x": ONE | {"parts": [[-1, [0], [2]]]}}}, "x: parts.0.0: Input should be greater"),
-        ({"tensors": {"x": ONE | {"shape": [MAX_INT64 + 1]}}}, "x: shape.0: Input should be less"),
-        ({"tensors": {"x": ONE | {"shape": [10**4_000]}}}, "x: shape.0: "),
-        ({"tensors": {"x": ONE | {"shape": [-1]}}}, "x: shape.0: Input should be greater"),
-        ({"tensors": {"x": ONE | {"dtype": "x" * 10**6}}}, "x: dtype: Input should be"),
-        ({"tensors": {"x": ONE | {f"k{index}": 1 for index in range(10**5)}}}, "x: unknown key 'k0'"),
-        ({"tensors": {str(index): 1 for index in range(10**5)}}, "tensors: 0: Input should be"),
+        ({"tensors": {"x": ONE | {"parts": [[-1, [0], [2]]]}}}, "tensors.x.parts.0.0: Input should be greater"),
+        ({"tensors": {"x": ONE | {"shape": [MAX_INT64 + 1]}}}, "tensors.x.shape.0: Input should be less"),
+        ({"tensors": {"x": ONE | {"shape": [10**4_000]}}}, "tensors.x.shape.0: "),
+        ({"tensors": {"x": ONE | {"shape": [-1]}}}, "tensors.x.shape.0: Input should be greater"),
+        ({"tensors": {"x": ONE | {"dtype": "x" * 10**6}}}, "tensors.x.dtype: Input should be"),
+        ({"tensors": {"x": ONE | {"k": 1}}}, "tensors.x: unknown key 'k'"),
         ({"tensors": {"y" * 10**6: ONE | {"shape": [3]}}}, "has parts that do not fill y{198}…"),
         ({"tensors": 3}, "tensors: Input should be"),
-        ({"shards": [1] * 10**6}, "shards.0: Input should be a valid string"),
+        ({"shards": [1]}, "shards.0: Input should be a valid string"),
         ({"shards": ["../" + "y" * 10**6]}, "lists '../y+…, which is not one of its files"),
-        ({"files": {str(index): 1 for index in range(10**5)}}, "files: 0: Input should be"),
-        ({"files": {"a": FILE | {"bytes": 10**4_000}}}, "files: a: bytes: "),
+        ({"files": {"a": FILE | {"bytes": 10**4_000}}}, "files.a.bytes: "),
         ({f"k{index}": 1 for index in range(10**5)}, "unknown key 'k0'"),
         ({"crc32": 1}, "has a wrong checksum"),
     ],
@@ -79,8 +74,8 @@ def test_invalid_index_is_refused(content: bytes, tmp_path: Path) -> None:
 def test_index_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "is not a checkpoint")
     with (tmp_path / INDEX).open("wb") as file:
-        file.truncate(MAX_JSON_BYTES + 1)
-    refused(tmp_path, "cannot be read: it has more than 12,582,912 bytes")
+        file.truncate(MAX_INDEX_BYTES + 1)
+    refused(tmp_path, "cannot be read: it has more than 268,435,456 bytes")
     for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
         (tmp_path / INDEX).unlink()
         make(tmp_path / INDEX)

@@ -104,16 +104,3 @@ def test_long_thin_image_is_not_enlarged_without_limit(monkeypatch: pytest.Monke
     EVAL(thin.transpose(1, 0, 2))
     EVAL(thin[:, :50])
     assert sizes == [(9, 576), (576, 9), (9, 450)]
-
-
-def test_jpeg_with_too_many_scans_is_refused() -> None:
-    file = io.BytesIO()
-    Image.fromarray(decode(jpeg(64, 64))).save(file, "JPEG", progressive=True)
-    data = file.getvalue()
-    assert decode(data).shape == (64, 64, 3)
-    last = data[data.rindex(b"\xff\xda") : -2]
-    with pytest.raises(BadImage, match="more than 100 scans"):
-        decode(data[:-2] + 100 * last + data[-2:])
-    # Phones append a video like this to a photo.
-    film = np.random.default_rng(0).integers(0, 256, 12 << 20, np.uint8).tobytes()
-    assert film.count(b"\xff\xda") > 100 and decode(data + film).shape == (64, 64, 3)

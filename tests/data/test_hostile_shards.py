@@ -1,4 +1,4 @@
-"""Shards, indexes and streams made to exhaust memory or time, or to train silently on damaged data."""
+"""Shards, indexes and streams made to train silently on damaged data."""
 
 import gzip
 import json
@@ -26,7 +26,6 @@ from vitpar.data.images import BadImage, decode
 from vitpar.data.sources import open_source
 from vitpar.data.stream import urls
 from vitpar.errors import DataError
-from vitpar.limits import MAX_TAR_EXTENDED_BYTES, MAX_TAR_PADDING_BYTES
 
 
 def test_every_flipped_bit_in_an_indexed_image_is_detected(tmp_path: Path) -> None:
@@ -89,15 +88,15 @@ def test_verify_checks_headers_and_labels(
 SAMPLE, LABEL = tar_member("a.png", encoded(0)), tar_member("a.cls", b"1")
 END = bytes(1024)
 TARS = {
-    "long name of 2 GB": (header("x", tarfile.GNUTYPE_LONGNAME, 1 << 31), "a name has 2,147,483,648 bytes"),
-    "extended header of 1 GB": (header("x", tarfile.XHDTYPE, 1 << 30), "extended header has"),
-    "global header": (header("x", tarfile.XGLTYPE, MAX_TAR_EXTENDED_BYTES + 1), "extended header has"),
+    "long name beyond the end": (
+        header("x", tarfile.GNUTYPE_LONGNAME, 1 << 32),
+        "(it is truncated|a header is invalid)",
+    ),
     "negative size": (header("x", tarfile.REGTYPE, -1024), "a member has -1,024 bytes"),
     "negative size in pax": (pax(b"size=-1024") + header("x.png", tarfile.REGTYPE, 0), "size of a member is wrong"),
     "chained long names": (header("x", tarfile.GNUTYPE_LONGNAME, 0) * 3000, "a header is invalid"),
     "sparse": (header("x.png", tarfile.GNUTYPE_SPARSE, 512), "sparse"),
     "two archives": (END + LABEL + END, "data follows its end"),
-    "zeros without end": (END + bytes(2 * MAX_TAR_PADDING_BYTES), "zeros follow its end"),
     "damaged header": (LABEL[:100] + b"9" + LABEL[101:] + END, "bad checksum"),
     "no end": (b"", "it is truncated"),
     "image beyond the end": (header("b.png", tarfile.REGTYPE, 1 << 20), "unexpected end"),
@@ -162,38 +161,16 @@ def test_named_pipes_are_refused_without_waiting(name: str, tmp_path: Path) -> N
             use()
 
 
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("pattern", ["{a,b}" * 28, "{0..99999999999}", "{a..z}" * 9, "{x," + "{a,b}" * 28 + "}"])
-def test_braces_are_counted_before_they_are_expanded(pattern: str) -> None:
-    with pytest.raises(DataError, match="expands to more than 500,000 shards"):
-        urls.expand(f"https://host/{pattern}.tar")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("{" * 100 + "}" * 100, "braces nested 17 deep"),
-        ("{0.." + "9" * 5000 + "}", "a range with a number of over 18 digits"),
-        ("x" * 1_000_000, "has 1,000,000 characters"),
-    ],
-)
-def test_invalid_url_patterns_are_refused(pattern: str, message: str) -> None:
-    with pytest.raises(DataError, match=message) as refused:
-        urls.expand(pattern)
-    assert len(str(refused.value)) < 400
-
-
 def test_long_numbers_outside_braces_are_accepted() -> None:
     url = f"https://host/x-{{0..1}}.tar?sig={'1' * 64}"
     assert len(urls.expand(url)) == 2
 
 
-@pytest.mark.parametrize(
-    "pattern", ["a{0..9}b{x,y}", "{1,{2,3}{4,5}}", "{00..12..5}", "{a..e..2}", "{9..1}", "x{}y{z}"]
-)
-def test_brace_count_matches_the_expansion(pattern: str) -> None:
-    counted, expanded = urls._expansions(pattern), len(urls.expand(pattern))
-    assert counted == expanded or ("a..e" in pattern and counted > expanded)
+@pytest.mark.parametrize("pattern", ["{" * 3000, "{0..", "{0..1}}", f"{{0..{'9' * 5000}}}"])
+def test_braces_that_do_not_close_or_are_too_many_are_refused(pattern: str) -> None:
+    with pytest.raises(DataError, match="has unbalanced or too many braces: write them as in") as refused:
+        urls.expand(pattern)
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.timeout(30)

@@ -210,7 +210,7 @@ def test_labels_are_read_from_json(tmp_path: Path) -> None:
         ("{http://h/a.tar,pipe:touch x}", "'pipe:touch x' runs a shell command"),
         ("PIPE:touch x", "'PIPE:touch x' cannot be streamed: use http://"),
         ("ais://b/a.tar", "cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND"),
-        ("train-{0..4.tar", "'train-{0..4.tar' has unbalanced braces"),
+        ("train-{0..4.tar", "'train-{0..4.tar' has unbalanced or too many braces"),
         ("a-{1,1}.tar", "shard 'a-1.tar' is in the stream twice"),
         ("", "has an empty shard name"),
     ],

@@ -50,8 +50,6 @@ def test_good_reader_has_no_findings(planted: Planted) -> None:
         ("Crashes", "crash", "SIGSEGV"),
         ("Exits", "crash", "exit code 3"),
         ("RaisesAnother", "error", "KeyError: 'label'"),
-        ("EatsMemory", "memory", "MiB above"),
-        ("AsksForMemory", "memory", "an allocation failed"),
         ("StartsAProgram", "program", "subprocess.Popen"),
         ("StartsAStub", "program", "gs --version"),
         ("WritesElsewhere", "place", "outside the folder"),

@@ -49,19 +49,6 @@ class RaisesAnother(Planted):
         raise KeyError("label")
 
 
-class EatsMemory(Planted):
-    def wrong(self, place: Path, data: bytes) -> None:
-        bytearray(b"x") * (1100 << 20)
-
-
-class AsksForMemory(Planted):
-    def wrong(self, place: Path, data: bytes) -> None:
-        try:
-            bytearray(100 << 30)
-        except MemoryError:
-            raise DataError("the file is damaged") from None
-
-
 class StartsAProgram(Planted):
     def wrong(self, place: Path, data: bytes) -> None:
         subprocess.run(["true"], check=True)

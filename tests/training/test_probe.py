@@ -135,13 +135,6 @@ def test_other_files_are_refused(make: Callable[[Path], None], words: str, tmp_p
         read_features(tmp_path / "f.parquet")
 
 
-def test_large_files_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitpar.training.probe.read.MAX_FEATURE_BYTES", 15)
-    write(tmp_path / "f.parquet", label=LABELS, embedding=embeddings([1, 2], [3, 4]))
-    with pytest.raises(DataError, match="take 16 bytes of memory, above 15"):
-        read_features(tmp_path / "f.parquet")
-
-
 def test_features_are_read_as_they_were_written(tmp_path: Path) -> None:
     with FeatureFile(tmp_path / "f.parquet", WIDTH, {"weights": "there"}) as file:
         file.add(["a"] * 240, TRAIN.labels.tolist(), TRAIN.embeddings)

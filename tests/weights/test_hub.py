@@ -15,7 +15,7 @@ from helpers.foreign_weights import CLASSES, TIMM_CONFIG, timm_state
 from helpers.hub_server import COMMIT, Hub, serving, use
 from helpers.small_data import pack_small
 from vitpar.errors import DataError
-from vitpar.limits import MAX_HUB_BYTES, MAX_HUB_FILES, MAX_JSON_BYTES
+from vitpar.limits import MAX_HUB_BYTES
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import open_weights
 from vitpar.weights.hub import HubName, fetch, hub_name, imported
@@ -132,7 +132,6 @@ def test_refusals_of_the_hub_are_one_sentence(refused: tuple[int, str], message:
     [
         ({"pytorch_model.bin": PICKLE}, {}, r"has neither .* \(it has pytorch_model.bin\): use another revision"),
         ({"config.json": CONFIG}, {}, r"\(it has no weights\)"),
-        (WHOLE, {"config.json": MAX_JSON_BYTES + 1}, "config.json of hf:owner/odd has .* bytes, above"),
         (WHOLE, {"model.safetensors": MAX_HUB_BYTES + 1}, "has 550 GB of weights, above"),
         (split_files(), {"model-00002-of-00002.safetensors": MAX_HUB_BYTES}, "has 550 GB of weights, above"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "../b"}}'}, {}, "is not a file in its folder"),
@@ -209,14 +208,6 @@ def test_downloads_have_the_listed_size(hub: Hub) -> None:
     hub.claimed = {"model.safetensors": 9}
     with pytest.raises(DataError, match="cannot be downloaded: the hub sends more than 9 bytes"):
         fetch(named("hf:owner/tiny"))
-
-
-def test_many_files_are_refused(hub: Hub) -> None:
-    weight_map = {f"{number}": f"{number}.safetensors" for number in range(MAX_HUB_FILES + 1)}
-    index = json.dumps({"weight_map": weight_map}).encode()
-    hub.repos["owner/odd"] = {"model.safetensors.index.json": index, **dict.fromkeys(weight_map.values(), b"")}
-    with pytest.raises(DataError, match="has 1,025 files of weights, above 1,024"):
-        fetch(named("hf:owner/odd"))
 
 
 def test_options_of_the_import_are_named(hub: Hub, tmp_path: Path) -> None:

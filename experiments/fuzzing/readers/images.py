@@ -40,15 +40,13 @@ class Image(Target):
         progressive = saved(rgb.resize((40, 40)), "JPEG", progressive=True)
         self.seeds = [{"image": data} for data in (*made, progressive)]
         self.pieces = PIECES["disguise"]
-        scans = progressive[:-2] + progressive[progressive.rindex(b"\xff\xda") : -2] * 2_000 + progressive[-2:]
-        size, png, end = scans.index(b"\xff\xc2") + 5, made[3], png_chunk(b"IEND")
+        size, png, end = progressive.index(b"\xff\xc2") + 5, made[3], png_chunk(b"IEND")
         wide, large = (
             png[:8] + png_chunk(b"IHDR", struct.pack(">II", *sides) + png[24:29])
             for sides in ((60_000, 300), (8_000, 8_000))
         )
         hostile = (
-            scans,
-            scans[:size] + struct.pack(">HH", 11_000, 11_000) + scans[size + 4 :],
+            progressive[:size] + struct.pack(">HH", 11_000, 11_000) + progressive[size + 4 :],
             png[:33] + png_chunk(b"zTXt", b"a\0\0" + zeros()) * 3 + png[33:],
             wide + png_chunk(b"IDAT", zeros()) + end,
             large + png[33:],

@@ -10,9 +10,7 @@ change meanwhile, so it would need another copy.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from vitpar.io import open_regular
-from vitpar.limits import MAX_HEADER_BYTES
+from vitpar.io import stat_regular
 from vitpar.sharded import local
 
 _NAMES = {
@@ -41,16 +38,11 @@ _NAMES = {
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file of untrusted origin.
-
-    The library accepts headers of 100 MB and takes up to 20 times the memory.
+    """Open a safetensors file.
 
     Raises OSError and SafetensorError.
     """
-    with open_regular(path) as file:  # opening a named pipe would block forever
-        header, size = int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size
-    if MAX_HEADER_BYTES < header <= size:
-        raise OSError(errno.EFBIG, f"its header has more than {MAX_HEADER_BYTES:,} bytes")
+    stat_regular(path)  # opening a named pipe would block forever
     return safe_open(path, framework="pt")
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import FailFast, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from vitpar.errors import CheckpointError
 from vitpar.io import open_regular, read_json, stat_regular
-from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64, MAX_JSON_BYTES, MAX_TENSOR_DIMS, MAX_TENSOR_PARTS
-from vitpar.records import Record, first_wrong, table_of
+from vitpar.limits import MAX_INDEX_BYTES, MAX_INT64
+from vitpar.records import Record, first_wrong
 from vitpar.text import literal, shown
 
 INDEX = "index.json"
@@ -33,7 +32,7 @@ _CHUNK = 1 << 24
 _WIDTHS = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "bool": 1}
 """Bytes of an element, by dtype."""
 Size = Annotated[int, Field(ge=0, le=MAX_INT64)]
-Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_TENSOR_DIMS), FailFast()]
+Shape = tuple[Size, ...]
 Box = tuple[Size, Shape, Shape]
 """Part of a tensor: number of the shard file that stores it under the tensor's name, offsets, shape."""
 
@@ -45,7 +44,7 @@ class StoredTensor(Record):
     """Name of the dtype in torch."""
     shape: Shape
     """Shape of the global tensor."""
-    parts: Annotated[list[Box], Field(max_length=MAX_TENSOR_PARTS), FailFast()]
+    parts: list[Box]
     """Boxes that fill the tensor without overlapping."""
 
     @property
@@ -92,11 +91,11 @@ class Index(Record):
 
     version: Literal[1] = 1
     """Version of this format."""
-    shards: Annotated[list[str], FailFast()]
+    shards: list[str]
     """Names of the files with tensors. Boxes refer to them by position."""
-    tensors: Annotated[dict[str, StoredTensor], table_of(StoredTensor.model_validate)]
+    tensors: dict[str, StoredTensor]
     """All tensors by name."""
-    files: Annotated[dict[str, StoredFile], table_of(StoredFile.model_validate)]
+    files: dict[str, StoredFile]
     """All files by name, with tensors or text, except the index itself."""
     crc32: Size = 0
     """CRC-32 of all other fields."""
@@ -114,7 +113,7 @@ def read_index(folder: Path) -> Index:
     Raises CheckpointError if there is none, or if it is damaged, inconsistent or names files outside the folder.
     """
     try:
-        content = read_json(folder / INDEX, _most_bytes(folder))
+        content = read_json(folder / INDEX, MAX_INDEX_BYTES)
         version = content.get("version", 1) if isinstance(content, dict) else 1
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(f"'{folder}' has format {version}, which is newer than {VERSION}: update vitpar")
@@ -150,13 +149,6 @@ def read_index(folder: Path) -> Index:
                 "use it"
             )
     return index
-
-
-def _most_bytes(folder: Path) -> int:
-    """Return the maximum size of the index of `folder`: a long one describes tensors that are larger."""
-    with os.scandir(folder) as entries:
-        others = sum(entry.stat().st_size for entry in entries if entry.name != INDEX and entry.is_file())
-    return min(MAX_INDEX_BYTES, max(MAX_JSON_BYTES, others // 4))
 
 
 def is_file_name(said: object) -> bool:

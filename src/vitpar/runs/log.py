@@ -104,7 +104,7 @@ def read_log(path: Path) -> RunLog:
 
 def _texts(path: Path) -> Iterator[str]:
     """Yield the text of every line without its date, cut to `_LONGEST` characters."""
-    for line in filter(None, lines_of(path)):
+    for line in lines_of(path):
         if said := _LINE.match(line[:_LONGEST].decode("utf-8", "replace").rstrip("\n")):
             yield said[1]
 

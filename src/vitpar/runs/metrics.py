@@ -78,7 +78,7 @@ def read_metrics(path: Path, names: Sequence[str] = (), newest: int | None = Non
     if newest is None:
         return collect(rows(path), names)
     evaluation, lines = None, deque[bytes](maxlen=newest)
-    for line in filter(None, lines_of(path)):
+    for line in lines_of(path):
         if b'"eval"' in line:
             evaluation = line
         else:
@@ -130,9 +130,7 @@ def rows(path: Path) -> Iterator[dict[str, Any] | None]:
     Raises OSError, also for a file that is too large.
     """
     for line in lines_of(path):
-        if line is None:
-            yield None
-        elif line.strip():
+        if line.strip():
             yield row_of(line)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_RANKS, MAX_STRATEGY_CHARS
+from vitpar.limits import MAX_RANKS
 from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.selectors import blocks_of
@@ -89,10 +89,6 @@ def parse(text: str) -> Plan:
     whole = _Span(text, 0, len(text))
     if not text:
         raise StrategyError("the strategy is empty: write roles and degrees, as in dp2xtp2")
-    if len(text) > MAX_STRATEGY_CHARS:
-        raise StrategyError(
-            f"the strategy '{shown(text)}' has {len(text):,} characters: write at most {MAX_STRATEGY_CHARS:,}"
-        )
     if not text.isprintable():
         raise StrategyError(
             f"the strategy {literal(text)} is not a line of text: write roles and degrees, as in dp2xtp2"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_LAYOUT_PARTS
+from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.selectors import Groups, blocks_of, canonical, is_name, numbered, strategies
@@ -74,10 +74,7 @@ class Plan:
             raise StrategyError(f"split has {len(self.split):,} stages: use at most {MAX_BLOCKS:,}")
 
     def _check_layers(self) -> None:
-        """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks.
-
-        The number of ranks times that of different strategies is limited too, since every rank has a layout of each.
-        """
+        """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks."""
         if not any(selector == "*" or blocks_of(selector) or is_name(selector) for selector, _ in self.layers):
             named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
@@ -91,11 +88,6 @@ class Plan:
             raise StrategyError(
                 f"'{one}' takes {count(first, 'rank')} of a stage but '{other}' takes {second}: "
                 "give all layers strategies of the same size"
-            )
-        ranks, distinct = max(sizes, default=1), len(self.distinct)
-        if ranks * distinct > MAX_LAYOUT_PARTS:
-            raise StrategyError(
-                f"stages of {ranks} ranks have {distinct} different strategies: use at most {MAX_LAYOUT_PARTS // ranks}"
             )
 
     @property

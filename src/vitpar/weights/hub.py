@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from vitpar.errors import DataError, ModelError
 from vitpar.io import write_text
-from vitpar.limits import MAX_HUB_BYTES, MAX_HUB_FILES, MAX_JSON_BYTES
+from vitpar.limits import MAX_HUB_BYTES
 from vitpar.text import literal, shown, size
 
 PREFIX = "hf:"
@@ -183,13 +183,8 @@ def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> lis
 def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Mapping[str, int | None]) -> None:
     """Download those of `files` that `folder`, whose name is the commit, lacks.
 
-    Raises DataError, also for files that are too large or too many.
+    Raises DataError, also for files that are too large.
     """
-    if len(files) > MAX_HUB_FILES:
-        raise DataError(f"{name} has {len(files):,} files of weights, above {MAX_HUB_FILES:,}: do not use it")
-    for file in files:
-        if file.endswith(".json") and (sizes[file] or 0) > MAX_JSON_BYTES:
-            raise DataError(f"{file} of {name} has {sizes[file]:,} bytes, above {MAX_JSON_BYTES:,}: do not use it")
     if (total := sum(sizes[file] or 0 for file in files)) > MAX_HUB_BYTES:
         raise DataError(f"{name} has {size(total)} of weights, above {size(MAX_HUB_BYTES)}: do not use it")
     from huggingface_hub.file_download import http_get
@@ -200,12 +195,11 @@ def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Ma
         folder.mkdir(parents=True, exist_ok=True)
         for file in (file for file in files if not (folder / file).exists()):
             expected = sizes[file]
-            most = expected if expected is not None else MAX_JSON_BYTES if file in TEXTS else MAX_HUB_BYTES
             temporary.unlink(missing_ok=True)  # left by a killed process
             with temporary.open("xb") as opened:
                 http_get(
                     hub.hf_hub_url(name.repo, file, revision=folder.name),
-                    _Bounded(opened, most),
+                    _Bounded(opened, MAX_HUB_BYTES if expected is None else expected),
                     headers=build_hf_headers(),
                     expected_size=expected,
                     displayed_filename=file,

@@ -17,7 +17,6 @@ from vitpar.checkpoint.image import open_safetensors
 from vitpar.checkpoint.index import first_line, is_file_name
 from vitpar.errors import DataError
 from vitpar.io import read_json
-from vitpar.limits import MAX_TENSOR_DIMS
 from vitpar.text import literal, shown
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -53,7 +52,7 @@ class Shards:
                         raise DataError(f"'{folder}' has {shown(name)} in two files: remove one of them")
                     stored = opened.get_slice(name)
                     shape = tuple(stored.get_shape())
-                    if wrong := _no_parameter(name, shape, stored.get_dtype()):
+                    if wrong := _no_parameter(name, stored.get_dtype()):
                         raise DataError(f"{shown(name)} in '{folder / file}' cannot be a parameter: it has {wrong}")
                     self._held[name], self.shapes[name] = opened, shape
         except (OSError, SafetensorError) as error:
@@ -149,8 +148,6 @@ def listed(names: list[str]) -> str:
     return ", ".join(map(shown, names[:FEW])) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _no_parameter(name: str, shape: tuple[int, ...], dtype: str) -> str | None:
+def _no_parameter(name: str, dtype: str) -> str | None:
     """Return why a tensor cannot be a parameter, in words for a message; None if it can be one."""
-    if len(shape) > MAX_TENSOR_DIMS:
-        return f"{len(shape):,} dimensions, above {MAX_TENSOR_DIMS}"
     return "no name" if not name else f"dtype {dtype}" if dtype not in _FLOATS else None

@@ -8,26 +8,21 @@ tensors and plain containers (``weights_only``).
 from __future__ import annotations
 
 import argparse
-import io
-import mmap
 import pickle
-import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
-from vitpar.io import ListedZip, limited_memory, open_regular
-from vitpar.limits import MAX_PICKLE_STEPS, MAX_PICKLED_WORD_CHARS, MAX_TENSOR_DIMS
+from vitpar.io import open_regular
 from vitpar.text import literal, shown
 from vitpar.weights.shards import Shards, read_object, read_weight_map
 
@@ -38,12 +33,6 @@ _INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "stu
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
 """Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
-_LEGACY_PICKLES = 5
-"""Pickles in a file of the legacy format: magic number, protocol, machine, object, and keys of the storages."""
-
-_DAMAGED = (OSError, EOFError, ValueError, ArithmeticError, LookupError, RuntimeError, zipfile.BadZipFile)
-"""Errors that zipfile and pickletools raise for a file that is of another format, encrypted or damaged."""
-_SMALL = 1 << 16  # bytes; smaller reads skip the check against the size of the file
 
 
 @dataclass(frozen=True)
@@ -135,8 +124,6 @@ def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
             raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
             raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
-        if tensor.ndim > MAX_TENSOR_DIMS:
-            raise DataError(f"{shown(name)} in '{file}' has {tensor.ndim} dimensions and cannot be a parameter")
         claimed += tensor.numel() * tensor.element_size()
         if tensor.device.type != "cpu" or claimed > size:
             raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
@@ -164,22 +151,14 @@ def unpickled(file: Path, trust: bool) -> Any:
         raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
     zipped = begin == b"PK\x03\x04"  # torch distinguishes its two formats in the same way
     if zipped:
-        _refuse_bombs(file)
+        _refuse_compressed(file)
     elif begin[:1] != b"\x80":  # the opcode with which torch.save and pickle begin
         raise DataError(f"'{file}' is not a weights file: name one that ends in .safetensors, .pth, .pt or .bin")
-    if not trust:
-        _refuse_large_pickles(file, zipped)
     try:
         # Files of DeiT and MAE also contain their command line as an argparse.Namespace, which only has attributes.
-        # The restricted reader also copies any object, such as into a set, as often as a file says.
-        room = nullcontext() if trust else limited_memory(file.stat().st_size)
-        with room, torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol
-            # With mmap, a tensor cannot take more memory than the file has.
-            if zipped:
-                return torch.load(file, map_location="cpu", weights_only=not trust, mmap=True)
-            with _Bounded(file) as bounded:
-                return torch.load(bounded, map_location="cpu", weights_only=not trust)
+            return torch.load(file, map_location="cpu", weights_only=not trust, mmap=zipped)
     except Exception as error:  # a malicious file can cause any error
         said = " ".join(str(error).split())
         other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
@@ -201,68 +180,12 @@ def unpickled(file: Path, trust: bool) -> Any:
         raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
 
 
-class _Bounded(io.BufferedReader):
-    """Reader that never allocates more memory than the rest of the file needs, even if more is requested."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
-        self._size = path.stat().st_size
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is not None and 0 <= size <= _SMALL:
-            return super().read(size)
-        left = max(0, self._size - self.tell())
-        return super().read(left if size is None or size < 0 else min(size, left))
-
-
-def _refuse_bombs(file: Path) -> None:
-    """Raise DataError for a zip file that is compressed or unpacks to more than its size.
-
-    torch.save does not compress, so its files are at least as large as their content.
-    """
+def _refuse_compressed(file: Path) -> None:
+    """Raise DataError for a zip file with compressed or encrypted content, which torch would map as it is stored."""
     try:
-        with ListedZip(file) as opened, zipfile.ZipFile(opened) as archive:
-            inside = archive.infolist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(file) as archive:
+            plain = all(one.compress_type == zipfile.ZIP_STORED and not one.flag_bits & 1 for one in archive.infolist())
+    except (OSError, ValueError, NotImplementedError, MemoryError, zipfile.BadZipFile) as error:
         raise DataError(f"'{file}' cannot be read: {shown(error)}") from None
-    size = file.stat().st_size
-    unpacked = sum(entry.file_size for entry in inside)
-    if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
-        raise DataError(
-            f"'{file}' has {size:,} bytes and unpacks to {unpacked:,}, unlike files of torch.save: do not use it"
-        )
-
-
-def _refuse_large_pickles(file: Path, zipped: bool) -> None:
-    """Raise DataError for a pickle with very many instructions or very long words.
-
-    Each instruction may make an object. With long words, torch would take very long to refuse it: to explain an error,
-    it searches the text of the error for patterns, in a time that grows with the square of the length of a word.
-    """
-    try:
-        for content in _pickles(file, zipped):
-            for step, (_, value, _) in enumerate(pickletools.genops(content)):
-                if step > MAX_PICKLE_STEPS:
-                    raise ValueError(f"its pickle has more than {MAX_PICKLE_STEPS:,} instructions: use safetensors")
-                if isinstance(value, str | bytes) and len(value) > MAX_PICKLED_WORD_CHARS:
-                    longest = max(map(len, value.split()), default=0)
-                    if longest > MAX_PICKLED_WORD_CHARS:
-                        raise ValueError(f"it has a word of {longest:,} characters: use safetensors")
-    except _DAMAGED as error:
-        raise DataError(f"'{file}' cannot be read: {shown(error) or 'it is truncated'}") from None
-
-
-def _pickles(file: Path, zipped: bool) -> Iterator[IO[bytes]]:
-    """Yield a file object for each pickle in `file`, positioned at its beginning."""
-    if not zipped:
-        # Reading from a mapping calls no Python function, unlike `_Bounded`, which takes most of the time of genops.
-        with open_regular(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for _ in range(_LEGACY_PICKLES):
-                if content.tell() < len(content):
-                    yield cast(IO[bytes], content)
-        return
-    with ListedZip(file) as opened, zipfile.ZipFile(opened) as archive:
-        for entry in archive.infolist():
-            if entry.filename.endswith("data.pkl"):
-                entry.CRC = None  # type: ignore[assignment]  # torch.save may leave it out
-                yield io.BytesIO(archive.read(entry))
+    if not plain:
+        raise DataError(f"'{file}' is compressed or encrypted, unlike files of torch.save: do not use it")

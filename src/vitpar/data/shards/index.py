@@ -20,7 +20,7 @@ from vitpar.data.sources.source import Progress, check_number_of_classes, split_
 from vitpar.data.tar import content, members, open_tar
 from vitpar.errors import DataError
 from vitpar.io import parse_json
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LABEL_BYTES
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
 from vitpar.object_store import ObjectPath
 from vitpar.text import literal, shown
 
@@ -119,8 +119,6 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
                     f"{where} repeats the key '{shown(key)}', which ends at the first dot: make keys unique"
                 )
             if labels.has(extension):
-                if member.size > MAX_LABEL_BYTES:
-                    raise DataError(f"label {where} has {member.size:,} bytes: use at most {MAX_LABEL_BYTES:,}")
                 label_values[key] = label_of(content(file, member), labels, where)
                 continue
             if not 0 < member.size <= MAX_IMAGE_BYTES:

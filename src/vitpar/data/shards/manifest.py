@@ -18,7 +18,7 @@ import tarfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Annotated, BinaryIO, Literal, Self
+from typing import BinaryIO, Literal, Self
 
 import numpy as np
 from pydantic import (
@@ -33,9 +33,9 @@ from pydantic import (
 from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_json, write_text
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64, MAX_SHARDS
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64
 from vitpar.object_store import ObjectPath, parse_place
-from vitpar.records import Record, first_wrong, table_of
+from vitpar.records import Record, first_wrong
 from vitpar.text import shown
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
@@ -67,11 +67,11 @@ class ShardEntry(Record):
 class SplitEntry(Record):
     """Split of a data set."""
 
-    shards: list[ShardEntry] = Field(max_length=MAX_SHARDS, fail_fast=True)
+    shards: list[ShardEntry]
     """Shards in index order."""
     samples: NonNegativeInt = Field(le=MAX_INT64)
     """Number of samples in all shards."""
-    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES, fail_fast=True)
+    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
     """Number of samples of each class, in label order; of text, that of all."""
     index_sha256: str
     """SHA-256 of the index file, in hexadecimal."""
@@ -82,13 +82,13 @@ class Manifest(Record):
 
     vitpar_dataset: Literal[2] = 2
     """Version of the format."""
-    classes: list[str] = Field(max_length=MAX_CLASSES, fail_fast=True)
+    classes: list[str] = Field(max_length=MAX_CLASSES)
     """Identifiers of the classes, in label order."""
-    class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES, fail_fast=True)
+    class_names: list[str] | None = Field(default=None, max_length=MAX_CLASSES)
     """Human-readable names of the classes, in the same order; None if they do not differ."""
     labels: str
     """Place of the labels in the shards, in the syntax of `vitpar data index --label`."""
-    splits: Annotated[dict[str, SplitEntry], table_of(SplitEntry.model_validate)]
+    splits: dict[str, SplitEntry]
     """Splits by name."""
     text: TextSection | None = None
     """Tokenizer and counts of a data set of text; None for images."""
@@ -114,9 +114,9 @@ class AnyManifest(BaseModel):
     model_config = ConfigDict(coerce_numbers_to_str=True)
     vitpar_dataset: object = None
     """Version of the format; None in a file of another program."""
-    classes: list[str] | None = Field(default=None, fail_fast=True)
+    classes: list[str] | None = None
     """Same field as in `Manifest`; None if missing."""
-    class_names: list[str] | None = Field(default=None, fail_fast=True)
+    class_names: list[str] | None = None
     """Same field as in `Manifest`."""
     text: object = None
     """Same field as in `Manifest`, in any format."""

@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +28,9 @@ from vitpar.data.sources.source import (
     reading,
 )
 from vitpar.errors import DataError
-from vitpar.io import ListedZip, stat_regular
-from vitpar.limits import MAX_CLASSES, MAX_HEADER_BYTES, MAX_IMAGE_BYTES
+from vitpar.io import open_regular
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
 from vitpar.text import either, shown
-
-_PIECE = 1 << 20  # bytes of a zip entry that are unpacked at a time
 
 
 def split_folders(folder: Path) -> dict[str, Path]:
@@ -279,9 +276,8 @@ def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[in
 def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
     with reading(path):
         try:
-            # Images are large: a listing that is not small is a small part of the file.
-            archive = zipfile.ZipFile(ListedZip(path, max(MAX_HEADER_BYTES, stat_regular(path).st_size // 4)))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
+            archive = zipfile.ZipFile(open_regular(path))
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, MemoryError, struct.error) as error:
             raise DataError(f"'{path}' is not a valid zip file ({shown(error)})") from None
     known = archive.NameToInfo
     missing = next((entry for entry in entries if entry not in known), None)
@@ -296,9 +292,7 @@ def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[in
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
         try:
-            # Read in pieces, because a read without a size makes zipfile unpack more than the entry's stated size.
-            with archive.open(entry) as file:
-                return b"".join(iter(partial(file.read, _PIECE), b""))
+            return archive.read(entry)
         except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"cannot read {where}: {shown(error)}") from None
 

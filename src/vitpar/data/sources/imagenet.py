@@ -74,9 +74,7 @@ def _kit(path: Path) -> _Kit:
     if missing is not None:
         raise DataError(f"'{path}' has no {missing}: fetch it again")
     try:
-        rows = read_table(
-            files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"), MAX_KIT_BYTES // 4
-        )
+        rows = read_table(files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"))
         # Rows with children are groups of synsets and have no images.
         known = sorted((row for row in rows if not row["num_children"]), key=lambda row: str(row["WNID"]))
         classes = [str(row["WNID"]) for row in known]

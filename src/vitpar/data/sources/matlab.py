@@ -44,13 +44,12 @@ class _Array(NamedTuple):
     """Elements after the head."""
 
 
-def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> list[Mapping[str, Cell]]:
+def read_table(data: bytes, name: str, fields: tuple[str, ...]) -> list[Mapping[str, Cell]]:
     """Return the rows of a table, with the given fields of each.
 
     data: content of the file.
     name: name of the table.
     fields: names of the fields to return.
-    limit: maximum bytes that a compressed variable may unpack to.
 
     Raises ValueError for another kind of file, a damaged one, a table or field that is missing, and a field that is
     neither a number nor a line of text.
@@ -60,7 +59,7 @@ def read_table(data: bytes, name: str, fields: tuple[str, ...], limit: int) -> l
     for element in _elements(memoryview(data)[_HEADER:]):
         kind, body = element
         if kind == _COMPRESSED:
-            kind, body = _inflated(body, limit)
+            kind, body = _inflated(body)
         if kind != _MATRIX:
             continue
         array = _array(body)
@@ -93,14 +92,12 @@ def _elements(data: memoryview) -> Iterator[_Element]:
         place = end
 
 
-def _inflated(data: memoryview, limit: int) -> _Element:
+def _inflated(data: memoryview) -> _Element:
     inflate = zlib.decompressobj()
     try:
-        content = inflate.decompress(data, limit + 1)
+        content = inflate.decompress(data)
     except zlib.error:
         raise ValueError("its compressed data is damaged") from None
-    if len(content) > limit:
-        raise ValueError(f"it unpacks to more than {limit:,} bytes")
     if not inflate.eof:
         raise ValueError("its compressed data is truncated")
     return _next(_elements(memoryview(content)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -14,16 +13,13 @@ import numpy as np
 
 from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, split_of
 from vitpar.errors import DataError
-from vitpar.io import open_regular, parse_json
-from vitpar.limits import MAX_HEADER_BYTES, MAX_IMAGE_BYTES, MAX_RECORD_BYTES, MAX_ROWS
+from vitpar.io import parse_json, stat_regular
+from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import either, shown
 
 _IMAGES = ("image", "img")
 _MISSING = -1  # label of a row without one
-_BATCH = 16  # most rows that are read at a time
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
-_SMALL = 1 << 26  # bytes of a row group that any file may have, and a quarter of those that the cache may
-_EXPANSION = 4  # limit of a row group, and of the cache, in units of the bytes of the files: images do not compress
 
 
 def parquet(folder: Path) -> Source:
@@ -87,7 +83,6 @@ class _File:
     classes: names of the classes; None if the file does not name them.
     starts: first row of each row group, and then the number of rows.
     group_bytes: uncompressed size of the largest row group.
-    size: bytes of the file.
     """
 
     def __init__(self, path: Path, library: Any) -> None:
@@ -95,8 +90,7 @@ class _File:
 
         self.path = path
         try:
-            self.size = checked_size(path)
-            self._most = min(MAX_RECORD_BYTES, max(_SMALL, _EXPANSION * self.size))
+            stat_regular(path)
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
             named = ("label", "labels", "fine_label")
@@ -111,12 +105,6 @@ class _File:
             meta = self._meta
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
-            if meta.num_rows > MAX_ROWS or self.group_bytes > self._most:
-                raise DataError(
-                    f"'{path}' has {meta.num_rows:,} rows, and {self.group_bytes:,} bytes in a row group: write "
-                    f"files of at most {MAX_ROWS:,} rows, in row groups of at most {self._most:,} bytes, as with "
-                    "row_group_size=100"
-                )
             with library.ParquetFile(path, metadata=meta) as file:
                 column = file.read([label])[label]
                 self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
@@ -132,40 +120,11 @@ class _File:
 
         Raises DataError.
         """
-        from pyarrow import Table
-
-        pieces, size = [], 0
         try:
-            # Read a few rows at a time and count their bytes: the file may store a repeated image once, while memory
-            # holds every copy. No image is larger than what the group stores.
-            stored = self._meta.row_group(number).total_byte_size
-            rows = min(_BATCH, max(1, self._most // 4 // max(1, stored)))
             with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
-                for piece in file.iter_batches(rows, row_groups=[number], columns=[self.column]):
-                    size += piece.nbytes
-                    if size > self._most:
-                        raise DataError(f"a row group of '{self.path}' has more than {self._most:,} bytes")
-                    pieces.append(piece)
-            return Table.from_batches(pieces)[self.image]
-        except DataError:
-            raise
+                return file.read_row_group(number, columns=[self.column])[self.image]
         except Exception as error:  # damaged files make pyarrow raise nearly anything
             raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
-
-
-def checked_size(path: Path) -> int:
-    """Return the bytes of a Parquet file, after checking that its end, with its schema and metadata, is not long.
-
-    pyarrow and JSON take many times the memory.
-
-    Raises OSError.
-    """
-    with open_regular(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 8))
-        if int.from_bytes(file.read(4), "little") > MAX_HEADER_BYTES:
-            raise OSError(f"its metadata has more than {MAX_HEADER_BYTES:,} bytes")
-    return size
 
 
 def _has_bytes(arrow_type: Any) -> bool:
@@ -193,7 +152,6 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
     kept = OrderedDict[tuple[int, int], Any]()
-    room = min(_KEPT_BYTES, max(4 * _SMALL, _EXPANSION * sum(file.size for file in files)))
     lock = threading.Lock()  # without it, two threads could read the same row group
 
     def read(i: int) -> bytes:
@@ -203,8 +161,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         with lock:
             if (number, group) not in kept:
                 kept[number, group] = file.group(group)
-                # Their true size, since the one that a file states may be wrong.
-                while len(kept) > most or (len(kept) > 1 and sum(one.nbytes for one in kept.values()) > room):
+                if len(kept) > most:
                     kept.popitem(last=False)
             kept.move_to_end((number, group))
             image = kept[number, group][row - file.starts[group]].as_py()

@@ -1,7 +1,5 @@
 """Interface of sources, and functions that they share."""
 
-import errno
-import itertools
 import math
 import os
 import re
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_bytes
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from vitpar.text import shown
 
 SPLITS = ("train", "val", "test")
@@ -144,17 +142,10 @@ def read_span(path: Path, begin: int, size: int) -> bytes:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, without line ends.
 
-    Raises DataError, also for a file or a line that is too long.
+    Raises DataError, also for a file that is too large.
     """
-    with reading(path), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT_BYTES:,} bytes")
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE_BYTES + 1)
-            if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"line {number} of '{path}' has more than {MAX_LINE_BYTES:,} bytes: shorten it")
-            if not line:
-                return
+    with reading(path), open_regular(path, MAX_TEXT_BYTES) as file:
+        for number, line in enumerate(file, start=1):
             yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace").rstrip("\r\n")
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, read_span, reading
 from vitpar.errors import DataError
 from vitpar.io import open_regular
-from vitpar.limits import MAX_MEMBERS, MAX_RECORD_BYTES
 from vitpar.text import shown
 
 NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
@@ -88,7 +87,7 @@ def _records(path: Path) -> Iterator[_Record]:
 
 
 def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
-    begin = count = 0
+    begin = 0
     while begin < size:
         header = data[begin : begin + _HEADER]
         if len(header) < _HEADER or _masked_crc(header[:8]) != int.from_bytes(header[8:], "little"):
@@ -99,11 +98,6 @@ def _parsed(path: Path, data: mmap.mmap, size: int) -> Iterator[_Record]:
         end = begin + _HEADER + length
         if end + _FOOTER > size:
             raise DataError(f"'{path}' ends within the record at byte {begin}: fetch it again")
-        count += 1
-        if length > MAX_RECORD_BYTES or count > MAX_MEMBERS:
-            raise DataError(
-                f"'{path}' has a record of more than {MAX_RECORD_BYTES:,} bytes, or more than {MAX_MEMBERS:,} records"
-            )
         try:
             yield _example(data, begin + _HEADER, end)
         except (ValueError, IndexError) as error:
@@ -130,9 +124,7 @@ def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
         for _, entry in _fields(data, *features, 1):
             parts = dict(_fields(data, *entry, 1, 2))
             if 1 in parts and 2 in parts:
-                key = slice(*parts[1])
-                if key.stop - key.start <= 64:
-                    spans[data[key]] = parts[2]
+                spans[data[slice(*parts[1])]] = parts[2]
     missing = next((name for name in (_IMAGE, _LABEL) if name not in spans), None)
     if missing is not None:
         raise ValueError(f"it has no feature '{missing.decode()}'")

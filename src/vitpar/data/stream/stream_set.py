@@ -19,7 +19,7 @@ from vitpar.data.shards.index import EXTENSIONS, Labels, is_image, label_of
 from vitpar.data.stream import urls
 from vitpar.data.tar import content, members
 from vitpar.errors import DataError
-from vitpar.limits import MAX_IMAGE_BYTES, MAX_LABEL_BYTES, MAX_RECORD_BYTES
+from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import count, literal, shown
 
 _BUFFER = 0x57E4  # separates the shuffle of the buffer from other hashes of seed and pass
@@ -184,10 +184,10 @@ class Reader:
 
         def readable(stream: urls.ShardStream) -> Generator[dict[str, Any]]:
             for member in members(stream):
-                most = self._most_bytes(member.name)
-                if member.size > (most or MAX_RECORD_BYTES):
-                    raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, too many for its type")
-                if member.isreg() and most:
+                extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+                if member.isreg() and (is_image(extension) or self.data.labels.has(extension)):
+                    if member.size > MAX_IMAGE_BYTES:
+                        raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, too many for an image")
                     yield {"fname": member.name, "data": content(stream, member), "__url__": url}
             stream.finish()  # before the last sample, which may be truncated, is yielded
 
@@ -205,13 +205,6 @@ class Reader:
             except Exception as error:  # tarfile and webdataset raise nearly anything for a truncated file
                 why = stream.reason(error)
                 self._bad(f"shard '{shown(url)}' cannot be read to its end: {why}", self.broken, "restore it")
-
-    def _most_bytes(self, name: str) -> int:
-        """Return the maximum size in bytes of a member with this name; 0 if it is neither image nor label."""
-        extension = name.rpartition("/")[2].partition(".")[2].lower()
-        if is_image(extension):
-            return MAX_IMAGE_BYTES
-        return MAX_LABEL_BYTES if self.data.labels.has(extension) else 0
 
     def _sample(self, fields: dict[str, Any], shard: int, number: int) -> Sample | None:
         url, key, extension = self.data.shards[shard], fields["__key__"], self.data.labels.extension

@@ -12,10 +12,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vitpar.data.tar import ForwardReader
 from vitpar.errors import DataError
 from vitpar.io import open_regular
-from vitpar.limits import MAX_BRACE_DEPTH, MAX_SHARDS, MAX_URL_CHARS
 from vitpar.object_store import parse_place
 from vitpar.text import shown
 
@@ -23,10 +21,8 @@ _COMMANDS = {"pipe": "a shell command", "gs": "the command `gsutil cat`"}
 _PLAIN = ("", "file", "http", "https", "s3")
 _CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")  # environment variables that change webdataset's table
 _SILENT_S = 300.0  # seconds without a byte after which a source counts as dead
+_PIECE = 1 << 20  # bytes read at a time
 _SLICE_MS = 200  # milliseconds between checks of whether reading was stopped
-_NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?")
-_DIGITS = 18  # maximum digits of a number in a brace range
-_LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?")
 # As webdataset starts it, but a server may redirect only to another address of the web, not to ftp or a file.
 _CURL_COMMAND = ["curl", "--proto", "=http,https", "--proto-redir", "=http,https", "--connect-timeout", "30"]
 _CURL_COMMAND += ["--retry", "30", "--retry-delay", "2", "-f", "-s", "-L", "--"]
@@ -45,54 +41,19 @@ class Stopped(Exception):
 def expand(patterns: str | Sequence[str]) -> tuple[str, ...]:
     """Return the URLs that brace patterns such as ``https://host/train-{000..127}.tar`` expand to.
 
-    Raises DataError for braces that do not close and for more than MAX_SHARDS URLs.
+    Raises DataError for braces that do not close.
     """
     from braceexpand import braceexpand  # the library that webdataset uses
 
     urls: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        # Count first, because expanding holds all choices of a brace in memory.
-        if len(urls) + _expansions(pattern) > MAX_SHARDS:
-            raise DataError(f"'{shown(pattern)}' expands to more than {MAX_SHARDS:,} shards: write fewer, larger ones")
-        urls += braceexpand(pattern, escape=False)
+        try:
+            urls += braceexpand(pattern, escape=False)
+        except (ValueError, MemoryError, OverflowError, RecursionError):
+            raise DataError(
+                f"'{shown(pattern)}' has unbalanced or too many braces: write them as in train-{{000..127}}.tar"
+            ) from None
     return tuple(urls)
-
-
-def _expansions(pattern: str) -> int:
-    """Return an upper bound of the number of strings that a pattern expands to.
-
-    Raises DataError for a pattern that cannot be expanded.
-    """
-    if len(pattern) > MAX_URL_CHARS:
-        raise DataError(f"'{shown(pattern)}' has {len(pattern):,} characters: the limit for URLs is {MAX_URL_CHARS:,}")
-    # For each open brace: the choices before its last comma, and the product of the numbers of choices since.
-    counts: list[list[int]] = [[0, 1]]
-    begin = 0
-    for place, char in enumerate(pattern):
-        if char == "{":
-            counts.append([0, 1])
-            begin = place + 1
-            if len(counts) > MAX_BRACE_DEPTH + 1:
-                raise DataError(f"'{shown(pattern)}' has braces nested {MAX_BRACE_DEPTH + 1} deep: use fewer")
-        elif char == "," and len(counts) > 1:
-            counts[-1] = [sum(counts[-1]), 1]
-        elif char == "}":
-            choices = sum(counts.pop())
-            if not counts:
-                break
-            if numbers := _NUMBERS.fullmatch(pattern, begin, place):
-                if max(map(len, filter(None, numbers.groups()))) > _DIGITS:
-                    raise DataError(
-                        f"'{shown(pattern)}' has a range with a number of over {_DIGITS} digits: use a smaller one"
-                    )
-                begin_at, end_at, step = (int(text or 1) for text in numbers.groups())
-                choices = abs(end_at - begin_at) // max(1, step) + 1
-            elif _LETTERS.fullmatch(pattern, begin, place):
-                choices = 52
-            counts[-1][1] *= choices
-    if len(counts) != 1:
-        raise DataError(f"'{shown(pattern)}' has unbalanced braces: write them as in train-{{000..127}}.tar")
-    return sum(counts[0])
 
 
 def check(urls: Sequence[str], allow_pipe: bool) -> None:
@@ -153,7 +114,7 @@ def words(error: Exception) -> str:
     return shown(" ".join(str(error.args[0] if error.args else error).split()))
 
 
-class ShardStream(ForwardReader):
+class ShardStream:
     """Open shard that is read forwards.
 
     url: URL of the shard, which has passed `check`.
@@ -163,7 +124,7 @@ class ShardStream(ForwardReader):
     """
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
-        super().__init__()
+        self._place = 0
         self._url, self._stopping = url, stopping
         self._source = _opened(url)
         self._process: subprocess.Popen[bytes] | None = getattr(self._source, "proc", None)
@@ -175,6 +136,25 @@ class ShardStream(ForwardReader):
             self._poll.register(self._file, select.POLLIN)
         self._head = b""
         self._ended = False
+
+    def read(self, size: int, /) -> bytes:
+        """Return the next `size` bytes, or fewer at the end."""
+        pieces = []
+        while size > 0 and (piece := self._piece(min(size, _PIECE))):
+            pieces.append(piece)
+            size -= len(piece)
+            self._place += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def seek(self, place: int, /) -> int:
+        """Read up to `place`, which is ahead, or to the end, and return the position reached."""
+        while self._place < place and self.read(min(place - self._place, _PIECE)):
+            pass
+        return self._place
+
+    def tell(self) -> int:
+        """Return the number of bytes read so far."""
+        return self._place
 
     def _piece(self, size: int) -> bytes:
         """Return at least one and at most `size` of the next bytes; none at the end.

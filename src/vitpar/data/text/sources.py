@@ -1,4 +1,4 @@
-"""Sources of text: .txt files, JSON lines and Parquet files, read document by document with bounded memory.
+"""Sources of text: .txt files, JSON lines and Parquet files, read document by document.
 
 Documents are read in pieces of about a megabyte, so a file of any size may be one document. A piece ends with a line
 or before a space, which leaves the words of most tokenizers as they are.
@@ -6,11 +6,9 @@ or before a space, which leaves the words of most tokenizers as they are.
 
 from __future__ import annotations
 
-import errno
 import gzip
 import io
 import itertools
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from vitpar.data.sources.parquet import checked_size
 from vitpar.data.sources.source import by_split
 from vitpar.errors import DataError
-from vitpar.io import open_regular, parse_json
-from vitpar.limits import MAX_DOCUMENT_BYTES, MAX_RECORD_BYTES, MAX_TEXT_EXPANSION, MIB
+from vitpar.io import open_regular, parse_json, stat_regular
 from vitpar.text import count, either, shown
 from vitpar.text import size as shown_size
 
@@ -30,8 +26,7 @@ Documents = Literal["file", "paragraph", "line"]
 """Content of a document of a .txt file: the complete file, what blank lines surround, or a line."""
 
 _PIECE = 1 << 20  # characters
-_ROWS = 64  # most rows of a Parquet file that are read at a time
-_SMALL = 64 * MIB  # unpacked bytes that any file may have
+_ROWS = 64  # rows of a Parquet file that are read at a time
 _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _HINT = "use .txt, .jsonl (also .gz) or .parquet files, or a folder of one of these"
 
@@ -135,40 +130,19 @@ def open_text(location: str | Path, documents: Documents | None = None, field: s
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """Open a file, which may be compressed by gzip. Yield the file as stored, and its content.
 
     Raises DataError in place of an error of reading within the context.
     """
     try:
         with open_regular(path) as stored:
-            if path.suffix == ".gz":
-                yield stored, io.BufferedReader(_Unpacked(stored), 1 << 18)
-            else:
-                yield stored, stored
+            yield stored, gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
     except UnicodeDecodeError as error:
         raise DataError(f"'{path}' is not UTF-8 ({error.reason}): convert it, as with iconv") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, MemoryError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or shown(error)
         raise DataError(f"cannot read '{path}' ({reason}): fetch it again") from None
-
-
-class _Unpacked(io.RawIOBase):
-    """Content of a gzip file, of limited size."""
-
-    def __init__(self, stored: BinaryIO) -> None:
-        self._file = gzip.GzipFile(fileobj=stored)
-        self._left = _SMALL + MAX_TEXT_EXPANSION * os.fstat(stored.fileno()).st_size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        number = self._file.readinto(buffer)
-        self._left -= number
-        if self._left < 0:
-            raise OSError(errno.EFBIG, f"it unpacks to more than {MAX_TEXT_EXPANSION} times its size")
-        return number
 
 
 def _text(path: Path, documents: Documents) -> Iterator[Piece]:
@@ -231,15 +205,9 @@ def _cut(text: str, read: int) -> Iterator[Piece]:
 
 def _jsonl(path: Path, field: str) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
-        for number in itertools.count(1):
-            line = content.readline(MAX_DOCUMENT_BYTES + 1)
-            if not line:
-                return
-            where = f"line {number} of '{path}'"
-            if len(line) > MAX_DOCUMENT_BYTES:
-                raise DataError(f"{where} has more than {MAX_DOCUMENT_BYTES:,} bytes: split its document")
+        for number, line in enumerate(content, start=1):
             if not line.isspace():
-                yield from _cut(_field(line, field, where), stored.tell())
+                yield from _cut(_field(line, field, f"line {number} of '{path}'"), stored.tell())
 
 
 def _field(line: bytes, field: str, where: str) -> str:
@@ -260,8 +228,7 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
     except ImportError:
         raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     try:
-        size = checked_size(path)
-        most = min(MAX_RECORD_BYTES, max(_SMALL, MAX_TEXT_EXPANSION * size))
+        size, done = stat_regular(path).st_size, 0
         with library.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):
@@ -269,20 +236,9 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
                     f"'{path}' has no column '{shown(field)}' of text ({shown(', '.join(names))}): name another with "
                     "--field"
                 )
-            groups = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
-            if max(groups, default=0) > most:
-                raise DataError(
-                    f"'{path}' has a row group of {max(groups):,} bytes: write groups of at most {most:,} bytes"
-                )
-            # Few rows at a time if groups are large: the file may store a repeated text once, memory every copy.
-            rows, done = min(_ROWS, max(1, most // 4 // max(1, *groups, 1))), 0
-            for batch in file.iter_batches(rows, columns=[field]):
-                if batch.nbytes > most:
-                    raise DataError(f"rows of '{path}' have more than {most:,} bytes: split their documents")
+            for batch in file.iter_batches(_ROWS, columns=[field]):
                 for text in batch.column(0).to_pylist():
                     done += 1
-                    if text is not None and len(text) > MAX_DOCUMENT_BYTES:
-                        raise DataError(f"row {done - 1} of '{path}' has over {MAX_DOCUMENT_BYTES:,} bytes: split it")
                     yield from _cut(text or "", size * done // max(1, file.metadata.num_rows))
     except DataError:
         raise

@@ -13,10 +13,7 @@ from numpy.typing import NDArray
 from vitpar.data.sources.source import Progress
 from vitpar.data.text.sources import TextSource
 from vitpar.data.text.tokenizer import Tokenizer
-from vitpar.errors import DataError
 from vitpar.io import write_text
-from vitpar.limits import MAX_DOCUMENTS
-from vitpar.text import shown
 
 _CHARACTERS, _TEXTS = 1 << 22, 1 << 13  # limits of what is tokenised at a time, which all cores share
 _END = np.dtype("<i8")
@@ -46,7 +43,7 @@ class TokenFile:
         separator: token after each document; None for none.
         progress: called with kilobytes of the source.
 
-        Raises DataError for a source that cannot be read, and for too many documents.
+        Raises DataError for a source that cannot be read.
         """
         state = {"seen": 0, "documents": 0, "ids": 0, "complete": False}
         with suppress(OSError, ValueError):
@@ -92,8 +89,6 @@ class TokenFile:
                 known, seen = seen < skip, seen + piece.last
                 if known:
                     continue
-                if seen > MAX_DOCUMENTS:
-                    raise DataError(f"'{shown(source.location)}' has more than {MAX_DOCUMENTS:,} documents: split it")
                 texts.append(piece.text)
                 last.append(piece.last)
                 characters += len(piece.text)

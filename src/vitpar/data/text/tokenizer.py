@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 from vitpar.io import read_bytes
-from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_TOKENIZER_COMMAS, MAX_VOCABULARY
+from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_VOCABULARY
 from vitpar.object_store import ObjectPath
 from vitpar.text import shown
 
@@ -143,9 +143,6 @@ class FileTokenizer:
         except ImportError:
             raise DataError(f"'{name}' needs the package tokenizers: pip install tokenizers") from None
         self.file, self._name = file, name
-        # The library takes up to 70 bytes for each value of the JSON.
-        if (commas := file.count(b",")) > MAX_TOKENIZER_COMMAS:
-            raise DataError(f"'{name}' has {commas:,} commas: use a vocabulary with at most {MAX_TOKENIZER_COMMAS:,}")
         try:
             self._library = tokenizers.Tokenizer.from_buffer(file)
             # Settings of another program: long padding would fill the memory, and truncation lose text.

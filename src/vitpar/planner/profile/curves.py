@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 
 from vitpar.limits import MAX_AMOUNT
 from vitpar.planner.profile.record import Amount, Measure, ProfileRecord, Seconds
-from vitpar.records import Many
 from vitpar.text import shown
 
 
@@ -49,7 +48,7 @@ def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
 class Curve(ProfileRecord):
     """Seconds as a function of size: linear between the measured points, and never falling."""
 
-    timings: Many[Timing] = Field(min_length=1)
+    timings: tuple[Timing, ...] = Field(min_length=1)
     """Points, by rising size."""
 
     @field_validator("timings")

@@ -13,7 +13,6 @@ from pydantic import Field
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
 from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate, Share
-from vitpar.records import Many
 from vitpar.strategy import parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, Rules
 
@@ -139,13 +138,13 @@ class Hardware(Profile):
     """CPU threads of a rank."""
     memory_bytes: Amount
     """Bytes of memory of a device; on a CPU the rank's share of the node's memory."""
-    matmuls: Many[Matmul] = ()
+    matmuls: tuple[Matmul, ...] = ()
     """Times of matrix products, by dtype."""
     copy_: Curve | None = Field(default=None, alias="copy")
     """Times to copy a tensor on all ranks at once; sizes are bytes read and written."""
     kernels: Kernels = Kernels()
     """Rates of other kernels, for models that are estimated instead of measured."""
-    links: Many[Link] = ()
+    links: tuple[Link, ...] = ()
     """Times of communication, by operation and group."""
     nics_per_node: Ranks | None = None
     """Number of network cards of a node, which its ranks share; None for one per rank."""
@@ -280,9 +279,9 @@ class ModelProfile(Profile):
     """CPU threads of each process."""
     cores: Amount
     """CPU cores that all processes shared; on GPUs one for each process."""
-    layers: Many[LayerProfile]
+    layers: tuple[LayerProfile, ...]
     """Layers, by kind, tensor-parallel part, checkpointing policy and ``fully_shard``."""
-    weights: Many[WeightProfile]
+    weights: tuple[WeightProfile, ...]
     """Costs of ``fully_shard``, by kind of layer and tensor-parallel part."""
     optimizer: Curve
     """Seconds of an optimizer step with the global norm and 16-bit copies; sizes are elements."""

@@ -11,7 +11,7 @@ from vitpar import records
 from vitpar.errors import PlannerError
 from vitpar.io import read_json, write_text
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE, MIN_SUSTAINED
-from vitpar.records import first_wrong, table_of, text
+from vitpar.records import first_wrong
 from vitpar.text import shown
 
 Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
@@ -28,7 +28,7 @@ Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
 """Positive number of bytes, elements or operations."""
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 """Number of ranks."""
-Notes = Annotated[dict[str, str], table_of(text)]
+Notes = dict[str, str]
 """Free-text notes by key."""
 
 

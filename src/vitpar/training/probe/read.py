@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitpar.data.sources.parquet import checked_size
 from vitpar.errors import DataError
-from vitpar.io import parse_json
-from vitpar.limits import MAX_CLASSES, MAX_FEATURE_BYTES, MAX_JSON_BYTES
+from vitpar.io import parse_json, stat_regular
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import shown
 from vitpar.training.parquet_file import arrow
 
@@ -34,14 +33,14 @@ class Features:
 def read_features(path: Path) -> Features:
     """Return the features in a file.
 
-    Raises DataError for a file that is damaged, too large, of another kind, or with images that have no label.
+    Raises DataError for a file that is damaged, of another kind, or with images that have no label.
     """
     library = arrow().parquet
     try:
-        checked_size(path)
+        stat_regular(path)
         with library.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
-            _refuse_others(path, schema, rows)
+            _refuse_others(path, schema)
             width = schema.field("embedding").type.list_size
             embeddings, labels = np.empty((rows, width), np.float32), np.empty(rows, np.int64)
             start = 0
@@ -71,8 +70,8 @@ def read_features(path: Path) -> Features:
     return Features(torch.from_numpy(embeddings), torch.from_numpy(labels), about)
 
 
-def _refuse_others(path: Path, schema: Any, rows: int) -> None:
-    """Raise DataError for columns that `vitpar features` does not write, and for a file that needs too much memory."""
+def _refuse_others(path: Path, schema: Any) -> None:
+    """Raise DataError for columns that `vitpar features` does not write."""
     from pyarrow import types
 
     fields: dict[str, Any] = {field.name: field.type for field in schema}
@@ -88,18 +87,12 @@ def _refuse_others(path: Path, schema: Any, rows: int) -> None:
             f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `label` (int64) and `embedding` "
             "(fixed-size list of float32), as `vitpar features` writes them"
         )
-    if (size := 4 * rows * embedding.list_size) > MAX_FEATURE_BYTES:
-        raise DataError(
-            f"the features in '{path}' take {size:,} bytes of memory, above {MAX_FEATURE_BYTES:,}: extract those of "
-            "fewer images"
-        )
 
 
 def _about(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
     """Return the description in a file's metadata, empty if there is none that can be read."""
-    text = metadata.get(b"vitpar", b"{}")
     try:
-        about = parse_json(text.decode()) if len(text) <= MAX_JSON_BYTES else {}
+        about = parse_json(metadata.get(b"vitpar", b"{}").decode())
     except ValueError:
         about = {}
     if not isinstance(about, dict):

@@ -131,7 +131,7 @@ def with_value(rows, column, row, value):
     [
         (
             lambda d: (d / "dataset.json").unlink(),
-            r"no data set at '.*': make one with `vitpar data pack SOURCE .*packed`, or index",
+            r"no data set at '.*': make one with `vitpar data pack .*packed data_shards/packed` and give data_shards/packed, or",
         ),
         (
             lambda d: (d / "dataset.json").write_text("{"),

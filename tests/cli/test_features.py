@@ -85,7 +85,7 @@ def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["f.parquet"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install 'vitpar\[parquet\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[parquet\]'"):
         FeatureFile(tmp_path / "f.parquet", 2, {})
 
 

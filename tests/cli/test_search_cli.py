@@ -51,7 +51,7 @@ def test_without_plotly_pages_name_the_extra(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(plotly, "find_spec", lambda name: None)
     plotly.library.cache_clear()
     for command in (search, scaling):
-        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install 'vitpar\[report\]'"):
+        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install -e '\.\[report\]'"):
             printed(command, *H100, "--report", str(tmp_path / "page.html"))
     assert not (tmp_path / "page.html").exists()
 

@@ -118,7 +118,7 @@ def test_digits_are_scaled_without_loss_and_split_by_class():
 
 def test_digits_without_scikit_learn_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'vitpar\[digits\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[digits\]'"):
         open_source("digits")
 
 

@@ -255,6 +255,6 @@ def test_without_plotly_a_report_names_the_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(plotly, "find_spec", lambda name: None)
     plotly.library.cache_clear()
     for live in (False, True):
-        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install 'vitpar\[report\]'"):
+        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install -e '\.\[report\]'"):
             write_report([run], out=None if live else tmp_path / "page.html", live=live)
     assert not (tmp_path / "page.html").exists()

@@ -76,5 +76,5 @@ def test_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path: Path, m
         raise RuntimeError
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["p.parquet"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"pip install 'vitpar\[parquet\]'"):
+    with pytest.raises(DataError, match=r"pip install -e '\.\[parquet\]'"):
         PredictionFile(tmp_path / "p.parquet", 5, {})

@@ -221,7 +221,7 @@ def test_options_of_the_import_are_named(hub: Hub, tmp_path: Path) -> None:
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DataError, match=r"hf:owner/tiny needs huggingface_hub: pip install 'vitpar\[hub\]'"):
+    with pytest.raises(DataError, match=r"hf:owner/tiny needs huggingface_hub: pip install -e '\.\[hub\]'"):
         fetch(named("hf:owner/tiny"))
 
 

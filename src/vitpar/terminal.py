@@ -5,7 +5,7 @@ import re
 import sys
 from typing import TextIO
 
-_UNIT = re.compile(r"(?:`[^`]*`|(?<!\w)'[^']*'(?!\w)|pip install (?=\S)|\S)+")
+_UNIT = re.compile(r"(?:`[^`]*`|(?<!\w)'[^']*'(?!\w)|pip install (?:-e )?(?=\S)|\S)+")
 """Text that stays on one line, so that it can be copied: a word, a path, a quotation or a command in backticks."""
 
 

@@ -45,7 +45,7 @@ def test_task_is_trained_resumed_evaluated_and_reported(place: Path, vitpar: Com
     assert "Mean absolute error" in page and "Top-" not in page  # the page has data in base64, without signs
     (run,) = json.loads(said("runs", "run", "--json"))["runs"]
     assert run["metric"]["name"] == "mae" and run["value"] == pytest.approx(figures["mae"], rel=1e-4)
-    assert "mean absolute run state" in " ".join(said("runs", "run").split())
+    assert "mean absolute error" in " ".join(said("runs", "run").split())
     refused = said("report", "run", "--images", "3", *TASK, code=2)
     assert "--images shows classes, which task 'own_task.py:Value' does not predict" in refused
 

@@ -110,7 +110,7 @@ LABELS = pyarrow.array([0, 1], pyarrow.int64())
     ("make", "words"),
     [
         (lambda path: path.write_bytes(b"PAR1" * 9), "cannot be read as Parquet"),
-        (lambda path: None, "cannot be read as Parquet"),
+        (lambda path: None, "there is no file"),
         (lambda path: write(path, label=LABELS), "has the columns label: it needs `label`"),
         (lambda path: write(path, label=LABELS, embedding=[[1.0], [2.0]]), "fixed-size list of float32"),
         (lambda path: write(path, label=LABELS, embedding=embeddings([1, 2], [3, math.nan])), "not finite"),

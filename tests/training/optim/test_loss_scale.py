@@ -214,6 +214,7 @@ def test_progress_and_log_show_the_scale() -> None:
     for shown in (skipped, {**skipped, "skipped": False, "loss": 2.25, "grad_norm": 0.5}):
         Logged(folder, Reporter(), task).stepped(shown)
         console._printed = float("-inf")
+        console.reached(shown["step"])
         console.stepped(shown)
     assert lines[0].startswith("step 3  loss nan  lr 0.1  grad norm nan  scale 1,024  100.0 images/s")
     assert lines[1].startswith("step 3  loss 2.2500  lr 0.1  grad norm 0.5  scale 1,024  100.0 images/s")

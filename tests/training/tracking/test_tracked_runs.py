@@ -206,7 +206,7 @@ def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyP
     (tmp_path / "wandb").mkdir()  # a folder that W&B wrote is no package
     monkeypatch.setattr(tracked_run, "find_spec", _only_in(tmp_path))
     for name in ("tensorboard", "wandb", "trackio"):
-        with pytest.raises(RecipeError, match=rf"'{name}' is not installed: pip install 'vitpar\[{name}\]'"):
+        with pytest.raises(RecipeError, match=rf"'{name}' is not installed: pip install -e '\.\[{name}\]'"):
             tracked_run.refuse_missing([name])
     with pytest.raises(RecipeError, match="unknown tracker 'mlflow': use tensorboard, wandb or trackio"):
         tracked_run.refuse_missing(["mlflow"])

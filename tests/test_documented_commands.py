@@ -78,8 +78,8 @@ CODES = {
     r"--resume runs/elastic --mesh dp2 --batch-size 64": 2,
 }
 """Exit codes of the commands that end otherwise than with 0. They are the last of their block."""
-PREDICTED = r"^(pictures/\S+)? +\w+ +[\d.]+ %$"
-"""Lines that are not compared: which classes a picture gets depends on the weights."""
+VARYING = r"^(pictures/\S+)? +\w+ +[\d.]+ %$|^step [\d,]+/.*$"
+"""Lines that are not compared: the classes of a picture depend on the weights, lines of progress on the clock."""
 EXPECTED = {
     r"^(mkdir|cp|cd|tar|export|trap|set)\b|^python -c|^vitpar predict .*> ": "",
     r"^python (block|experiments/)|^torchrun .*block.py": r"^ended: \w+|^written |^\| dp1 \|",
@@ -161,7 +161,7 @@ def check(block: Block, text: str, place: Path, programs: Path, environment: dic
         assert re.search(line, printed, re.M), f"{block.name}: '{command}' does not print '{line}':\n{printed}"
         for file in re.findall(r"(?:--(?:out|report|preview|predictions|run-dir)|>) (\S+)", command):
             assert next(place.rglob(file), None), f"{block.name}: '{command}' does not write {file}"
-    shown = re.sub(PREDICTED, "", block.shown, flags=re.M)
+    shown = re.sub(VARYING, "", block.shown, flags=re.M)
     assert not (lost := missing(shown, output)), f"{block.name}: not printed:\n" + "\n".join(lost) + output
 
 

@@ -26,6 +26,14 @@ def packed(folder: Path) -> Path:
 
     Raises DataError for images that cannot be packed, too little space, and other data in the place of the packed.
     """
+    try:
+        return _packed(folder)
+    except OSError as error:
+        raise DataError(f"'{folder}' cannot be packed: {error.filename}: {error.strerror}: correct it") from None
+
+
+def _packed(folder: Path) -> Path:
+    """Do what `packed` does. Raises OSError too."""
     from vitpar.data.sources.imagenet import is_imagenet
 
     shards = any(folder.glob("*.tar")) and not is_imagenet(folder)  # `vitpar data index` is for these
@@ -69,8 +77,10 @@ def _files(folder: Path) -> tuple[str, int]:
     for place, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
-            found = os.stat(os.path.join(place, name))
-            digest.update(f"{place}/{name} {found.st_size} {found.st_mtime_ns}\n".encode(errors="surrogateescape"))
+            path = os.path.join(place, name)
+            found = os.stat(path)
+            line = f"{os.path.relpath(path, folder)} {found.st_size} {found.st_mtime_ns}\n"
+            digest.update(line.encode(errors="surrogateescape"))
             total += found.st_size + 2048  # headers and padding of a tar
     return digest.hexdigest(), total
 

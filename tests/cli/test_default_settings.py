@@ -78,6 +78,8 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     assert training_recipe(file, named) == (read_recipe(file, {"data.path": "data"}), None)
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-4 and begun.lr_schedule.warmup is None
+    adafactor, _ = training_recipe(None, {**named, "model.weights": "weights"}, ["optimizer.name=adafactor"])
+    assert adafactor.optimizer.lr == 1e-2 and adafactor.train.epochs == 10
     rows = [
         (["--weights", "w"], "--weights 'w' does not exist: name a folder of weights"),
         (["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"], "of 4096 pixels needs 805,306 GB of memory"),
@@ -215,6 +217,14 @@ def test_folder_of_images_is_packed_once(
             continue
         assert packed(Path("photos")) == Path("data_shards/photos")
         assert said in capsys.readouterr().out
+    shutil.rmtree(target)
+    packed(Path("photos"))
+    assert packed(photos) == Path("data_shards/photos")
+    assert "no file has changed since" in capsys.readouterr().out, "whether the path is relative or not"
+    (photos / "class0" / "gone.png").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"'photos' cannot be packed: photos/class0/gone.png: No such file"):
+        packed(Path("photos"))
+    (photos / "class0" / "gone.png").unlink()
     assert packed(place / "data") == place / "data" and packed(Path("not/here")) == Path("not/here")
     shutil.rmtree(target)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))

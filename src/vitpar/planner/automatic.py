@@ -162,9 +162,9 @@ def run_search(searching: Search, budget: float, progress: Progress | None = Non
         raise PlannerError(
             f"a batch of {batches} samples is not divisible by {counts[0]} micro-batches: use another number"
         )
-    needed, limit = "", budget
+    needed, limit = "", max(budget, 1e6)
     while not needed and limit < most:
-        limit *= 1.25
+        limit *= 1.5
         if plans := searching.best(limit).plans:
             least = min(plans, key=lambda price: price.memory_bytes)
             needed = f" ('{least.plan}' needs {size(least.memory_bytes)})"

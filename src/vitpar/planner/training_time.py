@@ -126,7 +126,7 @@ def training_length(recipe: Recipe, conditions: Conditions | None = None) -> Tra
     usual, known = row_of(recipe.task.name, samples), samples is not None
     samples = samples or usual.samples
     of = f"{samples:,} {task.SAMPLE}s"
-    of = of if known else f"{usual.published}'s {of}"
+    of = of if known else f"{usual.example}'s {of}"
     if train.epochs is None and train.steps is None:
         train = train.model_copy(update={"epochs": float(usual.epochs)})
         recipe = recipe.model_copy(update={"train": train})

@@ -56,7 +56,7 @@ class DefaultsRow:
     most: int | None
     """Largest training set; None for any."""
     example: str
-    """Name of a data set of this size."""
+    """Name of a data set of this size, or of the model that a task's published data are for."""
     lr: float
     """Learning rate of AdamW at a batch size of `batch`."""
     batch: int
@@ -75,8 +75,6 @@ class DefaultsRow:
     """Default model of a task; {} stands for the size of patches and images. Empty for classification."""
     samples: int = IMAGENET_1K
     """Samples of the published training set, which stand for data that are unknown."""
-    published: str = "ImageNet-1k"
-    """Name of this training set."""
 
 
 _MIXED = {"augment.mixup": 0.8, "augment.cutmix": 1.0}
@@ -184,7 +182,7 @@ TASKS = {
     ),
     "mlm": DefaultsRow(
         None,
-        "English Wikipedia and books",
+        "BERT",
         *(1e-4, 256),
         epochs=40,
         warmup_epochs=0.4,
@@ -193,11 +191,10 @@ TASKS = {
         "linearly to 0 (1810.04805, A.2)",
         model="bert_base",
         samples=6_400_000,
-        published="BERT",
     ),
     "span": DefaultsRow(
         None,
-        "C4, repeated",
+        "T5",
         *(1e-2, 128),
         epochs=64,
         warmup_epochs=0,
@@ -206,7 +203,6 @@ TASKS = {
         "passes over the same data cost little (3.4.2)",
         model="t5_small",
         samples=2**20,
-        published="T5",
     ),
 }
 """Defaults of other tasks than classification. Above `most` samples, epochs and warm-up are those of the table."""
@@ -235,8 +231,8 @@ NOTES = (
         + (f" Above {row.most:,} samples, epochs and warm-up are those of the table." if row.most else "")
         for name, row in TASKS.items()
     ),
-    f"**Weights.** A run that starts from weights has the fixed defaults, a rate of {FINE_TUNING['optimizer.lr']:g} "
-    f"and {FINE_TUNING['train.epochs']} epochs.",
+    f"**Weights.** A run that starts from weights has the fixed defaults, {FINE_TUNING['train.epochs']} epochs and, "
+    f"with AdamW or Adam, a rate of {FINE_TUNING['optimizer.lr']:g}.",
     "**Streams.** Repeats, mixup and CutMix are left out, since streams do not support them.",
     "**Larger than ViT-B** is a model with more than 12 blocks or with `embed_dim` above 768.",
 )
@@ -282,8 +278,9 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
 
 def for_fine_tuning(recipe: Recipe) -> Recipe:
     """Return `recipe`, which starts from weights, with FINE_TUNING in the settings that it leaves out."""
-    lengths = {"train.epochs"} if recipe.train.steps is not None else set()
-    return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in lengths})
+    left = {"train.epochs"} if recipe.train.steps is not None else set()
+    left |= set() if recipe.optimizer.name in ("adamw", "adam") else {"optimizer.lr"}  # others have rates of their own
+    return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in left})
 
 
 def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:

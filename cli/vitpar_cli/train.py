@@ -12,6 +12,7 @@ import typer
 from vitpar.launch import find_world
 from vitpar.launch.stop_request import stop_at_once
 from vitpar.text import either
+from vitpar.training.recipe.sections import TEXT
 from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
@@ -167,7 +168,7 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     world = find_world()
-    if data is not None and world is None and not dry_run:
+    if data is not None and world is None and not dry_run and task not in TEXT:
         data = packed(data)
     asked = o.request(train, locals())
     if world and world.size > 1 and not dry_run:

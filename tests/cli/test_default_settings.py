@@ -195,7 +195,10 @@ def test_folder_of_images_is_packed_once(
     shutil.copytree(place / "source" / "train", photos)
     refused(
         tmp_path,
-        [(["--dry-run"], "pack photos data_shards/photos` and give data_shards/photos")],
+        [
+            (["--task", "mlm"], "pack photos data_shards/photos` and give"),
+            (["--dry-run"], "pack photos data_shards/photos` and give data_shards/photos"),
+        ],
         "train",
         "--data",
         "photos",

@@ -55,5 +55,5 @@ def test_json_with_paired_surrogates_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", [r'"\ud800"', r'{"\uDfff": 1}', r'"\ud83dx\ude00"', r'"\\\ud83d\ud83d"', '"\ud800"'])
 def test_json_with_lone_surrogates_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"surrogate|invalid continuation"):
+    with pytest.raises(ValueError, match=r"surrogate|is not UTF-8"):
         io.parse_json(text.encode("utf-8", "surrogatepass"))

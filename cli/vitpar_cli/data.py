@@ -14,9 +14,10 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from vitpar.data.classes import class_names
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.errors import DataError
-from vitpar.io import read_text
+from vitpar.io import read_bytes
 from vitpar.launch.resources import cpu_cores
 from vitpar.limits import MAX_JSON_BYTES
 from vitpar.terminal import say
@@ -287,7 +288,7 @@ def verify_command(
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line.strip() for line in read_text(path, MAX_JSON_BYTES).splitlines() if line.strip()]
+        return class_names(read_bytes(path, MAX_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the classes in '{path}': {error}") from None
 

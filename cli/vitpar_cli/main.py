@@ -4,6 +4,7 @@ Each command or command group has its own file. This file combines them and prin
 """
 
 import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from typer.core import TyperOption
 from typer.exceptions import TyperException
 
 from vitpar.errors import UserError
+from vitpar.io import user_path
 from vitpar_cli import (
     bench,
     check,
@@ -105,6 +107,7 @@ def _run() -> int:
 
     Raises UserError for a command line that typer refuses.
     """
+    sys.argv[1:] = map(user_path, sys.argv[1:])  # shells leave the ~ of --run-dir=~/run
     try:
         return app(prog_name="vitpar", standalone_mode=False) or 0
     except typer.Abort:

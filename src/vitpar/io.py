@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vitpar.errors import UserError
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.object_store import ObjectPath
 
@@ -83,9 +84,34 @@ def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
 def read_text(path: PathLike, limit: int) -> str:
     """Return the UTF-8 text of a regular file of at most `limit` bytes.
 
-    Raises OSError, and ValueError for other encodings.
+    Raises OSError, and ValueError as `decode_utf8` does.
     """
-    return read_bytes(path, limit).decode("utf-8")
+    return decode_utf8(read_bytes(path, limit))
+
+
+def user_path(text: str) -> str:
+    """Return a path that a user wrote, or an option or setting `NAME=PATH`, with ~ replaced by the home folder.
+
+    Raises UserError for a name that is not UTF-8, which the files of a run could not keep.
+    """
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise UserError(f"the name {text!a} is not UTF-8: rename it")
+    return re.sub(r"(^|=)~(?=/|$)", lambda found: found[1] + os.path.expanduser("~"), text)
+
+
+def decode_utf8(data: bytes, line: int = 1) -> str:
+    """Return UTF-8 text from outside, without a leading byte-order mark.
+
+    line: number of its first line.
+
+    Raises ValueError, which names the line, for other encodings.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before, wrong = error.object[: error.start], error.object[error.start]
+        number = line + before.count(b"\n")
+        raise ValueError(f"line {number} is not UTF-8 (byte 0x{wrong:02x}): save it as UTF-8") from None
 
 
 def read_json(path: PathLike | ObjectPath, limit: int = MAX_JSON_BYTES) -> Any:
@@ -101,10 +127,10 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
     pairs: makes an object from its keys and values; None makes a dict.
 
-    Raises ValueError for invalid JSON, for nesting that is too deep to parse, and for half of a surrogate pair, which
-    could not be written again.
+    Raises ValueError for invalid JSON, for text other than UTF-8, for nesting that is too deep to parse, and for half
+    of a surrogate pair, which could not be written again.
     """
-    text = data.decode(json.detect_encoding(data)) if isinstance(data, bytes) else data
+    text = decode_utf8(data) if isinstance(data, bytes) else data
     if _SURROGATE.search(text) and any(match[1] for match in _JSON_ESCAPE.finditer(text)):
         raise ValueError("it has an unpaired surrogate")
     try:

@@ -204,7 +204,7 @@ def parse_place(name: str | os.PathLike[str] | ObjectPath) -> Path | ObjectPath:
     Raises DataError for a malformed name, for one that was made a path, or if obstore is not installed.
     """
     if isinstance(name, ObjectPath) or not str(name).startswith(PREFIX):
-        return name if isinstance(name, ObjectPath) else local(Path(name))
+        return name if isinstance(name, ObjectPath) else local(Path(name).expanduser())
     found = ObjectPath.parse(str(name))
     try:
         import obstore  # noqa: F401

@@ -1,6 +1,7 @@
 """Command lines that cannot be parsed: one error line that says what to do."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_usage_errors_are_one_line_with_a_remedy(
         printed, code = said(words.split(), monkeypatch, capsys)
         assert code == 2 and printed.startswith("error: ") and sentence in printed, (words, printed)
         assert len(printed.splitlines()) == 1 and "╭" not in printed, (words, printed)
+
+
+def test_home_folder_is_expanded_in_every_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shells leave the ~ of --out=~/plan.json, and so of --set data.path=~/images."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "~").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for words in (["--out=~/plan.json"], ["--out", "~/plan.json"]):
+        assert said(["plan", "dp2", *words], monkeypatch, capsys)[1] == 0
+        assert (tmp_path / "plan.json").exists() and not any((tmp_path / "here").iterdir())
+        (tmp_path / "plan.json").unlink()
+    printed, _ = said(["train", "--set", "data.path=~/images", "--dry-run"], monkeypatch, capsys)
+    assert f"no data set at '{tmp_path}/images'" in printed
+    assert said(["report", "b\udce4r"], monkeypatch, capsys) == (
+        "error: the name 'b\\udce4r' is not UTF-8: rename it\n",
+        2,
+    )
 
 
 def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

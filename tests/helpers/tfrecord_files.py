@@ -27,7 +27,7 @@ def example(image, label, synset=None, packed=True):
     features = feature("image/height", 3, field(1, varint(10))) + feature("image/encoded", 1, field(1, image))
     features += feature("image/class/label", 3, number)
     if synset:
-        features += feature("image/class/synset", 1, field(1, synset.encode()))
+        features += feature("image/class/synset", 1, field(1, synset.encode() if isinstance(synset, str) else synset))
     return field(1, features)
 
 

@@ -1,4 +1,4 @@
-"""Matching the classes of saved weights with those of data, by name.
+"""Check of the names of classes, and matching the classes of saved weights with those of data by name.
 
 Numbers of classes mean something only together with names: two data sets with the same classes may number them in
 another order. Weights and checkpoints keep the names of the data they were trained on (classes.json).
@@ -6,11 +6,54 @@ another order. Weights and checkpoints keep the names of the data they were trai
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from vitpar.errors import DataError
+from vitpar.io import decode_utf8
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import count, shown
+
+_HIDDEN = ("Cc", "Zl", "Zp")
+"""Unicode's categories of characters that a name may not have: controls, line and paragraph separators."""
+
+
+def check_class_names(names: Sequence[str]) -> None:
+    """Raise DataError unless each of `names`, in label order, stands for one class and can be written and seen.
+
+    Names are compared without surrounding blanks, and as Unicode's normal form C: é is one character or two.
+    """
+    if len(names) > MAX_CLASSES:
+        raise DataError(f"there are {len(names):,} classes: the limit is {MAX_CLASSES:,}")
+    known = dict[str, str]()
+    for number, name in enumerate(names):
+        if not name.isprintable():
+            if any("\ud800" <= char <= "\udfff" for char in name):
+                raise DataError(f"the class name {_escaped(name)} is not UTF-8: rename it")
+            if any(unicodedata.category(char) in _HIDDEN or char == "\ufeff" for char in name):
+                raise DataError(f"the class name {_escaped(name)} has a control character or a mark: remove it")
+        plain = unicodedata.normalize("NFC", name).strip()
+        if not plain:
+            raise DataError(f"class {number} has no name: give it one, or remove the blank line")
+        if known.setdefault(plain, name) is not name:
+            same = known[plain]
+            if same == name:
+                raise DataError(f"two classes are called '{shown(name)}': rename or merge them")
+            raise DataError(f"the class names {_escaped(same)} and {_escaped(name)} look the same: use one spelling")
+
+
+def class_names(data: bytes) -> list[str]:
+    """Return the names of classes in a text file, one a line, without surrounding blanks.
+
+    Blank lines at the end do not count. Raises ValueError as `decode_utf8` does.
+    """
+    return [line.strip() for line in decode_utf8(data).rstrip().split("\n")]
+
+
+def _escaped(text: str) -> str:
+    return shown(ascii(text))
 
 
 class NamedClasses(Protocol):

@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         refuse_other_folders(self.folder)
 
     @property

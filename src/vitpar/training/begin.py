@@ -229,7 +229,7 @@ def create_model(
 
     Raises ModelError, DataError and CheckpointError, and RecipeError for weights of another model.
     """
-    folder = None if weights is None else weights_folder(local_weights(Path(weights)))
+    folder = None if weights is None else weights_folder(local_weights(Path(weights).expanduser()))
     saved = None if folder is None else open_weights(folder).config
     options |= {} if num_classes is None else {"num_classes": num_classes}
     if isinstance(name, str):

@@ -53,13 +53,13 @@ def train(
     """
     if isinstance(recipe, Recipe) and settings:
         raise TypeError("settings need the path of a recipe: pass them to read_recipe instead")
-    request = recipe if isinstance(recipe, Recipe) else RecipeRequest(Path(recipe), settings or {})
+    request = recipe if isinstance(recipe, Recipe) else RecipeRequest(Path(recipe).expanduser(), settings or {})
     # An engine that made the group may have set only some variables of a launcher, or those of another world.
     ranks = dist.get_world_size() if dist.is_initialized() else (find_world() or ALONE).size
     run = prepare(
         request,
         device,
-        run_dir=None if run_dir is None else Path(run_dir),
+        run_dir=None if run_dir is None else Path(run_dir).expanduser(),
         resume=resume,
         choose=lambda recipe, config, device, saved: recipe.chosen(config, lambda plan: plan.resolve(ranks)),
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from vitpar.data.classes import check_class_names
 from vitpar.data.transforms.names import PILLOW_KERNELS, CropMode
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE
@@ -282,13 +283,18 @@ def _colours(mean: Any, std: Any) -> dict[str, tuple[float, ...]]:
 def _class_names(said: Any) -> tuple[str, ...] | None:
     """Return the names of classes 0, 1, …, from a list or from a table by number; None if `said` is neither.
 
-    transformers writes LABEL_0, LABEL_1, … for classes without names.
+    transformers writes LABEL_0, LABEL_1, … for classes without names. Names may repeat: ImageNet has two cranes.
+
+    Raises DataError as `check_class_names` does.
     """
     if isinstance(said, dict) and all(str(label) in said for label in range(len(said))):
         said = [said[str(label)] for label in range(len(said))]
     usable = isinstance(said, list) and said and all(isinstance(name, str) for name in said)
     usable = usable and said != [f"LABEL_{label}" for label in range(len(said))]
-    return tuple(said) if usable else None
+    if not usable:
+        return None
+    check_class_names([*dict.fromkeys(said)])
+    return tuple(said)
 
 
 def _measure(value: Any) -> float | None:

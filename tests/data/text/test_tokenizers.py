@@ -77,7 +77,7 @@ def test_settings_of_another_program_are_dropped(tmp_path):
         (b"{", "is not a tokenizer.json"),
         (b'{"model": 1}', "is not a tokenizer.json"),
         (b"[" * 100_000, "is not a tokenizer.json"),
-        (b"\xff\xfe\xff", "is not a tokenizer.json"),
+        (b"\xff\xfe\xff", "line 1 is not UTF-8"),
         (None, "cannot read the tokenizer '.*No such file.*give `bytes`"),
         (b" " * 2000, "cannot read the tokenizer"),
     ],

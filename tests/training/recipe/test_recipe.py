@@ -40,6 +40,19 @@ def test_later_sources_override_earlier_ones(file: Path) -> None:
     assert (kept.optimizer.name, kept.train.precision, kept.parallel.mesh) == ("adamw", "auto", "dp1")  # defaults
 
 
+def test_recipes_may_have_a_mark_other_line_ends_and_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, text = tmp_path / "recipe.toml", SMALL.replace("somewhere", "~/somewhere")
+    monkeypatch.setenv("HOME", "/home/me")
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
+        assert read_recipe(path).data.path == "/home/me/somewhere"
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(RecipeError, match="line 1 is not UTF-8"):
+        read_recipe(path)
+
+
 def test_assignments_parse_as_toml_or_text(file: Path) -> None:
     for assignment, value in (
         ("train.seed=3", 3),

@@ -6,7 +6,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from vitpar.data.classes import check_class_names
 from vitpar.data.images import IMAGE_TYPES
 from vitpar.data.shards.manifest import ROW, Manifest, read_any_manifest, write_manifest, write_split
-from vitpar.data.sources.source import Progress, check_number_of_classes, split_of
+from vitpar.data.sources.source import Progress, split_of, whole_number
 from vitpar.data.tar import content, members, open_tar
 from vitpar.errors import DataError
-from vitpar.io import parse_json
+from vitpar.io import decode_utf8, parse_json
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
 from vitpar.object_store import ObjectPath
 from vitpar.text import literal, shown
@@ -172,17 +172,18 @@ def label_of(data: bytes, labels: Labels, where: str) -> int | str:
 
     Raises DataError for data without a valid label.
     """
-    value: object = data
+    try:
+        text = decode_utf8(data)
+    except ValueError as error:
+        raise DataError(f"cannot read the label {where}: {error}") from None
+    value: object = text.strip()
     if labels.kind == "json":
         try:
-            value = _field(parse_json(data), labels.field)
+            value = _field(parse_json(text), labels.field)
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{where} has no field '{shown(labels.field)}': name another with json:FIELD") from None
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="replace").strip()
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = int(value)
+    if isinstance(value, str) and (number := whole_number(value)) is not None:
+        value = number
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise DataError(f"label {literal(value)} of {where} is neither a whole number nor a name")
     if isinstance(value, int) and not 0 <= value < 1 << 31:
@@ -235,7 +236,7 @@ def index(
                     progress(split, len(by_split[split]), len(paths))
     scans = [(path, one) for split in by_split.values() for path, one in split.items()]
     names = _classes([one for _, one in scans], classes, old.classes)
-    check_number_of_classes(names)
+    check_class_names(names)
     empty = next((path for path, one in scans if not len(one.rows)), None)
     if empty is not None:
         raise DataError(f"shard '{empty}' has no labelled images: remove it, or set --label")

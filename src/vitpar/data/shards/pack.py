@@ -29,7 +29,7 @@ from vitpar.data.shards.manifest import (
 from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError
 from vitpar.io import write_text
-from vitpar.text import shown
+from vitpar.text import printable, shown
 
 SHARD_SAMPLES = 5000
 """Default number of images in a shard; half a gigabyte of ImageNet."""
@@ -230,7 +230,7 @@ class _Packing:
         table.tofile(table_path)
         skipped_path.unlink(missing_ok=True)
         if skipped:
-            write_text(skipped_path, "".join(f"{why}\n" for why in skipped.values()))
+            write_text(skipped_path, "".join(f"{printable(why)}\n" for why in skipped.values()))
         partial.replace(path)
         return table
 

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitpar.data.sources.source import Source, SourceSplit, read_file
+from vitpar.data.classes import class_names
+from vitpar.data.sources.source import Source, SourceSplit, read_file, reading
 from vitpar.data.tar import unpacked
 from vitpar.errors import DataError
+from vitpar.io import decode_utf8
 from vitpar.limits import MAX_ARCHIVE_BYTES
 from vitpar.text import shown
 
@@ -112,11 +114,13 @@ def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
     if name not in files:
         return [str(label) for label in range(100 if fine else 10)]
     if binary:
-        return files[name]().decode(errors="replace").split()
+        with reading(name):
+            return class_names(files[name]())
+    names = _loaded(files, name)
     try:
-        names = _loaded(files, name)[b"fine_label_names" if fine else b"label_names"]
-        return [word.decode(errors="replace") for word in names]
-    except (KeyError, TypeError, ValueError, AttributeError):
+        with reading(name):
+            return [decode_utf8(word) for word in names[b"fine_label_names" if fine else b"label_names"]]
+    except (KeyError, TypeError, AttributeError):
         raise DataError(f"CIFAR file '{name}' has no class names: fetch it again") from None
 
 

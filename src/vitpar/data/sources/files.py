@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vitpar.data.classes import class_names
 from vitpar.data.images import FILE_SUFFIXES
 from vitpar.data.sources.source import (
     SPLIT_WORDS,
@@ -26,10 +27,11 @@ from vitpar.data.sources.source import (
     read_file,
     read_lines,
     reading,
+    whole_number,
 )
 from vitpar.errors import DataError
-from vitpar.io import open_regular
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
+from vitpar.io import open_regular, read_bytes
+from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from vitpar.text import either, shown
 
 
@@ -191,7 +193,7 @@ def listed(path: Path) -> Source:
     for row in _lines(reader, path):
         where = f"line {reader.line_num} of '{path}'"
         image, label, split = (row.get(name) or "" for name in ("path", "label", "split"))
-        if not image or not label:
+        if not image or not label.strip():
             raise DataError(f"{where} has no {'path' if not image else 'label'}")
         named, split = split, SPLIT_WORDS.get(split.strip().lower() or "train", "")
         if not split:
@@ -219,10 +221,9 @@ def _lines(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]
 
 def _classes(labels: list[str]) -> tuple[list[str], dict[str, int]]:
     """Return the class names and the class number of each label."""
-    try:
-        number = {label: int(label) for label in set(labels)}
-    except ValueError:
-        names = sorted(set(labels))
+    names = sorted(set(labels))
+    number = {name: label for name in names if (label := whole_number(name)) is not None}
+    if len(number) < len(names):
         return names, {name: place for place, name in enumerate(names)}
     return numbered(sorted(number.values())), number
 
@@ -233,7 +234,10 @@ def zipped(folder: Path) -> Source:
     Raises DataError.
     """
     names = folder / "classes.txt"
-    classes = [line.strip() for line in read_lines(names) if line.strip()] if names.exists() else None
+    classes = None
+    if names.exists():
+        with reading(names):
+            classes = class_names(read_bytes(names, MAX_TEXT_BYTES))
     splits = {}
     for split in ("train", "val"):
         entries, labels = _read_map(folder / f"{split}_map.txt", classes)

@@ -84,9 +84,8 @@ def _kit(path: Path) -> _Kit:
     except ValueError as error:
         raise DataError(f"{_TABLE} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
     place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(known)}
-    lines = files[_TRUTH].decode("ascii", errors="replace").split()
     try:
-        truth = [place[int(line)] for line in lines]
+        truth = [place[int(line)] for line in files[_TRUTH].split()]
     except (ValueError, KeyError):
         raise DataError(f"{_TRUTH} in '{path}' has a line that is not a class of {_TABLE}: fetch it again") from None
     return _Kit(classes, [str(row["words"]) for row in known], truth)

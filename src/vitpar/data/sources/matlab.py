@@ -139,7 +139,7 @@ def _cell(element: _Element) -> Cell:
         if content.kind in _NUMBERS:  # one number per character: Latin-1 or UTF-16 without surrogates
             return "".join(map(chr, _numbers(content).astype(np.uint16).tolist()))
         if content.kind in (_UTF8, _UTF16):
-            return bytes(content.data).decode("utf-8" if content.kind == _UTF8 else "utf-16-le", errors="replace")
+            return bytes(content.data).decode("utf-8" if content.kind == _UTF8 else "utf-16-le")
     if _FIRST_NUMERIC <= array.kind <= _LAST_NUMERIC:
         numbers = _numbers(content)
         if len(numbers) == array.size == 1:

@@ -41,6 +41,9 @@ def parquet(folder: Path) -> Source:
         left_out = [f"'{tables.pop('test')[0].path}' and other files of test: they have no labels"]
     files = [file for group in tables.values() for file in group]
     named = next((file.classes for file in files if file.classes), None)
+    other = next((file for file in files if file.classes and file.classes != named), None)
+    if other is not None:
+        raise DataError(f"'{other.path}' names other classes than '{files[0].path}', or in another order: pack one")
     labels = {split: np.concatenate([file.labels for file in group]) for split, group in tables.items()}
     for split, numbers in labels.items():
         if len(missing := np.flatnonzero(numbers == _MISSING)):
@@ -142,7 +145,7 @@ def _is_binary(arrow_type: Any) -> bool:
 def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
     try:
         names = parse_json(metadata[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, TypeError):
         return None
     return [str(name) for name in names] if isinstance(names, list) else None
 

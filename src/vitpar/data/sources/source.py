@@ -12,9 +12,10 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from vitpar.data.classes import check_class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import open_regular, read_bytes
+from vitpar.io import decode_utf8, open_regular, read_bytes
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from vitpar.text import shown
 
@@ -82,17 +83,11 @@ class SourceSplit:
         return SourceSplit(names, labels, lambda i: self.read(int(indices[i])), *order)
 
 
-def check_number_of_classes(classes: Sequence[str]) -> None:
-    """Raise DataError if there are more classes than a data set can have."""
-    if len(classes) > MAX_CLASSES:
-        raise DataError(f"there are {len(classes):,} classes: the limit is {MAX_CLASSES:,}")
-
-
 @dataclass(frozen=True)
 class Source:
     """Source of images to pack.
 
-    Raises DataError for too many classes.
+    Raises DataError as `check_class_names` does.
     """
 
     classes: Sequence[str]
@@ -105,17 +100,21 @@ class Source:
     """Parts of the source that are not used and why, a sentence each."""
 
     def __post_init__(self) -> None:
-        check_number_of_classes(self.classes)
+        check_class_names(self.classes)
+        check_class_names([*dict.fromkeys(self.class_names or ())])  # ImageNet has two cranes
 
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Convert an OSError within the context to a DataError that names `path`."""
+    """Convert an OSError, or text that is not UTF-8, within the context to a DataError that names `path`."""
     try:
         yield
-    except OSError as error:
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
         name = shown(path, len(str(path)))  # shows the end of a long path
-        raise DataError(f"cannot read '{name}': {error.strerror or error}") from None
+        why = error.strerror if isinstance(error, OSError) else None
+        raise DataError(f"cannot read '{name}': {why or error}") from None
 
 
 def read_file(path: str | Path, limit: int = MAX_IMAGE_BYTES) -> bytes:
@@ -142,11 +141,16 @@ def read_span(path: Path, begin: int, size: int) -> bytes:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, without line ends.
 
-    Raises DataError, also for a file that is too large.
+    Raises DataError, also for a file that is too large or in another encoding.
     """
     with reading(path), open_regular(path, MAX_TEXT_BYTES) as file:
         for number, line in enumerate(file, start=1):
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace").rstrip("\r\n")
+            yield decode_utf8(line, number).rstrip("\r\n")
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a label consists of; None for a name, such as 1_0."""
+    return int(text) if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text) else None
 
 
 def split_of(name: str) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, read_span, reading
 from vitpar.errors import DataError
-from vitpar.io import open_regular
+from vitpar.io import decode_utf8, open_regular
 from vitpar.text import shown
 
 NAME = re.compile(r".*-\d+-of-\d+(\.tfrecords?)?|.*\.tfrecords?")
@@ -56,13 +56,15 @@ def tfrecords(folder: Path) -> Source:
     empty = next((split for split, records in splits.items() if not records), None)
     if empty is not None:
         raise DataError(f"the TFRecords of '{empty}' in '{folder}' hold no images: remove them or fetch them again")
-    names = {record.label: record.name for records in splits.values() for _, record in records}
+    names = dict[int, str | None]()
+    for path, record in (one for records in splits.values() for one in records):
+        if names.setdefault(record.label, record.name) != record.name:
+            both = f"'{names[record.label]}' and '{record.name}'"
+            raise DataError(f"label {record.label} has the names {both} in '{path}': correct the records")
     first = 1 if min(names) == 1 else 0
     classes = numbered([label - first for label in names])
     for label, name in names.items():
-        classes[label - first] = name or classes[label - first]
-    if len(set(classes)) < len(classes):
-        classes = numbered([label - first for label in names])
+        classes[label - first] = classes[label - first] if name is None else name
     return Source(classes, {split: _split(records, first) for split, records in splits.items()})
 
 
@@ -133,7 +135,7 @@ def _example(data: mmap.mmap, begin: int, end: int) -> _Record:
         raise ValueError("its image is empty")
     inside = slice(image[0] - begin, image[1] - begin)
     named = _first_text(data, *spans[_NAME]) if _NAME in spans else None
-    name = None if named is None else data[slice(*named)].decode(errors="replace")
+    name = None if named is None else decode_utf8(data[slice(*named)]).strip()
     return _Record(begin, end - begin, inside, _integer(data, *spans[_LABEL]), name)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
-from vitpar.io import read_bytes
+from vitpar.io import read_bytes, read_text
 from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_VOCABULARY
 from vitpar.object_store import ObjectPath
 from vitpar.text import shown
@@ -117,7 +117,7 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the bytes of all texts, int64 [ids], and their number in each text, int64 [texts]."""
-        parts = [text.encode("utf-8", errors="replace") for text in texts]
+        parts = [text.encode() for text in texts]
         lengths = np.array([len(part) for part in parts], np.int64)
         return np.frombuffer(b"".join(parts), np.uint8).astype(np.int64), lengths
 
@@ -221,12 +221,13 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     try:
-        data = read_bytes(path / "tokenizer.json" if path.is_dir() else path, MAX_TOKENIZER_BYTES)
-    except OSError as error:
+        text = read_text(path / "tokenizer.json" if path.is_dir() else path, MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"cannot read the tokenizer '{shown(name)}' ({error.strerror}): give `bytes` or a tokenizer.json"
+            f"cannot read the tokenizer '{shown(name)}' ({why}): give `bytes` or a tokenizer.json"
         ) from None
-    return FileTokenizer(data, name)
+    return FileTokenizer(text.encode(), name)
 
 
 def load_tokenizer(path: Path | ObjectPath | None, sha256: str | None) -> Tokenizer:

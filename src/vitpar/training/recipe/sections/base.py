@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from vitpar.io import user_path
 
 
 class Section(BaseModel):
@@ -12,3 +16,9 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _home(cls, value: Any) -> Any:
+        # Only paths begin with ~, and the recipe of a run has them as they are used.
+        return user_path(value) if isinstance(value, str) else value

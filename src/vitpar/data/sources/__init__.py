@@ -75,7 +75,7 @@ def _source(location: str | Path, progress: Progress | None) -> Source:
             return listed(path)
         files = cifar_files(path)
         if files is None:
-            raise DataError(f"'{location}' is neither a CSV list nor a CIFAR archive: {_KINDS}")
+            raise DataError(f"'{location}' is neither a CSV list nor a CIFAR archive: {_KINDS}; text needs --tokens")
         return cifar(files)
     if not path.is_dir():
         raise DataError(f"no folder or file '{location}' to pack: {_KINDS}")

@@ -231,8 +231,7 @@ class Trainer:
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, self.samples, self.schedules.sizes)
-        # With several ranks the launching process prints the notice once.
-        notice = STOPPING if dist.get_world_size() == 1 else ""
+        notice = "" if self.rank else STOPPING
         with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
                 self.watchdog.beat(COMPUTING, number)

@@ -240,7 +240,7 @@ class Trainer:
                     log.add(number, batch, self.lr(number), self.step(number, batch))
                 if self.folder:
                     self.shown.reached(number)
-                stuck = self.non_finite.stuck(number)
+                stuck = self.non_finite.stuck(number, last=number == self.total_steps)
                 self.done, self.samples = number, batch.samples
                 due = agenda.after(number, stuck=stuck is not None)
                 if due.look:

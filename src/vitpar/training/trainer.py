@@ -79,7 +79,8 @@ class Trainer:
         Raises CheckpointError, DataError and RecipeError for what cannot be used; a new folder is then removed.
         """
         data = {TRAINING_DATA: self.train_set, "the validation data": self.val_set}
-        trained = build(self.recipe, self.config, self.plan, self.device, self.task, data)
+        folder = None if self.prepared.run_dir is None else str(self.prepared.run_dir)
+        trained = build(self.recipe, self.config, self.plan, self.device, self.task, data, {"--run-dir": folder})
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
         self.input = trained.input()

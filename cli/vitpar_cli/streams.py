@@ -10,9 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vitpar.errors import UserError
+from vitpar.text import shown
 
 READER_GONE = 141
 """Exit code of a command whose reader is gone, as if SIGPIPE (13) had ended it."""
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "check its disk or mount"),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+}
+"""Advice by the number of an OSError that is not a fault of the program."""
 _outlives_reader = False
 
 
@@ -41,8 +48,8 @@ def prepare_streams() -> None:
 
 
 @contextmanager
-def full_disk_as_error() -> Iterator[None]:
-    """Turn an OSError of a full disk within the context into a UserError."""
+def storage_error_as_sentence() -> Iterator[None]:
+    """Turn an OSError of a disk, a mount or a limit within the context into a UserError."""
     try:
         try:
             yield
@@ -50,10 +57,11 @@ def full_disk_as_error() -> Iterator[None]:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _REMEDIES:
             raise
         _discard(1)  # or Python would fail again when it flushes the rest at exit
-        raise UserError(f"cannot write: {error.strerror}: free some space") from None
+        name = f" '{shown(error.filename)}'" if error.filename else ""
+        raise UserError(f"cannot write{name}: {error.strerror}: {_REMEDIES[error.errno]}") from None
 
 
 class _Stream(io.TextIOWrapper):

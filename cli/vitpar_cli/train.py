@@ -171,9 +171,8 @@ def train(
     if data is not None and world is None and not dry_run and task not in TEXT:
         data = packed(data)
     asked = o.request(train, locals())
-    if world and world.size > 1 and not dry_run:
-        stop_at_once()
     if not dry_run:
+        stop_at_once()
         outlive_reader()  # log.txt of the run has what it prints
     from vitpar.training.prepare import prepare
 

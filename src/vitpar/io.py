@@ -8,8 +8,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -158,6 +158,16 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
+@contextmanager
+def writing(path: PathLike) -> Iterator[None]:
+    """Name `path` in an OSError of the context, as the errors of writing to an open file do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+
+
 def write_text(path: PathLike, text: str) -> None:
     """Write `text` to `path` as UTF-8, atomically: a reader sees the old file or the complete new one.
 
@@ -167,7 +177,8 @@ def write_text(path: PathLike, text: str) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process
-        with temporary.open("x", encoding="utf-8") as file:  # "x": never write through a link that somebody put there
+        # "x": never write through a link that somebody put there.
+        with writing(target), temporary.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, target)
     finally:

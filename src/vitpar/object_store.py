@@ -169,7 +169,7 @@ class ObjectPath:
         except (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError, PermissionError):
             raise PermissionError(errno.EACCES, "the storage denies access", str(self)) from None
         except exceptions.PreconditionError:
-            raise OSError(errno.ESTALE, "it was replaced during use", str(self)) from None
+            raise OSError(errno.ESTALE, "it was changed during use", str(self)) from None
         except exceptions.BaseError as error:
             status = re.search(r"status: (\d{3})\b", str(error))
             why = next((why for pattern, why in _REASONS.items() if re.search(pattern, str(error))), None)

@@ -1,6 +1,7 @@
 """`vitpar features`: a Parquet file of what the classifier reads."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -81,6 +82,12 @@ def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest
     assert [read.metadata.row_group(i).num_rows for i in range(read.num_row_groups)] == [4, 4, 2]
     assert read.read()["embedding"].to_pylist() == numbers.tolist()
     assert read.read()["key"].to_pylist()[1] == "\\udcff"
+    with (
+        pytest.raises(DataError, match=r"full.parquet' cannot be written: No space left"),
+        FeatureFile(tmp_path / "full.parquet", 2, {}) as file,
+    ):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file._file.fileno())
+        file.add(["a"], [0], torch.zeros(1, 2))
     with pytest.raises(RuntimeError), FeatureFile(tmp_path / "other.parquet", 2, {}):
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["f.parquet"]

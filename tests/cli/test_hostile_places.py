@@ -2,6 +2,7 @@
 
 import io
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -65,6 +66,14 @@ def test_a_full_device_behind_two_ranks_is_one_sentence(tmp_path: Path) -> None:
         )
         _, errors = process.communicate(timeout=100)
     assert (process.returncode, errors) == (2, "error: cannot write: No space left on device: free some space\n")
+
+
+def test_a_limit_of_file_size_is_one_sentence_with_the_path(tmp_path: Path) -> None:
+    process = forked(tmp_path, training(tmp_path, 100, "--set", "checkpoint.every=0"))
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (8192, 8192))
+    _, errors = process.communicate(timeout=100)
+    words = "error: cannot write 'run/metrics.jsonl': File too large: raise the limit of a file's size (ulimit -f)\n"
+    assert (process.returncode, errors) == (2, words)
 
 
 def test_a_removed_run_folder_is_written_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vitpar.training.recipe import read_recipe
 
 STEPS = 4
 TRAIN_KEYS = [
-    *("kind", "step", "epoch", "samples", "loss", "lr", "grad_norm"),
+    *("kind", "step", "epoch", "samples", "samples_crc32", "loss", "lr", "grad_norm"),
     *("step_ms", "data_ms", "images_per_second", "mfu", "memory_bytes", "top1", "time"),
 ]
 DETAILS = ("grad_norms", "update_ratios", "memory_by_rank")

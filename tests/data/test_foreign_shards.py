@@ -173,14 +173,14 @@ def test_replaced_shard_is_detected(tmp_path):
 
     train = ShardSet.open(tmp_path / "packed", "train")
     replace()
-    with pytest.raises(DataError, match=r"train-000000.tar' was replaced during use"):
+    with pytest.raises(DataError, match=r"train-000000.tar' was changed during use: restore it"):
         train.read(0)
     train = ShardSet.open(tmp_path / "packed", "train")
     batches = iter(TrainLoader(train, TrainTransform(8), order=SampleOrder(0, 21), batch_size=7, workers=0))
     for _ in range(3):
         next(batches)
     replace()
-    with pytest.raises(DataError, match="was replaced during use"):
+    with pytest.raises(DataError, match="was changed during use"):
         next(batches)
 
 

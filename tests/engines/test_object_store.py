@@ -87,9 +87,9 @@ def test_replaced_and_missing_shards_are_refused(folder: Path, bucket: ObjectPat
     shard = bucket / "changed" / shards.files[0].name
     content = shard.read_bytes(1 << 30)
     shard.write(io.BytesIO(content[:-1] + b"x"))
-    with pytest.raises(DataError, match="replaced during use"):
+    with pytest.raises(DataError, match="changed during use"):
         shards.refuse_changed()
-    with pytest.raises(DataError, match="replaced during use"):
+    with pytest.raises(DataError, match="changed during use"):
         shards.read(0)
     shard.write(io.BytesIO(content[:-512]))
     with pytest.raises(DataError, match=r"bytes but .* were indexed"):

@@ -120,9 +120,10 @@ def program(tmp_path: Path) -> list[str]:
     return [str(path)]
 
 
-def parent(num_workers: int, *argv: str) -> subprocess.Popen[str]:
+def parent(num_workers: int, *argv: str, patient: bool = False) -> subprocess.Popen[str]:
     """Start a separate process that spawns `num_workers` ranks."""
-    code = f"import sys; from vitpar.launch import spawn; sys.exit(spawn({num_workers}, sys.argv[1:], device='cpu'))"
+    call = f"spawn({num_workers}, sys.argv[1:], device='cpu', patient={patient})"
+    code = f"import sys; from vitpar.launch import spawn; sys.exit({call})"
     return subprocess.Popen([sys.executable, "-c", code, *argv], stderr=subprocess.PIPE, text=True)
 
 
@@ -240,6 +241,19 @@ def test_stopping_the_parent_stops_all_ranks(
     assert process.communicate()[1] == line
     assert process.returncode == code
     wait_until(lambda: not alive(pids))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_ranks_that_do_not_train_yet_are_stopped_with_the_name_of_the_signal(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Schedulers may start such a run again."""
+    rank = "import os, sys, time; open(f'{sys.argv[1]}/pids{os.environ[\"RANK\"]}', 'w').write('1'); time.sleep(100)"
+    process = parent(2, "-c", rank, str(tmp_path), patient=True)
+    stuck_pids(tmp_path, 2)
+    process.send_signal(number)
+    words = {signal.SIGINT: "Ctrl-C", signal.SIGUSR1: "SIGUSR1"}[number]
+    assert (process.communicate()[1], process.returncode) == (f"stopped by {words}\n", code)
 
 
 def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,25 @@ def test_sigterm_ends_a_rank_that_waits_for_others_with_the_code_of_a_saved_run(
 def test_children_and_the_training_loop_have_the_default_actions() -> None:
     assert exits(forked, [{}])[0][0] == 100 - signal.SIGTERM
     assert exits(training, [{}])[0][0] == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import vitpar_cli, interrupted",  # an exception within an import may be lost
+        "from vitpar_cli.program import run_program; run_program(lambda: exec(open('interrupted.py').read()))",
+        "from vitpar_cli.main import app, main; app.command('x')(lambda: exec(open('interrupted.py').read())); main()",
+    ],
+    ids=["import", "program", "command"],
+)
+def test_ctrl_c_ends_a_command_without_a_line(program: str, tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-c", program, "x"]
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes of a shell ignore it
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60, preexec_fn=default
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_sigusr1_does_not_kill_a_command_that_still_imports() -> None:

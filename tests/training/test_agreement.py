@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small, rename_classes
+from helpers.trained import recipe_of, trainer_of
 from vitpar.data import ShardSet
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse
@@ -41,6 +42,15 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, ""),
     "local settings": ({"data.path": "elsewhere", "data.workers": 3}, ""),
 }
+
+
+def opened(device: torch.device, place: Path) -> str:
+    """Return the error of a run whose ranks are given other folders; empty for none."""
+    try:
+        trainer_of(recipe_of(place / "data", "dp3"), place / f"run{dist.get_rank()}")
+    except RecipeError as error:
+        return str(error)
+    return ""
 
 
 def compared(device: torch.device, place: Path, changed: dict[str, Any]) -> str:
@@ -79,3 +89,9 @@ def test_differences_are_named_on_every_rank(name: str, content: Path, ranks: Ca
     changed, words = DIFFERENCES[name]
     found = ranks(3).run(compared, content, changed)
     assert len({*found}) == 1 and words in found[0] and bool(found[0]) == bool(words), found
+
+
+def test_another_run_folder_of_a_rank_is_refused(content: Path, ranks: Callable[[int], RankPool]) -> None:
+    (found,) = {*ranks(3).run(opened, content)}
+    assert found.startswith("ranks disagree: --run-dir is ") and "run0" in found and "run2" in found
+    assert not list(content.glob("run?"))

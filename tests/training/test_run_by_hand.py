@@ -1,6 +1,7 @@
 """A complete run compared with a plain loop: learning rates, clipping, averages, evaluation and saved weights."""
 
 import math
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def by_hand(
         for name, p in named.items():
             averages[name] = 0.7 * averages[name] + 0.3 * p.detach()
         right = (logits.argmax(1) == batch.labels).double().mean().item()
-        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate, "top1": right})
+        crc = zlib.crc32(b"".join(key.to_bytes(8, "little") for key in batch.keys.tolist()))
+        steps.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": rate, "top1": right, "samples_crc32": crc})
     model.load_state_dict(averages, strict=False)
     val = ShardSet.open(data, "val")
     (batch,) = EvalLoader(val, EvalTransform(8, settings.crop_pct), batch_size=len(val), workers=0)
@@ -107,6 +109,7 @@ def test_run_matches_a_plain_loop(scheduled: bool, tmp_path: Path, alone: None) 
         logged = [row.get(name) for row in rows]
         assert logged == (pytest.approx(values, abs=1e-12) if scheduled else [None] * 6)
     assert min(step["grad_norm"] for step in steps) > 0.5, "nothing is clipped"
+    assert [row["samples_crc32"] for row in rows] == [step["samples_crc32"] for step in steps]
     for row, step in zip(rows, steps, strict=True):
         assert {name: row[name] for name in step} == pytest.approx(step, rel=1e-4), row["step"]
     last = rows_of(tmp_path / "run", "eval")[-1]

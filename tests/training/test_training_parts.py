@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,19 @@ def saved(tmp_path: Path, alone: None) -> tuple[ParallelModel, Path]:
     model = built(torch.device("cpu"), "dp1")
     save_weights(model, folder, recipe().to_toml())
     return model, folder
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_their_file(saved: tuple[ParallelModel, Path]) -> None:
+    """safetensors raises an error of its own, which the command line would not know."""
+    model, folder = saved
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_weights(model, folder, recipe().to_toml())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert Path(caught.value.filename).name == "model-00001-of-00001.safetensors"
 
 
 def test_damaged_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Path]) -> None:

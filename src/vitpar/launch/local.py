@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitpar.errors import LaunchError
+from vitpar.io import writing
 from vitpar.launch.report import PARENT_PIPE, Report, reports_folder
 from vitpar.launch.resources import allow_open_files, cpu_share
-from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
+from vitpar.launch.stop_request import ASKED, SAVED, StopRequest, signal_words
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 from vitpar.terminal import complain, is_terminal
@@ -108,7 +109,7 @@ def spawn(
     handed: bytes for the ranks, which read them with `handed_over`.
     debug: whether to show the traceback of a UserError or FaultError before its sentence.
     patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C only asks the ranks to end, by SIGTERM, and waits for them. A
-    second one ends them.
+    second one ends them. Ranks that the first one ends before they train are an end with SAVED, except after Ctrl-C.
     tell: receives the message of a world that failed or was stopped.
 
     | exit code | meaning |
@@ -122,9 +123,10 @@ def spawn(
     Raises LaunchError if this machine cannot hold the ranks.
     """
     _check_room(num_workers, device)
-    with reports_folder() as folder, StopRequest(only_note=True, notice=STOPPING if patient else "") as stop:
+    with reports_folder() as folder, StopRequest(only_note=True) as stop:
         if handed is not None:
-            (folder / HANDED).write_bytes(handed)
+            with writing(folder / HANDED):
+                (folder / HANDED).write_bytes(handed)
         # TCPStore would listen on all interfaces. This socket listens on loopback, and the store takes it over.
         listener = socket.create_server((LOOPBACK, 0))
         with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
@@ -233,8 +235,10 @@ class _Workers:
                 failures.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
         return failures
 
-    def ask(self) -> None:
-        """Ask the ranks to end, by SIGTERM."""
+    def ask(self, asked: signal.Signals) -> None:
+        """Ask the ranks to end, by SIGTERM, as `asked` asked the launcher."""
+        with contextlib.suppress(OSError):  # of a full disk: the ranks then name SIGTERM
+            (self.folder / ASKED).write_text(str(int(asked)))
         for process in self.processes:
             process.terminate()
 
@@ -267,7 +271,7 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
     passed_on = False
     while not (stop.again if patient else stop.asked):
         if stop.asked and not passed_on:
-            workers.ask()
+            workers.ask(stop.asked)
             passed_on = True
         running = workers.running()  # read before the failures: once no worker runs, every failure is known
         failures = sorted(workers.failures(), key=lambda failure: failure.order)
@@ -282,7 +286,8 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
             return Outcome(0)
         time.sleep(POLL)
     assert stop.asked is not None
-    return Outcome(128 + stop.asked, f"stopped by {signal_words(stop.asked)}")
+    obeyed = patient and not stop.again and stop.asked != signal.SIGINT
+    return Outcome(SAVED if obeyed else 128 + stop.asked, f"stopped by {signal_words(stop.asked)}")
 
 
 def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:

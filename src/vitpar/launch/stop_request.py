@@ -1,12 +1,11 @@
 """Signals that ask a process to end: SIGTERM and SIGUSR1, as schedulers send them, and Ctrl-C.
 
-| while a rank | SIGUSR1 | SIGTERM |
-|---|---|---|
-| starts Python | kills it | kills it |
-| imports and reads its command | waits, since `vitpar_cli` blocks it | kills it |
-| starts, under srun, mpirun or torchrun | ends it with SAVED (`stop_at_once`) | the same |
-| starts, under vitpar's own launcher | waits | kills it |
-| trains | ends the run after it saved (`StopRequest`) | the same |
+| while a rank, or the process that launches ranks, | SIGUSR1 | SIGTERM | Ctrl-C |
+|---|---|---|---|
+| starts Python | kills it | kills it | ends it with 130 |
+| imports and reads its command | waits, since `vitpar_cli` blocks it | kills it | ends it with 130 |
+| starts | ends it with SAVED (`stop_at_once`) | the same | ends it with 130 |
+| trains | ends the run after it saved (`StopRequest`) | the same | the same |
 """
 
 from __future__ import annotations
@@ -14,7 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
+
+from vitpar.launch.world import REPORTS
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """These signals."""
@@ -22,6 +25,8 @@ _EARLY = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers."""
 SAVED = 75
 """Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
+ASKED = "asked"
+"""File in the folder of reports with the number of the signal that the launcher got and passes on as SIGTERM."""
 STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now"
 """Notice on stderr at the first Ctrl-C of a run that saves."""
 
@@ -34,8 +39,7 @@ def signal_words(number: signal.Signals) -> str:
 def stop_at_once() -> None:
     """Make SIGTERM and SIGUSR1 end this process with SAVED until a StopRequest takes them: nothing is lost before it.
 
-    For ranks that a launcher of others started, whose scheduler may start the job again. Also ends a rank that waits in
-    C code, where handlers of Python do not run.
+    For schedulers, which may start the job again. Also ends a rank in C code, where handlers of Python do not run.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -113,7 +117,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked is None:
             self.asked = signal.Signals(number)
-            if self._notice and number == signal.SIGINT:
+            with suppress(KeyError, OSError):  # a rank of another launcher, or a signal to this rank alone
+                self.asked = signal.Signals(int(Path(os.environ[REPORTS], ASKED).read_text()))
+            if self._notice and self.asked == signal.SIGINT:
                 os.write(2, f"\n{self._notice}\n".encode())  # not print: the signal may interrupt a print
             return
         self.again = True

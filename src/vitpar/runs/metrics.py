@@ -24,6 +24,7 @@ Column = NDArray[np.float64]
 TRAIN = (
     *("step", "samples", "loss", "lr", "grad_norm", "loss_scale", "step_ms", "data_ms", "images_per_second"),
     *("mfu", "memory_bytes", "skipped", "weight_decay", "drop_path", "image_size", "gpu_utilization", "gpu_watts"),
+    "samples_crc32",
 )
 """Columns of rows about training steps."""
 GROUPED = ("grad_norms", "update_ratios")

@@ -127,6 +127,7 @@ def build(
     device: torch.device,
     task: Task | None = None,
     data: Mapping[str, NamedClasses | None] | None = None,
+    others: Mapping[str, str | None] | None = None,
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
 
@@ -135,6 +136,7 @@ def build(
     plan: of ``recipe.chosen``: validated against `config` and the recipe's batch, and compared with its settings.
     task: what is trained; None for the recipe's, for as many labels as the model has outputs.
     data: data sets that the training reads, by name, to compare between ranks; None for none.
+    others: further facts by name, to compare between ranks; None for none.
 
     Raises RecipeError if ranks disagree, if the recipe compiles blocks and they cannot be compiled, or if it freezes
     parameters that do not exist.
@@ -149,7 +151,7 @@ def build(
         for name, folder in (("model.weights", weights), ("lora.weights", adapters))
     }
     contents["the content of distill.teacher"] = teacher_fingerprint(recipe)
-    refuse_disagreement(recipe, plan, data or {}, contents)
+    refuse_disagreement(recipe, plan, data or {}, contents | dict(others or {}))
     train = recipe.train
     wanted = False if recipe.faults.debug_checks else train.compile  # the checks need the operators inside blocks
     compiling = choose_compiling(wanted, plan, train.precision, device)

@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -45,6 +46,8 @@ class _Step(NamedTuple):
     """Epochs seen after it."""
     samples: int
     """Samples seen after it."""
+    samples_crc32: int | None
+    """CRC-32 of the keys of its samples; None in a stream, where a rank knows only those that it reads."""
     loss: Tensor
     """This rank's part of the loss, not read from the device yet."""
     norm: Tensor
@@ -129,6 +132,7 @@ class StepLog:
                 number,
                 batch.epoch,
                 batch.samples,
+                zlib.crc32(batch.keys.numpy().tobytes()) if getattr(batch, "whole", True) else None,  # text is whole
                 loss=stepped.loss,
                 norm=stepped.norm,
                 lr=lr,
@@ -169,6 +173,7 @@ class StepLog:
                 "step": step.number,
                 "epoch": round(step.epoch, 6),
                 "samples": step.samples,
+                "samples_crc32": step.samples_crc32,
                 "loss": _shown(loss, step),
                 "lr": step.lr,
                 "grad_norm": _shown(norm, step),

@@ -65,9 +65,9 @@ class ParquetFile:
         except OSError as problem:
             raise self._refusal(problem) from None
         finally:
-            with suppress(OSError, ValueError):
-                self._writer.close()
-            self._file.close()
+            for opened in (self._writer, self._file):  # a full disk fails again
+                with suppress(OSError, ValueError):
+                    opened.close()
             with suppress(OSError):  # already renamed
                 self._partial.unlink()
 

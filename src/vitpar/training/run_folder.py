@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.errors import RecipeError
-from vitpar.io import read_json, write_text
+from vitpar.io import read_json, write_text, writing
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text, write_plan
 from vitpar.tasks import Task
@@ -172,8 +172,9 @@ class RunFolder:
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl, with the time."""
         time_of_row = datetime.now(UTC).isoformat(timespec="seconds")
-        self._metrics.write(json.dumps({**row, "time": time_of_row}, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with writing(self._metrics.name):
+            self._metrics.write(json.dumps({**row, "time": time_of_row}, allow_nan=False) + "\n")
+            self._metrics.flush()
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
@@ -186,8 +187,9 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Append a line to log.txt, with date and local time."""
-        self._log.write(log_line(text))
-        self._log.flush()
+        with writing(self._log.name):
+            self._log.write(log_line(text))
+            self._log.flush()
 
     def close(self) -> None:
         """Close the files."""

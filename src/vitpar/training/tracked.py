@@ -33,9 +33,9 @@ _ID = re.compile("[a-z0-9]{1,64}")
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl by trackers' names: train/loss, train/grad_norms/head."""
+    """Return the measured numbers of a row of metrics.jsonl by trackers' names: train/loss, train/grad_norms/head."""
     prefix = PREFIXES[row["kind"]]
-    values = {key: value for key, value in row.items() if key not in ("kind", "step")}
+    values = {key: value for key, value in row.items() if key not in ("kind", "step", "samples_crc32")}
     for key in [key for key, value in values.items() if isinstance(value, dict)]:
         values |= {f"{key}/{group}": value for group, value in values.pop(key).items()}
     return {f"{prefix}/{key}": value for key, value in values.items() if isinstance(value, int | float)}

@@ -79,7 +79,8 @@ class Trainer:
         Raises CheckpointError, DataError and RecipeError for what cannot be used; a new folder is then removed.
         """
         data = {TRAINING_DATA: self.train_set, "the validation data": self.val_set}
-        trained = build(self.recipe, self.config, self.plan, self.device, self.task, data)
+        folder = None if self.prepared.run_dir is None else str(self.prepared.run_dir)
+        trained = build(self.recipe, self.config, self.plan, self.device, self.task, data, {"--run-dir": folder})
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.scaler, self.non_finite = trained.scaler, trained.non_finite
         self.input = trained.input()
@@ -231,8 +232,7 @@ class Trainer:
         last: Evaluation | None = None
         log.resume_clock()
         loader = self.input.train_batches(self.train_set, self.samples, self.schedules.sizes)
-        # With several ranks the launching process prints the notice once.
-        notice = STOPPING if dist.get_world_size() == 1 else ""
+        notice = "" if self.rank else STOPPING
         with StopRequest(notice=notice) as stop, closing(iter(loader)) as batches, Garbage() as garbage:
             for number, batch in enumerate(islice(batches, max(0, self.total_steps - self.done)), start=first):
                 self.watchdog.beat(COMPUTING, number)
@@ -241,7 +241,7 @@ class Trainer:
                     log.add(number, batch, self.lr(number), self.step(number, batch))
                 if self.folder:
                     self.shown.reached(number)
-                stuck = self.non_finite.stuck(number)
+                stuck = self.non_finite.stuck(number, last=number == self.total_steps)
                 self.done, self.samples = number, batch.samples
                 due = agenda.after(number, stuck=stuck is not None)
                 if due.look:

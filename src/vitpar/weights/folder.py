@@ -16,6 +16,7 @@ files before any memory of that size is allocated.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -37,7 +39,7 @@ from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIP
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
-from vitpar.io import open_regular, read_text
+from vitpar.io import open_regular, read_text, writing
 from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.models.config import ModelConfig
@@ -61,7 +63,10 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file durably, with the default permissions of new files; safetensors would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from None
     path.chmod(mode)
     flush(path)
 
@@ -199,7 +204,8 @@ def _index(weight_map: Mapping[str, str]) -> str:
 
 def _write_others(folder: Path, contents: Mapping[str, str | bytes]) -> None:
     for name, content in contents.items():
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        with writing(folder / name):
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def export(

@@ -105,6 +105,16 @@ def test_divergence_error_names_step_rank_and_parameter(
 
 LATER = {"train.log_every": 100, "checkpoint.every": 5}
 LATE = [
+    # No update was done, so no learning rate is to blame.
+    (
+        "dp2",
+        LATER,
+        WEIGHT,
+        0,
+        1,
+        math.nan,
+        r"the training diverged at step 1 .*: no update .*, data.std \[.*model.weights",
+    ),
     # When step 5 is due to be saved, the gradients of step 4 are NaN too; the error names step 3, the first one.
     ("dp2", LATER, WEIGHT, 0, 3, math.inf, f"the training diverged at step 3 .*gradient of {WEIGHT} on rank 0"),
     # Loss and gradients of step 4 are finite but its update is not: the run stops before evaluation and checkpoint.
@@ -136,7 +146,7 @@ def test_nothing_non_finite_is_evaluated_or_saved(
     arguments = (recipe_of(data, mesh, **settings), tmp_path / "run", name, rank, (step,), value)
     for error, sums in ranks(2).run(spoilt, *arguments):
         assert error is not None and re.match(words, error), error
-        assert name == "update" or math.isnan(sums["5"][0]), "nothing was spoilt"
+        assert name == "update" or math.isnan(sums[max(sums)][0]), "nothing was spoilt"
     assert rows_of(tmp_path / "run", "eval") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
@@ -174,6 +184,14 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
         assert f"the gradient of {WEIGHT} on rank 1" in error and "faults.max_skipped" in error
         assert all(map(math.isfinite, sums["5"]))
     assert [row["skipped"] for row in rows_of(folder)] == [False, True, False, True, True]
+    folder, recipe = tmp_path / "in_vain", recipe_of(data, "dp2", **{"faults.non_finite": "skip"})
+    for error, _ in ranks(2).run(spoilt, recipe, folder, WEIGHT, 1, range(1, 7), math.nan):
+        assert (
+            error is not None
+            and "no update was done yet" in error
+            and error.startswith("every step was skipped (not finite: the gradient of")
+        )
+    assert len(rows_of(folder)) == 6 and not (folder / "weights").exists()
 
 
 def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:

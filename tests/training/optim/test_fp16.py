@@ -150,7 +150,12 @@ def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Cal
     ("settings", "spoil", "last", "sentence"),
     [
         ({"initial_scale": 2.0, "hysteresis": 1}, math.nan, 3, "loss_scale.min_scale 1, so"),
-        ({"dynamic": False, "initial_scale": 2.0**60, "hysteresis": 2}, None, 2, "loss_scale.initial_scale 1.15292150"),
+        (
+            {"dynamic": False, "initial_scale": 2.0**32, "hysteresis": 2},
+            None,
+            2,
+            "loss_scale.initial_scale 4,294,967,296",
+        ),
     ],
     ids=["smallest", "constant"],
 )

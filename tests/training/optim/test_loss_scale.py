@@ -155,6 +155,10 @@ REFUSED = [
     (["train.precision=fp8", "train.reduce_dtype=fp16"], "'fp8' does not support: use 'fp32' or 'bf16'"),
     (["loss_scale.initial_scale=2"], "loss_scale.initial_scale is 2.0, which does nothing with train.precision 'fp32'"),
     (["loss_scale.initial_scale=0.5"], "loss_scale.initial_scale 0.5 is not within min_scale 1.0 and max_scale"),
+    (
+        ["loss_scale.initial_scale=1e30"],
+        r"'loss_scale.initial_scale' is 1e\+30: input should be less than or equal",
+    ),
     (["loss_scale.max_scale=4096"], "loss_scale.initial_scale 65536.0 is not within"),
     (["loss_scale.min_scale=0"], "recipe key 'loss_scale.min_scale' is 0: input should be greater than 0"),
     (["loss_scale.growth_factor=1"], "'loss_scale.growth_factor' is 1: input should be greater than 1"),

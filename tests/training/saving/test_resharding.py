@@ -75,7 +75,7 @@ def check_move(
     stayed, gone = rows(folder / "stayed"), rows(folder / "moved")
     assert [row["step"] for row in stayed] == list(range(STEPS + 1, 2 * STEPS + 1)) == [row["step"] for row in gone]
     for one, other in zip(stayed, gone, strict=True):
-        assert other["samples"] == one["samples"]
+        assert (other["samples"], other["samples_crc32"]) == (one["samples"], one["samples_crc32"])
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
     shutil.rmtree(folder / "moved")
 

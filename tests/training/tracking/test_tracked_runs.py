@@ -24,7 +24,7 @@ from vitpar.training.recipe import Recipe
 from vitpar.training.tracking import tracked_run
 from vitpar.training.trainer import Trainer
 
-NOT_NUMBERS = ("kind", "step", "time", "mfu", "memory_by_rank")
+NOT_NUMBERS = ("kind", "step", "time", "mfu", "memory_by_rank", "samples_crc32")
 """Keys of rows that trackers do not get: the mfu of a CPU is unknown, and lists are no numbers."""
 
 

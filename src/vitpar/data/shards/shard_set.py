@@ -124,8 +124,7 @@ class ShardSet:
             data = self._open_file(path).read(size, int(self._offset[i]))
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
-        if len(data) != size:
-            raise DataError(f"'{path}' has shrunk since it was opened: restore it")
+        _refuse_other(path, (size, None), (len(data), None))
         if zlib.crc32(data) != int(self._crc[i]):
             raise BadImage("its checksum differs from the index: restore the shard, or index it again")
         return data
@@ -236,7 +235,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 def _refuse_other(path: Path | ObjectPath, stamp: Stamp, now: Stamp) -> None:
     if stamp != now:
         raise DataError(
-            f"shard '{path}' was replaced during use: restore it, or rewrite the index with `vitpar data "
+            f"shard '{path}' was changed during use: restore it, or rewrite the index with `vitpar data "
             f"index {path.parent}` and start again"
         )
 

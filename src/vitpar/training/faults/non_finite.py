@@ -62,11 +62,11 @@ class NonFinite:
             self._seen[step] = loss, parts
             return {}
         skipped = not math.isfinite(norm.item())  # waits for the device
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._scaler:
             scale = self._scaler.scale
             self._scaler.update(skipped)
             return {"loss_scale": scale, "skipped": skipped}
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
         if not skipped:
             return {"skipped": False}
         culprits = self._culprits(loss, parts)
@@ -78,19 +78,21 @@ class NonFinite:
             "bad_ranks": culprits.ranks,
         }
 
-    def stuck(self, step: int) -> str | None:
-        """Return the sentence to stop with after `step`, if skipping further steps is useless; else None."""
+    def stuck(self, step: int, last: bool = False) -> str | None:
+        """Return the sentence to stop with after `step`, if skipping on is useless or it is the last; else None."""
         if self._scaler:
             overflows = (
                 f"float16 still overflows at step {step} with {self._scaler.floor}, so the loss scale cannot fall: "
-                f"lower that or optimizer.lr ({self._recipe.lr:g}), or set train.precision to bf16"
+                f"{self._remedy(step)}; or lower that, or set train.precision to bf16"
             )
             return overflows if self._scaler.exhausted else None
+        if last and self._in_a_row == step:
+            return f"every step was skipped (not finite: {self._last}): {self._remedy(step)}"
         if self._in_a_row < self._recipe.faults.max_skipped:
             return None
         return (
             f"{count(self._in_a_row, 'step')} in a row were skipped, the last at step {step} (not finite: "
-            f"{self._last}): lower optimizer.lr ({self._recipe.lr:g}), or raise faults.max_skipped"
+            f"{self._last}): {self._remedy(step)}, or raise faults.max_skipped"
         )
 
     def until_diverged(self, rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], str | None]:
@@ -104,8 +106,7 @@ class NonFinite:
                 continue
             return rows[:number], (
                 f"the training diverged at step {row['step']} (loss {row['loss']}, gradient norm {row['grad_norm']}; "
-                f"not finite: {_words(self._culprits(*seen[row['step']]))}): lower optimizer.lr "
-                f"({self._recipe.lr:g}) or lengthen the warm-up"
+                f"not finite: {_words(self._culprits(*seen[row['step']]))}): {self._remedy(row['step'])}"
             )
         return rows, None
 
@@ -126,9 +127,15 @@ class NonFinite:
         assert culprits.tensor is not None, "a rank said that there is one"
         return (
             f"the update of step {step} produced non-finite numbers, first in "
-            f"{culprits.tensor.removeprefix('model.')} on {ranks(culprits.ranks)}, so nothing is saved: lower "
-            f"optimizer.lr ({self._recipe.lr:g}) or lengthen the warm-up"
+            f"{culprits.tensor.removeprefix('model.')} on {ranks(culprits.ranks)}, so nothing is saved: "
+            f"{self._remedy(step + 1)}"
         )
+
+    def _remedy(self, step: int) -> str:
+        """Return what to do about numbers of `step` that are not finite. Without an update before it, no rate helps."""
+        if step > max(self._in_a_row, 1):
+            return f"lower optimizer.lr ({self._recipe.lr:g}) or lengthen the warm-up"
+        return f"no update was done yet, so check the data, data.std {[*self._recipe.data.std]} and model.weights"
 
     def _culprits(self, loss: Tensor, parts: Sequence[ShardNorms]) -> _Culprits:
         bad = [names[at] for names, _, norms in parts for at, fine in enumerate(norms.isfinite().tolist()) if not fine]

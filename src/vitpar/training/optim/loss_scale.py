@@ -19,8 +19,8 @@ class LossScaleSection(BaseModel):
 
     dynamic: bool = True
     """Whether the scale changes from `initial_scale`."""
-    initial_scale: float = Field(2.0**16, gt=0)
-    """Scale of the first step."""
+    initial_scale: float = Field(2.0**16, gt=0, le=2.0**32)
+    """Scale of the first step. From one larger than Megatron-LM's, 2**32, falling would take too many steps."""
     min_scale: float = Field(1.0, gt=0)
     """Smallest scale; an overflow there ends the run."""
     max_scale: float = Field(2.0**24, gt=0)

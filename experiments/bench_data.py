@@ -11,6 +11,9 @@ Small images come first: augmented one by one, or in batches as with data.cache 
 Every row reads, decodes, crops to 224 pixels, flips and batches images in one thread, from shards as published, with a
 shorter side, or from the cache of decoded images. Rows take turns. Rates are per second of CPU time, so other programs
 matter little. Cores are those for the steps that `bench/gpu_models.py` predicts on an H200.
+
+Where py-spy is installed, it looks 300 times a second which thread holds Python's lock while one thread decodes. The
+lock can be held by one thread at a time, which limits the images a second of a process, whatever the cores.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import itertools
 import math
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,6 +68,8 @@ THREADS, SMALL_BATCH, SETTLING = 2, 512, 6
 """Threads of a loader of small images, its batch size, and the batches that it delivers before it is timed."""
 SIDES, CLOCKED_BATCH = (32, 64, 96, 128, 224), 128
 """Sides of images, and the batch size, of `by_threads`."""
+LOOKS, SPIED = 300, 8
+"""Looks of py-spy in a second, and seconds for which it looks."""
 SIDE = 256
 """Shorter side of re-encoded images."""
 
@@ -75,8 +81,16 @@ def main() -> int:
     options.add_argument("--small", type=Path, metavar="FOLDER", help="packed images of one small size (made up)")
     options.add_argument("--threads", action="store_true", help="only: images of several sizes by decoding threads")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="which changes small images (cpu)")
+    options.add_argument("--decode", nargs=2, metavar=("FOLDER", "NAME"), help="only: decode packed images, for py-spy")
     given = options.parse_args()
     torch.set_num_threads(1)
+    if given.decode:
+        folder, name = given.decode
+        shards = ShardSet.open(folder, "train")
+        for batch in TrainLoader(
+            shards, TRANSFORMS[name], order=SampleOrder(0, len(shards)), batch_size=BATCH, workers=1
+        ):
+            print(len(batch.labels), flush=True)
     report = Report(given.json)
     if given.device == "cuda":
         if given.small is None or not torch.cuda.is_available():
@@ -126,6 +140,7 @@ def photographs(report: Report, given: Path | None) -> None:
         for stream in streams.values():  # fills the cache
             list(itertools.islice(stream, len(published) // BATCH + 2))
         rounds = [*turns({key: partial(rate, stream) for key, stream in streams.items()}, ROUNDS)]
+        locks(report, folder / "packed")
     wanted = {}
     for name, model in MODELS.items():
         batch = model.batches[0][1]
@@ -140,6 +155,46 @@ def photographs(report: Report, given: Path | None) -> None:
     models = (f"cores for {name}, {rate:,.0f}/s" for name, rate in wanted.items())
     measured = [{"stored": key[0], "augmentation": key[1], "rates": [one[key] for one in rounds]} for key in streams]
     report.show("images of a core", (*heads, *models), rows, measured)
+
+
+def locks(report: Report, packed: Path) -> None:
+    """Measure the share of its time for which a decoding thread holds Python's lock, and the ceiling that follows."""
+    if (spy := shutil.which("py-spy")) is None:
+        print("Python's lock is not measured: pip install py-spy", file=sys.stderr)
+        return
+    rows = []
+    for name in TRANSFORMS:
+        words = [sys.executable, __file__, "--decode", str(packed), name]
+        with (
+            tempfile.TemporaryDirectory() as place,
+            subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as loader,
+        ):
+            assert loader.stdout is not None
+            loader.stdout.readline()
+            seen = Path(place) / "stacks"
+            record = [
+                spy,
+                "record",
+                "--gil",
+                "--nonblocking",
+                "--format",
+                "raw",
+                "--rate",
+                str(LOOKS),
+                "--output",
+                str(seen),
+            ]
+            begun = time.monotonic()
+            subprocess.run(
+                [*record, "--duration", str(SPIED), "--pid", str(loader.pid)], check=True, capture_output=True
+            )
+            seconds = time.monotonic() - begun
+            loader.terminate()
+            images = sum(map(int, loader.stdout.read().split()))
+            held = sum(int(line.rpartition(" ")[2]) for line in seen.read_text().splitlines()) / (LOOKS * SPIED)
+        rows.append([name, f"{images / seconds:,.0f}", f"{held:.1%}", f"{images / seconds / held:,.0f}"])
+    heads = ("augmentation", "images/s of a thread", "lock held", "ceiling of a process, images/s")
+    report.show("Python's lock", heads, rows, rows)
 
 
 def small_images(report: Report, packed: Path) -> None:

@@ -121,6 +121,9 @@ def _reached(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
     if benchmark.data:
         share = _spread(benchmark.data.share, 100.0, 1)
         yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(benchmark.data.synthetic)} ms"
+        if prepared := benchmark.data.prepared:
+            takes = benchmark.batch_size / benchmark.data.synthetic.mean
+            yield "images", f"the model takes {takes:,.0f}/s, the CPUs prepare {prepared:,.0f}/s"
 
 
 def _phases(benchmark: Benchmark) -> Table:

@@ -77,6 +77,7 @@ def plan(
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
+    images_per_second: profiled.InputRate = None,
     modules: Annotated[
         bool,
         typer.Option("--modules", help="Also show how tp splits each module, and what it sends."),
@@ -102,7 +103,8 @@ def plan(
     if predicted:
         profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     conditions = profiled.conditions(mtbf, hour_price, stall, restart)
-    for option, value in (("--memory", memory), ("--epochs", epochs), ("--mtbf", mtbf), ("--price", hour_price)):
+    lengths = {"--epochs": epochs, "--images-per-second": images_per_second}
+    for option, value in {"--memory": memory, "--mtbf": mtbf, "--price": hour_price, **lengths}.items():
         if value is not None and not predicted:
             raise PlannerError(f"{option} is given without a machine: add --cluster, or --hardware for profiles")
     budget = None if memory is None else parse_size(memory)
@@ -134,7 +136,7 @@ def plan(
 
     state, frozen = state_bytes(merged, config), merged.frozen(config)
     summary = summarize(config, made, merged.train.batch_size, state, frozen, frozen_bytes(merged))
-    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions)
+    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions, images_per_second)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
@@ -163,6 +165,7 @@ def _predict(
     cluster: str | None,
     budget: float | None,
     conditions: "Conditions | None",
+    images_per_second: float | None,
 ) -> "Prediction":
     """Predict the time and memory of a plan.
 
@@ -171,6 +174,7 @@ def _predict(
     cluster: name of the cluster; None for profiles.
     budget: memory of a rank in bytes; None for the default share of the device's memory.
     conditions: failures and price of the cluster.
+    images_per_second: images that a machine prepares in a second; None for those of the cluster.
 
     Raises PlannerError and StrategyError.
     """
@@ -202,7 +206,8 @@ def _predict(
         costs = profiled.with_held(estimated, recipe)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
-    training = training_time(priced, training_length(recipe, conditions))
+    hosts = profiled.host_input(images_per_second, cluster, machine.ranks)
+    training = training_time(priced, training_length(recipe, conditions, hosts))
     return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe, costs.whole)))
 
 

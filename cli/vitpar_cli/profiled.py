@@ -23,6 +23,7 @@ from vitpar_cli.outputs import local_weights
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
+    from vitpar.planner.training_time import HostInput
 
 HardwareFile = Annotated[
     Path | None,
@@ -63,6 +64,16 @@ Mtbf = Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILUR
 HourPrice = Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)]
 Stall = Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)]
 Restart = Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)]
+InputRate = Annotated[
+    float | None,
+    typer.Option(
+        "--images-per-second",
+        metavar="RATE",
+        min=1e-3,
+        max=1e12,
+        help="Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting.",
+    ),
+]
 
 
 def conditions(
@@ -80,6 +91,21 @@ def conditions(
     if mtbf is None and price is None:
         return None
     return Conditions(mtbf, price, STALL if stall is None else stall, RESTART if restart is None else restart)
+
+
+def host_input(rate: float | None, cluster: str | None, ranks: int) -> HostInput | None:
+    """Return the input of the machines; None if it is unknown.
+
+    rate: images that a machine prepares in a second; None for those of the cluster. ranks: of the profiled machine.
+    """
+    from vitpar.planner.profile.cluster import find_cluster
+    from vitpar.planner.training_time import HostInput
+
+    if cluster is None:
+        return None if rate is None else HostInput(rate, ranks)
+    found = find_cluster(cluster)
+    rate = rate or (found.host.images_per_second if found.host else None)
+    return None if rate is None else HostInput(rate, found.devices_per_node)
 
 
 MemorySize = Annotated[

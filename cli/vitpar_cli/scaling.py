@@ -50,6 +50,7 @@ def scaling(
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
+    images_per_second: profiled.InputRate = None,
     report: profiled.ReportFile = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
@@ -90,7 +91,8 @@ def scaling(
         for regime in ("weak", "strong")
     }
     known: dict[tuple[int, int], Point] = {}
-    progress, length = ProgressLines(), training_length(merged, conditions) if conditions else None
+    progress, hosts = ProgressLines(), profiled.host_input(images_per_second, cluster, most)
+    length = training_length(merged, conditions, hosts) if conditions or hosts else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")

@@ -98,6 +98,7 @@ def search(
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
+    images_per_second: profiled.InputRate = None,
     report: profiled.ReportFile = None,
     trace_file: Annotated[
         Path | None,
@@ -140,6 +141,7 @@ def search(
         frozenset(word.lstrip("+") for word in _words(without)),
         seconds,
         profiled.conditions(mtbf, hour_price, stall, restart),
+        images_per_second,
     )
     merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
@@ -158,7 +160,7 @@ def search(
     from vitpar.planner.report.page import page
     from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import unprofiled
-    from vitpar.planner.training_time import training_length, training_time
+    from vitpar.planner.training_time import training_time
     from vitpar.strategy import validate
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.state_memory import moments
@@ -171,7 +173,7 @@ def search(
         best = result.plans[0]
         search_findings = replace(
             findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
-            training=training_time(best, training_length(merged, request.conditions)),
+            training=training_time(best, request.length(merged, cluster, costs)),
             gains=gains(result.plans, costs, limit, moments(merged, costs.whole), searching),
         )
         rows = list(request.table(*wanted, progress)) if len(images) > 1 else []

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
     from vitpar.planner.search.best import Search
+    from vitpar.planner.training_time import TrainingLength
     from vitpar_cli.search_view import SearchProgress
 
 SECONDS = 20.0
@@ -52,6 +53,8 @@ class SearchRequest:
     """Limit of a search in seconds; None for the default."""
     conditions: Conditions | None
     """Failures and price of the cluster; None if they are unknown."""
+    images_per_second: float | None
+    """Images that a machine prepares in a second; None for those of the cluster, or if they are unknown."""
 
     def recipe(self, model: str | None, image_size: int | None) -> Recipe:
         """Return the recipe with this model and image size; None for its own."""
@@ -83,6 +86,13 @@ class SearchRequest:
 
         return self.memory or usual_budget(costs)
 
+    def length(self, recipe: Recipe, cluster: str | None, costs: LayerCosts) -> TrainingLength:
+        """Return the length of the recipe's training on a cluster; None for the profiled machine."""
+        from vitpar.planner.training_time import training_length
+
+        hosts = profiled.host_input(self.images_per_second, cluster, costs.hardware.ranks)
+        return training_length(recipe, self.conditions, hosts)
+
     def table(
         self,
         models: Sequence[str | None],
@@ -99,7 +109,6 @@ class SearchRequest:
         """
         from vitpar.planner.comparison import Combination, Compared, compared
         from vitpar.planner.profile.cluster import find_cluster
-        from vitpar.planner.training_time import training_length
 
         named = {cluster: find_cluster(cluster).name for cluster in clusters if cluster}
         for model in models:
@@ -123,4 +132,4 @@ class SearchRequest:
                 where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
                 progress.about = f"{done} of {total}: {where}"
                 searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
-                yield compared(where, searching, self.budget(costs), training_length(recipe, self.conditions), progress)
+                yield compared(where, searching, self.budget(costs), self.length(recipe, cluster, costs), progress)

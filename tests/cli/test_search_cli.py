@@ -108,13 +108,22 @@ def test_options_restrict_the_search_and_stand_in_the_suggested_command(run: Run
     assert f"--schedule {found['plans'][0]['plan']['schedule']}" in found["train"]
 
 
-def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run) -> None:
+def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run, tmp_path: Path) -> None:
     words = run(*H100, "--epochs", "90")
-    assert "90 epochs of 1,281,167 samples; evaluation and checkpoints not included" in words
+    assert "90 epochs of 1,281,167 samples; input, evaluation and checkpoints not included" in words
     assert "ImageNet-1k's 1,281,167 images are assumed: name other data with --data" in words
     assert "time       computing 9" in words
     assert re.search(r"\nwhat would help\n.*\n +-\d.* devices that compute twice as fast ", words)
     assert "--epochs 90" in words.partition("train   ")[2]
+    waiting = run(*H100, "--epochs", "90", "--images-per-second", "1000")
+    assert (
+        "samples; evaluation and checkpoints not included" in waiting
+        and "input      the hosts prepare 1,000 " in waiting
+    )
+    sheet = tmp_path / "ours.toml"
+    text = (ROOT / "examples/clusters/4x8xH100-ethernet.toml").read_text()
+    sheet.write_text(text.replace("[host]", "[host]\nimages_per_second = 1000"))
+    assert "the hosts prepare 4,000 samples/s: devices wait " in run("--cluster", str(sheet), *H100[2:])
     found = json.loads(run(*H100, "--epochs", "90", "--json"))
     best, training = found["plans"][0], found["training"]
     assert training["steps"] == 450_411  # 90 * 1,281,167 / 256

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vitpar.planner.training_time import figure, training_length, training_time
+from vitpar.planner.training_time import HostInput, figure, training_length, training_time
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe, read_recipe
 
@@ -31,9 +31,18 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
     assert "ImageNet-1k's 1,281,167 images are assumed" in found.assumed
     words = found.words("GPU-hours")
     assert words.startswith("16.0 hours, 128 GPU-hours: 115,306 steps, 90 epochs of 1,281,167 samples")
-    assert "evaluation and checkpoints not included" in words
+    assert words.endswith("; input, evaluation and checkpoints not included")
     # Twice the batch: half the steps, as many images.
     assert training_time(priced(2000, 0.5), length).steps == 57_653
+
+
+@pytest.mark.parametrize(("rate", "devices", "step"), [(1000, 8, 1.0), (1000, 4, 0.5), (1000, 3, 0.5), (9e9, 8, 0.5)])
+def test_steps_wait_for_the_input_of_their_machines(rate: float, devices: int, step: float) -> None:
+    length = training_length(recipe(train__steps=500), hosts=HostInput(rate, devices))
+    found = training_time(priced(1000, 0.5), length)
+    assert found.seconds == 500 * step and found.waiting == pytest.approx(1 - 0.5 / step)
+    assert found.words("GPU-hours").endswith("; evaluation and checkpoints not included")
+    assert found.conditions == {"waiting": "50%" if step > 0.5 else "0%"}
 
 
 def test_length_in_steps_assumes_nothing() -> None:

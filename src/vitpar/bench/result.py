@@ -41,6 +41,8 @@ class DataCost:
     """Seconds of a step with synthetic input."""
     share: Repeated
     """Share of the step time that synthetic input saves; negative if noise is larger than the saving."""
+    prepared: float | None = None
+    """Images that the CPUs of this machine prepare in a second; None if that does not limit it."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ class Benchmark:
                 "name": data.name,
                 "synthetic_step_seconds": data.synthetic.to_json(),
                 "share": data.share.to_json(),
+                "images_per_second_prepared": data.prepared,
             },
             "phased_step_seconds": self.phased.to_json(),
             "phases": [

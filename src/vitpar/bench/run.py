@@ -31,6 +31,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.input_rate import input_rate
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.recipe import Recipe
@@ -107,7 +108,8 @@ def bench(
     data = None
     if images is not None:
         shares = tuple(1 - bare / full for bare, full in zip(without, seconds, strict=True))
-        data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares))
+        prepared = all_gather_json(input_rate(recipe, config.image_size))[0]  # of rank 0
+        data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares), prepared)
     return Benchmark(
         config=with_frozen(config, recipe.frozen(config)),
         plan=plan,

@@ -3,7 +3,8 @@
 import io
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,8 @@ FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".web
 """Suffixes of image files in a source folder, in lower case."""
 
 _ORIENTATION = 0x0112  # Exif tag
-_HEADER = 1 << 16  # leading bytes in which the Exif header is searched
+_EXIF, _SCAN = 0xE1, 0xDA  # markers of a JPEG's segments
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of the segments that have its size
 
 
 BadSample = Literal["fail", "skip"]
@@ -60,36 +62,76 @@ def image_type(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
+class _Header(NamedTuple):
+    """Facts in the header of an encoded image."""
+
+    kind: str
+    """One of IMAGE_TYPES."""
+    width: int
+    """Width in pixels as stored, before Exif orientation is applied."""
+    height: int
+    """Height in pixels as stored."""
+    orientation: int | None = None
+    """Exif orientation, 1 to 8, of which 1 means upright; None for types that are decoded to know it."""
+
+
 def image_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels as stored, from the header alone; Exif orientation is not applied.
 
     Raises BadImage, also for a JPEG of more than MAX_PIXELS pixels, and for an image of another type that decodes to
     more than MAX_DECODED_BYTES.
     """
-    kind = _known_type(data)
+    header = _header(data)
+    return header.width, header.height
+
+
+def _header(data: bytes) -> _Header:
+    """Return the facts in the header of an image. Raises BadImage as `image_size` does."""
+    if (kind := image_type(data)) is None:
+        raise BadImage("its image format is unknown")
     try:
-        width, height = _size(data, kind)
+        header = _jpeg_header(data) if kind == "jpg" else None
+        if header is None:
+            with _opened(data, kind) as image:
+                header = _Header(kind, *image.size, _noted(image.getexif) if kind == "jpg" else None)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"its header cannot be read ({_reason(error)})") from error
     most = MAX_PIXELS if kind == "jpg" else MAX_DECODED_BYTES // 3
-    if width * height > most:
-        raise BadImage(f"it has {width} x {height} pixels, more than {most:,}")
-    return width, height
+    if header.width * header.height > most:
+        raise BadImage(f"it has {header.width} x {header.height} pixels, more than {most:,}")
+    return header
 
 
-def _known_type(data: bytes) -> str:
-    if (kind := image_type(data)) is None:
-        raise BadImage("its image format is unknown")
-    return kind
+def _jpeg_header(data: bytes) -> _Header | None:
+    """Read the header of a JPEG in one walk over its segments; None if it is damaged or of a rare kind.
+
+    Decoding threads hold Python's lock meanwhile.
+    """
+    place, size, orientation = 3, (0, 0), 1  # the first marker follows SOI and 0xFF
+    while place < len(data) - 8 and data[place - 1] == 0xFF:
+        marker, length = data[place], data[place + 1] << 8 | data[place + 2]
+        if marker == _SCAN:
+            return _Header("jpg", *size, orientation) if all(size) else None
+        if marker in _FRAMES:
+            size = data[place + 6] << 8 | data[place + 7], data[place + 4] << 8 | data[place + 5]
+        elif marker == _EXIF and data.startswith(b"Exif\0\0", place + 3):
+            orientation = _noted(partial(_exif, data[place + 3 : place + 1 + length]))
+        place += length + 2
+    return None
 
 
-def _size(data: bytes, kind: str) -> tuple[int, int]:
-    if simplejpeg is not None and kind == "jpg":
-        with suppress(ValueError, KeyError):  # Pillow supports more kinds of JPEG
-            height, width, *_ = simplejpeg.decode_jpeg_header(data, strict=False)
-            return width, height
-    with _opened(data, kind) as image:
-        return image.size
+def _noted(exif: Callable[[], Image.Exif]) -> int:
+    """Return the orientation in an Exif header; 1, which means upright, if there is none or it is damaged."""
+    try:
+        return int(exif().get(_ORIENTATION, 1))
+    except Exception:  # damaged headers make it raise nearly anything; the pixels may still be good
+        return 1
+
+
+def _exif(data: bytes) -> Image.Exif:
+    exif = Image.Exif()
+    exif.load(data)
+    return exif
 
 
 def _opened(data: bytes, kind: str) -> Image.Image:
@@ -107,13 +149,12 @@ def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
 
     Raises BadImage.
     """
-    width, height = image_size(data)
-    kind = _known_type(data)
+    kind, width, height, orientation = _header(data)
     halved = 3 * width * height > MAX_DECODED_BYTES
     if simplejpeg is not None and kind == "jpg":
         least = {"min_width": -(-width // 2), "min_height": -(-height // 2), "min_factor": 2} if halved else {}
         try:
-            return _upright(simplejpeg.decode_jpeg(data, strict=True, **least), _orientation(data))
+            return _upright(simplejpeg.decode_jpeg(data, strict=True, **least), orientation or 1)
         except ValueError as error:
             if strict and _is_common(data):
                 raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
@@ -121,7 +162,7 @@ def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
         with _opened(data, kind) as image:
             if halved:
                 image.draft(image.mode, (width // 2, height // 2))
-            return _upright(_rgb(image), _orientation(data) if kind == "jpg" else _noted(image.getexif))
+            return _upright(_rgb(image), _noted(image.getexif) if orientation is None else orientation)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
 
@@ -131,28 +172,6 @@ def _is_common(data: bytes) -> bool:
     with suppress(ValueError, KeyError):
         return simplejpeg.decode_jpeg_header(data, strict=False)[2] in ("YCbCr", "RGB", "Gray")
     return False
-
-
-def _orientation(data: bytes) -> int:
-    """Return the orientation in a JPEG's Exif header, 1 to 8; 1, which means upright, if there is none."""
-    start = data.find(b"Exif\0\0", 0, _HEADER)
-    if start < 0:
-        return 1
-    exif = Image.Exif()
-
-    def load() -> Image.Exif:
-        exif.load(data[start : start + _HEADER])
-        return exif
-
-    return _noted(load)
-
-
-def _noted(exif: Callable[[], Image.Exif]) -> int:
-    """Return the orientation in an Exif header; 1, which means upright, if there is none or it is damaged."""
-    try:
-        return int(exif().get(_ORIENTATION, 1))
-    except Exception:  # damaged headers make it raise nearly anything; the pixels may still be good
-        return 1
 
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:

@@ -16,6 +16,20 @@ from vitpar.training.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
+class HostInput:
+    """Rate at which machines prepare samples."""
+
+    rate: float
+    """Samples a second of one machine."""
+    devices: int
+    """Devices of a machine."""
+
+    def of(self, ranks: int) -> float:
+        """Return the samples that the machines of `ranks` devices prepare in a second."""
+        return self.rate * math.ceil(ranks / self.devices)
+
+
+@dataclass(frozen=True)
 class TrainingLength:
     """Length of a training, at any batch size."""
 
@@ -27,6 +41,8 @@ class TrainingLength:
     """Assumptions, and how to change them; empty if there are none."""
     conditions: Conditions | None = None
     """Failures and price of the cluster; None if neither is known."""
+    hosts: HostInput | None = None
+    """Input of the machines; None if it is unknown, and then input is free."""
 
     def steps(self, batch_size: int) -> int:
         """Return the number of steps with `batch_size` images each."""
@@ -36,7 +52,7 @@ class TrainingLength:
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """Predicted duration of a complete training, without evaluation, checkpoints and waiting for images."""
+    """Predicted duration of a complete training, without evaluation and checkpoints."""
 
     steps: int
     """Number of steps."""
@@ -54,6 +70,10 @@ class TrainingTime:
     """Assumptions about the length; empty if there are none."""
     goodput: Goodput | None = None
     """The training under the conditions of the cluster; None if they are unknown."""
+    input_rate: float | None = None
+    """Samples that all hosts prepare in a second; None if it is unknown, and then input is free."""
+    waiting: float = 0.0
+    """Share of the time in which the devices wait for input."""
 
     @property
     def days(self) -> float:
@@ -68,10 +88,9 @@ class TrainingTime:
         length = f"{self.images:,} samples"
         if self.epochs is not None:
             length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} samples"
-        return (
-            f"{spent(self.seconds)}, {figure(self.device_hours)} {hours}: {self.steps:,} steps, {length}; evaluation "
-            "and checkpoints not included"
-        )
+        left_out = "evaluation and checkpoints" if self.input_rate else "input, evaluation and checkpoints"
+        spent_words = f"{spent(self.seconds)}, {figure(self.device_hours)} {hours}"
+        return f"{spent_words}: {self.steps:,} steps, {length}; {left_out} not included"
 
     def to_json(self) -> dict[str, object]:
         """Return all figures as JSON."""
@@ -79,19 +98,25 @@ class TrainingTime:
 
     @property
     def conditions(self) -> dict[str, str]:
-        """Share of useful time, days and cost by name, for a table; only what is known."""
-        found = self.goodput
+        """Shares of waiting and useful time, days and cost by name, for a table; only what is known."""
+        found, known = self.goodput, {} if self.input_rate is None else {"waiting": f"{self.waiting:.0%}"}
         if found is None:
-            return {}
-        known = {} if found.job_mtbf_hours is None else {"useful": f"{found.useful:.1%}"}
+            return known
+        known |= {} if found.job_mtbf_hours is None else {"useful": f"{found.useful:.1%}"}
         if found.seconds == math.inf:
             return known | {"days": "never"}
         known["days"] = figure(found.seconds / 86_400)
         return known if found.cost is None else known | {"cost": figure(found.cost)}
 
     def condition_rows(self, hours: str) -> list[tuple[str, str]]:
-        """Return names and sentences on failures and cost; none for unknown conditions. hours: name of device-hours."""
+        """Return names and sentences on input, failures and cost; none for what is unknown.
+
+        hours: name of device-hours
+        """
         found, rows = self.goodput, list[tuple[str, str]]()
+        if self.input_rate is not None:
+            waiting = f"devices wait {self.waiting:.0%} of the time" if self.waiting else "as many as the devices need"
+            rows.append(("input", f"the hosts prepare {self.input_rate:,.0f} samples/s: {waiting}"))
         if found is None:
             return rows
         if found.job_mtbf_hours is not None and found.interval_seconds is not None:
@@ -112,10 +137,13 @@ class TrainingTime:
         return rows
 
 
-def training_length(recipe: Recipe, conditions: Conditions | None = None) -> TrainingLength:
+def training_length(
+    recipe: Recipe, conditions: Conditions | None = None, hosts: HostInput | None = None
+) -> TrainingLength:
     """Return the length of a recipe's training.
 
     conditions: failures and price of the cluster.
+    hosts: input of the machines; None if it is unknown.
 
     Data that are not on this machine count as the published ones of the task, such as ImageNet-1k. A recipe with
     neither epochs nor steps has the epochs of the default settings for that number of samples.
@@ -136,13 +164,15 @@ def training_length(recipe: Recipe, conditions: Conditions | None = None) -> Tra
         assumed = ""
     else:
         assumed = f"{of} are assumed: name other data with --data"
-    return TrainingLength(recipe, samples, assumed, conditions)
+    return TrainingLength(recipe, samples, assumed, conditions, hosts)
 
 
 def training_time(price: Price, length: TrainingLength) -> TrainingTime:
     """Return the duration of a training under a plan."""
     steps, batch_size, ranks = length.steps(price.batch_size), price.batch_size, price.plan.world_size
-    seconds = steps * price.seconds
+    rate = length.hosts.of(ranks) if length.hosts else None
+    step = price.seconds if rate is None else max(price.seconds, batch_size / rate)
+    seconds = steps * step
     return TrainingTime(
         steps,
         steps * batch_size,
@@ -151,7 +181,9 @@ def training_time(price: Price, length: TrainingLength) -> TrainingTime:
         length.recipe.train.epochs,
         length.samples,
         length.assumed,
-        goodput(steps, price.seconds, ranks, length.conditions) if length.conditions else None,
+        goodput(steps, step, ranks, length.conditions) if length.conditions else None,
+        rate,
+        1 - price.seconds / step,
     )
 
 

@@ -7,12 +7,14 @@ import time
 import torch
 from torch import nn
 
+from vitpar.launch import find_world
 from vitpar.launch.resources import cpu_cores
 from vitpar.models import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.tasks.input_rate import input_rate
 from vitpar.text import rough_duration
 from vitpar.training.recipe import Recipe
 
@@ -25,7 +27,8 @@ LEAST_S = 0.3
 def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, where: str) -> str:
     """Return text such as `about 3 min, within a factor of 2, from one block timed on this machine; …`.
 
-    The FLOPs of the model count at the rate of the block, on all devices, or on all cores, which ranks share.
+    The FLOPs of the model count at the rate of the block, on all devices, or on all cores, which ranks share. Steps
+    wait for images that the machines prepare more slowly (`input_rate`).
 
     where: name of the device.
     """
@@ -35,8 +38,14 @@ def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, 
     at_once = plan.world_size if device.type == "cuda" else min(plan.world_size, max(1, cpu_cores() // threads))
     flops = with_frozen(config, recipe.frozen(config)).flops * recipe.train.batch_size * steps
     seconds = flops / (rate * at_once) / (1 - idle_share(plan, batch.microbatches))
-    about = f"about {rough_duration(seconds)}, within a factor of 2, from one block timed on this machine"
-    return f"{about}; plus evaluation, messages and waiting for data"
+    images, world, prepared = recipe.train.batch_size * steps, find_world(), input_rate(recipe, config.image_size)
+    prepared = prepared and prepared * (world.size // world.local_size if world else 1)
+    longer = max(seconds, images / prepared) if prepared else seconds
+    about = f"about {rough_duration(longer)}, within a factor of 2, from one block timed on this machine"
+    if not prepared:
+        return f"{about}; plus evaluation, messages and waiting for data"
+    rates = f"the model takes {images / seconds:,.0f} images/s, the CPUs prepare {prepared:,.0f}"
+    return f"{about}: {rates}; plus evaluation and messages"
 
 
 def _block_rate(config: ModelConfig, precision: str, rows: int, device: torch.device) -> float:

@@ -61,12 +61,14 @@ class Network(Wire):
 
 
 class HostMemory(ProfileRecord):
-    """Host memory, which +offload uses."""
+    """Host of a node: its memory, which +offload uses, and its input."""
 
     bandwidth: Rate
     """Bytes per second between host memory and one device, in either direction."""
     memory_bandwidth: Rate
     """Bytes per second that the CPUs read and write, per device."""
+    images_per_second: Rate | None = None
+    """Images that the CPUs of a node decode and augment in a second; None if it is unknown."""
 
 
 class Cluster(ProfileRecord):

@@ -116,6 +116,7 @@ def scaling_to_json(
 SCALING_WORDS = (
     "efficiency: samples/s per rank, relative to the fewest ranks; above 100 % where ranks share the optimizer's work",
     "gap: upper bound on how much faster any plan could be",
+    "waiting: share of the time in which devices wait for input, with --images-per-second; samples/s are without it",
 )
 """Meaning of columns of `scaling_table`."""
 

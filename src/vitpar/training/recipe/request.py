@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse
 from vitpar.text import either, shown
-from vitpar.training.recipe.defaults import FEW_IMAGES, FINE_TUNED, SIZES, TINY_IMAGES, for_fine_tuning, with_defaults
+from vitpar.training.recipe.defaults import (
+    FEW_IMAGES,
+    FINE_TUNED,
+    SIZES,
+    TASKS,
+    TINY_IMAGES,
+    for_fine_tuning,
+    with_defaults,
+)
 from vitpar.training.recipe.effects import COMMANDS
 from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
 from vitpar.training.recipe.recipe import Recipe
@@ -173,8 +181,8 @@ def _refuse_other_data(recipe: Recipe, text: bool) -> None:
 
 def _hints(recipe: Recipe, begun: Recipe, images: int) -> Iterator[str]:
     """Yield sentences on the default model, and on few images. begun: recipe before its defaults."""
-    name = recipe.model.name
-    if "name" not in begun.model.model_fields_set and SIZES[0] not in name and images <= TINY_IMAGES:
+    name, chosen = recipe.model.name, "name" not in begun.model.model_fields_set and recipe.task.name not in TASKS
+    if chosen and SIZES[0] not in name and images <= TINY_IMAGES:
         yield f"the model is {name}: '{shown(begun.parallel.mesh)}' cannot split the heads of ViT-Ti"
     if recipe.task.name == CLASSIFY and images < FEW_IMAGES:
         yield (

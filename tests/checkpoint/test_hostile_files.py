@@ -116,6 +116,11 @@ def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
     return write
 
 
+def one_tensor_for_all(folder: Path) -> Path:
+    torch.save(dict.fromkeys(timm_state(), torch.ones(10_000)), folder / "x.pth")
+    return folder / "x.pth"
+
+
 def cut(folder: Path) -> Path:
     os.truncate(path := claiming(torch.ones(WIDTH))(folder), 5_000)
     return path
@@ -142,6 +147,7 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
     ("write", "message"),
     [
         (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
+        (one_tensor_for_all, "larger than the file"),
         (claiming(torch.ones(3).to_sparse()), "cannot be a parameter"),
         (claiming(torch.empty(4, device="meta")), "larger than the file|cannot be read"),
         (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*cannot be a parameter"),

@@ -97,6 +97,7 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         text={
             **{name: number for name in _COUNTS if (number := _number(config.get(name))) is not None},
             **({"tied": config["tied"]} if isinstance(config.get("tied"), bool) else {}),
+            **_dropout(config.get("dropout")),
         },
     )
 
@@ -168,7 +169,8 @@ def _decoder(config: Mapping[str, Any], heads: str) -> dict[str, Any]:
 
 def _bert(config: Mapping[str, Any]) -> Hints:
     _refuse_other(config, {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",)})
-    return Hints(_number(config.get("num_attention_heads")), norm_eps=_measure(config.get("layer_norm_eps")))
+    heads, dropout = _number(config.get("num_attention_heads")), _dropout(config.get("hidden_dropout_prob", 0.1))
+    return Hints(heads, norm_eps=_measure(config.get("layer_norm_eps")), text=dropout)
 
 
 def _t5(config: Mapping[str, Any]) -> Hints:
@@ -177,7 +179,13 @@ def _t5(config: Mapping[str, Any]) -> Hints:
     tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)) is not False
     distance = _number(config.get("relative_attention_max_distance", 128))
     text = {"tied": tied, **({} if distance is None else {"max_distance": distance})}
+    text |= _dropout(config.get("dropout_rate", 0.1))
     return Hints(norm_eps=_measure(config.get("layer_norm_epsilon")), text=text)
+
+
+def _dropout(rate: Any) -> dict[str, float]:
+    """Return the dropout rate of a model of text by the name of its field; nothing for what is no number."""
+    return {} if (number := _measure(rate)) is None else {"dropout": number}
 
 
 def _refuse_other(config: Mapping[str, Any], known: Mapping[str, tuple[str, ...]]) -> None:

@@ -20,6 +20,8 @@ from vitpar.io import read_json
 from vitpar.text import literal, shown
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
+TABLES = ("position_ids", "relative_position_index")
+"""Ends of the names of tables of integers in older files, which a model computes itself."""
 FEW = 3
 """Number of names that an error message lists; the others are only counted."""
 
@@ -27,7 +29,7 @@ FEW = 3
 class Shards:
     """Tensors of several safetensors files.
 
-    shapes: shapes of the tensors by name.
+    shapes: shapes of the tensors by name, without `TABLES`.
     """
 
     def __init__(self, folder: Path, files: Iterable[str], weight_map: Mapping[str, str] | None = None) -> None:
@@ -47,6 +49,9 @@ class Shards:
                 opened = open_safetensors(folder / file)
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:
+                        continue
+                    if name.endswith(TABLES):
+                        self._held[name] = opened
                         continue
                     if name in self._held:
                         raise DataError(f"'{folder}' has {shown(name)} in two files: remove one of them")

@@ -12,6 +12,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.text import literal, shown
-from vitpar.weights.shards import Shards, read_object, read_weight_map
+from vitpar.weights.shards import TABLES, Shards, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
@@ -33,6 +34,8 @@ _INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "stu
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
 """Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
+_TIED = 4
+"""Names that the tensor of word embeddings has in a T5; no model has more for one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
             content = content[keys[0]]
         if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
-        content = {name: value for name, value in content.items() if not _is_counter(value)}
+        content = {name: value for name, value in content.items() if not _is_buffer(name, value)}
         _refuse_unusual(file, content)
         tensors |= content
     around = _around(tensors)
@@ -107,24 +110,30 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     return ForeignWeights(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
 
 
-def _is_counter(value: Any) -> bool:
-    """Return whether a value is a single integer, as AveragedModel and batch norms count in."""
-    return isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32)
+def _is_buffer(name: Any, value: Any) -> bool:
+    """Return whether a value is one of TABLES, or a single integer, as AveragedModel and batch norms count in."""
+    integers = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+    return integers and (value.numel() == 1 or str(name).endswith(TABLES))
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
     """Raise DataError unless all values are plain tensors on the CPU, with names and together no larger than the file.
 
-    Plain tensors are dense, not quantized, and of floating-point numbers.
+    Plain tensors are dense, not quantized, and of floating-point numbers. Tied ones count once.
     """
     size, claimed = file.stat().st_size, 0
+    names = Counter[tuple[int, tuple[int, ...], tuple[int, ...]]]()
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             said = literal(name) if isinstance(name, str) else type(name).__name__
             raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
             raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
-        claimed += tensor.numel() * tensor.element_size()
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        # A file with one tensor in place of all parameters would otherwise become a far larger one.
+        if names[place] % _TIED == 0:
+            claimed += tensor.numel() * tensor.element_size()
+        names[place] += 1
         if tensor.device.type != "cpu" or claimed > size:
             raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
 

@@ -102,7 +102,6 @@ def test_ends_of_lines_are_kept_and_blank_lines_of_any_length_separate(tmp_path,
     assert found(dos, "paragraph") == ["a\r\nb\rc", "d"]
     for kind in ("paragraph", "line"):
         assert found(f"a\n{blank}\nb\n{blank}", kind) == ["a", "b"]
-    assert found(f"a{blank}b{blank}\nc", "paragraph") == [f"a{blank}b{blank}\nc"]
     assert found(f"a{blank}b{blank}\nc", "line") == [f"a{blank}b{blank}", "c"]
     assert found(f"{blank}\n{blank}", "file") == [] and found(f"{blank}a", "file") == [f"{blank}a"]
 

@@ -188,17 +188,8 @@ def _complete(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    inside = False
-
-    def blank(part: str) -> bool:
-        """Return whether a part of a line has no text, and none comes before it in the line."""
-        nonlocal inside
-        found = not inside and part.isspace()
-        inside = not found and not part.endswith("\n")
-        return found
-
-    for without, group in itertools.groupby(lines, key=blank):
-        if not without:
+    for blank, group in itertools.groupby(lines, key=str.isspace):
+        if not blank:
             for text, last in _complete(group):
                 yield _without_end(text) if last else text, last
 

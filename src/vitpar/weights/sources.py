@@ -25,7 +25,7 @@ from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.text import literal, shown
-from vitpar.weights.shards import TABLES, Shards, read_object, read_weight_map
+from vitpar.weights.shards import TABLES, Shards, listed, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
@@ -66,7 +66,7 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
             raise DataError(f"no weights at '{path}': name a downloaded or saved file or folder")
         if path.suffix == ".safetensors":
             return _from_shards(path, Shards(path.parent, [path.name]), {})
-        return _from_pickles(path, [path], trust, {})
+        return _from_pickles(path, [path], {}, trust, {})
     if (path / CHECKPOINT_INDEX).exists():
         raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
     configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
@@ -76,10 +76,10 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
         return _from_shards(path, Shards(path, [_SAFETENSORS]), configs)
     for name in _PICKLES:
         if (path / f"{name}.index.json").exists():
-            files = dict.fromkeys(read_weight_map(path, f"{name}.index.json").values())
-            return _from_pickles(path, [path / file for file in files], trust, configs)
+            places = read_weight_map(path, f"{name}.index.json")
+            return _from_pickles(path, [path / file for file in dict.fromkeys(places.values())], places, trust, configs)
         if (path / name).exists():
-            return _from_pickles(path, [path / name], trust, configs)
+            return _from_pickles(path, [path / name], {}, trust, configs)
     known = ", ".join((_SAFETENSORS, *_PICKLES))
     raise DataError(f"'{path}' has no weights under a known name ({known}): name the file itself")
 
@@ -90,7 +90,10 @@ def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]
     return ForeignWeights(place, shapes, lambda name: shards.read(around + name), configs)
 
 
-def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
+def _from_pickles(
+    place: Path, files: list[Path], places: Mapping[str, str], trust: bool, configs: dict[str, dict[str, Any]]
+) -> ForeignWeights:
+    """Read files of torch.save. places: file of each tensor, by an index; empty without one."""
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
@@ -101,7 +104,9 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
             content = content[keys[0]]
         if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
-        content = {name: value for name, value in content.items() if not _is_buffer(name, value)}
+        if lacking := [name for name, where in places.items() if where == file.name and name not in content]:
+            raise DataError(f"'{file}' lacks {listed(lacking)}, which its index lists")
+        content = {n: v for n, v in content.items() if not _is_buffer(n, v) and places.get(n, file.name) == file.name}
         _refuse_unusual(file, content)
         tensors |= content
     around = _around(tensors)

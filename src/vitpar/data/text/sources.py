@@ -75,7 +75,7 @@ class TextSource:
                 found = _jsonl(path, self.field) if kind == "jsonl" else _text(path, self.documents)
             for piece in found:
                 held.append(replace(piece, read=before + piece.read))
-                blank = blank and piece.text.strip() == ""
+                blank = blank and (not piece.text or piece.text.isspace())
                 if piece.last or not blank:
                     yield from [replace(held[-1], text="")] if blank else held
                     held, blank = [], piece.last
@@ -191,20 +191,16 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
     for blank, group in itertools.groupby(lines, key=str.isspace):
         if not blank:
             for text, last in _complete(group):
-                yield _without_end(text) if last else text, last
+                yield text.removesuffix("\n").removesuffix("\r") if last else text, last
 
 
 def _each_line(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
     last = True
     for line in lines:
         last = line.endswith("\n")
-        yield _without_end(line), last
+        yield line.removesuffix("\n").removesuffix("\r"), last
     if not last:
         yield "", True
-
-
-def _without_end(line: str) -> str:
-    return line.removesuffix("\n").removesuffix("\r") if line.endswith("\n") else line
 
 
 _DOCUMENTS = {"file": _complete, "paragraph": _paragraphs, "line": _each_line}

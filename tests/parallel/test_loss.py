@@ -99,7 +99,7 @@ def test_binary_cross_entropy_matches_timms(
                 torch.tensor([first, second]), CLASSES, lam=weight, smoothing=smoothing
             )
         each.append(other(expected[number : number + 1], targets[:1]))
-    total = torch.stack(each).sum()
+    total = torch.stack(each).double().sum()
     labels = torch.tensor(rows, dtype=torch.float64) if mixed else torch.tensor([row[0] for row in rows])
     one = loss.total(found, labels)
     one.backward()
@@ -107,8 +107,7 @@ def test_binary_cross_entropy_matches_timms(
     torch.testing.assert_close(one, total, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-6)
     labels[2] = IGNORED
-    rest = (total - each[2]).double()
-    torch.testing.assert_close(loss.total(logits(seed=2), labels), rest, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(loss.total(logits(seed=2), labels), total - each[2], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

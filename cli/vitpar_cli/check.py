@@ -86,8 +86,9 @@ def check(
     Trains the model under the plan and in one process on the same random images or text. Compares losses, every
     parameter's gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights,
     label smoothing, mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it
-    has in one process. Exits with 1 if anything differs by more. Without --recipe the model is a tiny ViT with
-    drop-path and dropout, and all of these features are on.
+    has in one process. Exits with 1 if anything differs by more. Both sides run the same layers: a fault of a layer
+    itself is found by the tests against timm and transformers, not here. Without --recipe the model is a tiny ViT
+    with drop-path and dropout, and all of these features are on.
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """

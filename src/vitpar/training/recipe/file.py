@@ -108,8 +108,8 @@ def read_recipe(
         if key == "model.name" and value != values["model"].get("name"):
             # Another model brings its own sizes; the file keeps other settings that it has (pooling, drop-path, …).
             family = next((kind for kind in FAMILIES.values() if kind.knows(str(value))), None)
-            known = {*values["model"]} if family is None else {*field_names(family), "weights", "options"}
-            values["model"] = {k: v for k, v in values["model"].items() if k in known and k not in _SIZES}
+            fields = {*values["model"]} if family is None else {*field_names(family), "weights", "options"}
+            values["model"] = {k: v for k, v in values["model"].items() if k in fields and k not in _SIZES}
         if key == "task.name" and value not in (CLASSIFY, values["task"].get("name")):
             for setting in OF_IMAGES if value in TEXT else OF_CLASSES:
                 part, _, known = setting.partition(".")

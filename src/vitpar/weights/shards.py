@@ -50,16 +50,15 @@ class Shards:
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if weight_map is not None and weight_map.get(name) != file:
                         continue
-                    if name.endswith(TABLES):
-                        self._held[name] = opened
-                        continue
                     if name in self._held:
                         raise DataError(f"'{folder}' has {shown(name)} in two files: remove one of them")
+                    self._held[name] = opened
+                    if name.endswith(TABLES):
+                        continue
                     stored = opened.get_slice(name)
-                    shape = tuple(stored.get_shape())
                     if wrong := _no_parameter(name, stored.get_dtype()):
                         raise DataError(f"{shown(name)} in '{folder / file}' cannot be a parameter: it has {wrong}")
-                    self._held[name], self.shapes[name] = opened, shape
+                    self.shapes[name] = tuple(stored.get_shape())
         except (OSError, SafetensorError) as error:
             raise DataError(f"'{folder / file}' cannot be read: {first_line(error)}") from None
         for name in weight_map or ():

@@ -252,8 +252,9 @@ def test_text_and_images_are_told_apart_in_one_sentence(tmp_path):
     ("name", "content", "options", "message"),
     [
         ("a.txt", b"a\n" * 9000 + b"na\xefve", {}, r"a.txt': line 9001 is not UTF-8 .byte 0xef.: save it as UTF-8"),
-        ("a.txt", "a\nb".encode("utf-16"), {}, "a.txt': line 1 is not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', {}, "line 2 of .*a.jsonl' is not"),
+        ("a.txt", "a\nb".encode("utf-16"), {}, "a.txt': line 1 has NUL characters"),
+        ("a.txt", "a\nb".encode("utf-16-le"), {}, "a.txt': line 1 has NUL characters, as UTF-16 has: save it as UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', {}, "a.jsonl': line 2 is not UTF-8 .byte 0xe4.: save"),
         ("a.txt", b" \n", {"documents": "line"}, "has no text for the split 'train'"),
         ("a.jpg", b"x", {}, "is no text: use .txt"),
         ("a.jsonl", b'{"text": 1}', {}, "line 1 of .* has no text in a field 'text' .text.: name another"),

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 
 from vitpar.data.sources.source import by_split
 from vitpar.errors import DataError
-from vitpar.io import open_regular, parse_json
+from vitpar.io import decode_utf8, open_regular, parse_json
 from vitpar.text import count, either, shown
 from vitpar.text import size as shown_size
 
@@ -141,8 +141,10 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     try:
         with open_regular(path, pages=path.suffix == ".txt") as stored:
             yield stored, gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
-    except UnicodeDecodeError as error:
-        raise DataError(f"cannot read '{path}': {error.reason}: save it as UTF-8") from None
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"cannot read '{path}': {error}") from None
     except (OSError, EOFError, MemoryError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or shown(error)
         raise DataError(f"cannot read '{path}' ({reason}): fetch it again") from None
@@ -150,6 +152,8 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
 
 def _text(path: Path, documents: Documents) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
+        if b"\0" in content.peek(256)[:256]:
+            raise ValueError("line 1 has NUL characters, as UTF-16 has: save it as UTF-8")
         # It is kept, since it closes `stored` when it is gone. Ends of lines are kept as they are.
         file = io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n")
         for text, last in _DOCUMENTS[documents](_lines(file)):
@@ -167,9 +171,7 @@ def _lines(file: io.TextIOBase) -> Iterator[str]:
             rest = part[cut:]
             yield part[:cut]
     except UnicodeDecodeError as error:  # of a block of the file, whose first line is not complete yet
-        number += error.object[: error.start].count(b"\n")
-        error.reason = f"line {number} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
-        raise
+        decode_utf8(error.object, number)
     if rest:
         yield rest
 
@@ -217,10 +219,11 @@ def _jsonl(path: Path, field: str) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
         for number, line in enumerate(content, start=1):
             if not line.isspace():
-                yield from _cut(_field(line, field, f"line {number} of '{path}'"), stored.tell())
+                text = decode_utf8(line, number)
+                yield from _cut(_field(text, field, f"line {number} of '{path}'"), stored.tell())
 
 
-def _field(line: bytes, field: str, where: str) -> str:
+def _field(line: str, field: str, where: str) -> str:
     try:
         record = parse_json(line)
     except ValueError as error:

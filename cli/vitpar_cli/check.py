@@ -8,7 +8,7 @@ import typer
 
 from vitpar.launch.resources import choose_device
 from vitpar.strategy import Plan
-from vitpar.strategy.batch import smallest_microbatch
+from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.ranks import choose_plan, resolve
 from vitpar.training.recipe import Recipe
@@ -86,8 +86,9 @@ def check(
     Trains the model under the plan and in one process on the same random images or text. Compares losses, every
     parameter's gradient, two steps of SGD, and two steps of the recipe: its optimizer, clipping, averaged weights,
     label smoothing, mixup, CutMix and repeated samples. A tensor may differ by a few times the rounding noise that it
-    has in one process. Exits with 1 if anything differs by more. Without --recipe the model is a tiny ViT with
-    drop-path and dropout, and all of these features are on.
+    has in one process. Exits with 1 if anything differs by more. Both sides run the same layers: a fault of a layer
+    itself is found by the tests against timm and transformers, not here. Without --recipe the model is a tiny ViT
+    with drop-path and dropout, and all of these features are on.
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
@@ -145,7 +146,9 @@ def _batch_that_divides(plan: Plan) -> int:
     Unless the plan says otherwise, a pipeline has twice as many micro-batches as stages, and each has twice the
     smallest size that the plan allows.
     """
-    count = plan.microbatches or (2 * plan.num_stages if plan.num_stages > 1 else 1)
+    count = plan.microbatches or 1
+    if plan.num_stages > 1 and (plan.microbatches is None or schedule_objection(plan, plan.microbatches)):
+        count = 2 * plan.num_stages
     size = plan.data_parallel * count * (plan.microbatch_size or 2 * smallest_microbatch(plan))
     return size * -(-16 // size)
 

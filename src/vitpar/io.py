@@ -25,11 +25,19 @@ _JSON_ESCAPE = re.compile(
 )
 """Escapes in JSON. Group 1: half of a surrogate pair without the other half."""
 
+_POINTER = "it is a pointer of git-lfs: run `git lfs pull`"
+_PAGE = "it is a web page: fetch the file itself"
+_TAG = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html)\b", re.IGNORECASE)
+"""Begin of a web page."""
 
-def open_regular(path: PathLike | ObjectPath, limit: int | None = None) -> BinaryIO:
+
+def open_regular(path: PathLike | ObjectPath, limit: int | None = None, *, pages: bool = False) -> BinaryIO:
     """Open a regular file of at most `limit` bytes, or an object of any size, for reading bytes.
 
-    Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless.
+    pages: whether it may be a web page.
+
+    Raises OSError, also for anything but a regular file: a FIFO would block forever, and a device may be endless. Also
+    for what stands in place of a file: a pointer of git-lfs, or a web page.
     """
     if isinstance(path, ObjectPath):
         return path.open()
@@ -43,10 +51,17 @@ def open_regular(path: PathLike | ObjectPath, limit: int | None = None) -> Binar
         if limit is not None and status.st_size > limit:
             raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", os.fspath(path))
         os.set_blocking(descriptor, True)
+        if (what := stand_in(os.pread(descriptor, 256, 0))) and not (pages and what is _PAGE):
+            raise OSError(errno.EINVAL, what, os.fspath(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def stand_in(begin: bytes) -> str | None:
+    """Return what is in place of a file that begins so, and what to do, in words for a message; None for a file."""
+    return _POINTER if begin.startswith(b"version https://git-lfs") else _PAGE if _TAG.match(begin) else None
 
 
 def stat_regular(path: PathLike) -> os.stat_result:

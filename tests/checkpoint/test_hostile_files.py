@@ -26,7 +26,7 @@ from helpers.foreign_weights import (
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.folder import read_config
+from vitpar.weights.folder import open_weights, read_config
 from vitpar.weights.importing import import_weights
 
 
@@ -116,6 +116,11 @@ def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
     return write
 
 
+def one_tensor_for_all(folder: Path) -> Path:
+    torch.save(dict.fromkeys(timm_state(), torch.ones(10_000)), folder / "x.pth")
+    return folder / "x.pth"
+
+
 def cut(folder: Path) -> Path:
     os.truncate(path := claiming(torch.ones(WIDTH))(folder), 5_000)
     return path
@@ -142,6 +147,7 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
     ("write", "message"),
     [
         (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
+        (one_tensor_for_all, "larger than the file"),
         (claiming(torch.ones(3).to_sparse()), "cannot be a parameter"),
         (claiming(torch.empty(4, device="meta")), "larger than the file|cannot be read"),
         (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*cannot be a parameter"),
@@ -201,6 +207,19 @@ def test_index_with_forbidden_file_names_is_refused(text: str | bytes, message: 
     folder = saved(tmp_path / "there", timm_state(), TIMM_CONFIG)
     (folder / "model.safetensors.index.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(folder, message)
+
+
+def test_index_of_pickles_decides_which_tensors_are_used(tmp_path: Path) -> None:
+    folder, state = saved(tmp_path / "there", {}, TIMM_CONFIG), timm_state()
+    (folder / "model.safetensors").unlink()
+    torch.save({"norm.bias": torch.full((WIDTH,), 7.0), "norm.weight": state["norm.weight"]}, folder / "1.bin")
+    torch.save(state, folder / "2.bin")
+    places = {**dict.fromkeys(state, "2.bin"), "norm.bias": "1.bin"}
+    (index := folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    import_weights(folder, tmp_path / "first")
+    assert (open_weights(tmp_path / "first").read("head.norm.bias") == 7).all()
+    index.write_text(json.dumps({"weight_map": {**places, "norm.gone": "1.bin"}}))
+    refused(folder, r"1.bin' lacks norm.gone, which its index lists")
 
 
 def test_symlinks_to_regular_files_are_followed(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Source files for packing that were made to run code or to yield damaged images."""
 
 import pickle
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -13,9 +14,13 @@ import pytest
 
 from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import encoded, write_tree, write_zips
+from vitpar.data import pack
 from vitpar.data.sources import open_source
+from vitpar.data.text import pack_text
+from vitpar.data.text.tokenizer import open_tokenizer
 from vitpar.errors import DataError
 from vitpar.limits import MAX_ARCHIVE_BYTES
+from vitpar.weights.sources import open_source as open_weights_of_others
 
 
 @pytest.mark.timeout(30)
@@ -145,3 +150,65 @@ def test_archive_of_another_data_set_is_refused_by_its_size(tmp_path: Path) -> N
         file.truncate(MAX_ARCHIVE_BYTES + 1)
     with pytest.raises(DataError, match="it has more than 201,326,592 bytes"):
         open_source(path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n"
+PAGES = (b"<!DOCTYPE html>\n<html><body>Sign in</body></html>", b"\xef\xbb\xbf\n<HTML><body>Sign in</body></html>")
+
+
+def pack_classes(folder: Path, begin: bytes) -> None:
+    for split in ("train", "val"):
+        for name in ("ant", "bee"):
+            (folder / "images" / split / name).mkdir(parents=True)
+            (folder / "images" / split / name / "1.jpg").write_bytes(begin)
+    pack(folder / "images", folder / "packed")
+
+
+def pack_zips(folder: Path, begin: bytes) -> None:
+    (folder / "images").mkdir()
+    for split in ("train", "val"):
+        with zipfile.ZipFile(folder / "images" / f"{split}.zip", "w") as archive:
+            archive.writestr("1.jpg", begin)
+        (folder / "images" / f"{split}_map.txt").write_text("1.jpg\t0\n")
+    pack(folder / "images", folder / "packed")
+
+
+def file(name: str, use: Callable[[Path], object]) -> tuple[str, Callable[[Path, bytes], None]]:
+    """Return a row of READERS. use: reads the file `name`."""
+
+    def read(folder: Path, begin: bytes) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(begin)
+        use(folder / name)
+
+    return name, read
+
+
+def packed_text(path: Path) -> object:
+    return pack_text(path, path.with_name("packed"), 8, val_fraction=0)
+
+
+READERS = (
+    ("class folders", pack_classes),
+    ("zip files", pack_zips),
+    *(file(name, lambda path: open_source(path)) for name in ("list.csv", "cifar-10-python.tar.gz")),
+    *(file(f"images/a-0-of-1.{kind}", lambda path: open_source(path.parent)) for kind in ("parquet", "tfrecord")),
+    *(file(f"corpus.{kind}", packed_text) for kind in ("txt", "txt.gz", "jsonl", "parquet")),
+    file("tokenizer.json", lambda path: open_tokenizer(str(path))),
+    *(file(f"model.{kind}", open_weights_of_others) for kind in ("pth", "bin", "safetensors")),
+    file("there/config.json", lambda path: open_weights_of_others(path.parent)),
+)
+
+
+@pytest.mark.parametrize(("name", "read"), READERS, ids=[row[0] for row in READERS])
+def test_pointers_and_pages_in_place_of_files_are_named(
+    name: str, read: Callable[[Path, bytes], None], tmp_path: Path
+) -> None:
+    for number, begin in enumerate((POINTER, *PAGES)):
+        (folder := tmp_path / str(number)).mkdir()
+        if name == "corpus.txt" and begin != POINTER:
+            read(folder, begin)  # documents may be pages
+            continue
+        words = "it is a pointer of git-lfs: run `git lfs pull`" if begin == POINTER else "it is a web page: fetch the"
+        with pytest.raises(DataError, match=f"{re.escape(name) if '.' in name else '1.jpg'}.*{words}"):
+            read(folder, begin)

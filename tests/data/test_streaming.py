@@ -291,8 +291,11 @@ def spoil(name: str, place: Path) -> tuple[str, str, int]:
                 cut(shard, [member.offset for member in tar][7])  # three samples, and a label without its image
             return pattern, f"shard '{shard}' cannot be read to its end: it is truncated", 3
         case "no tar file":
-            shard.write_bytes(b"<html>not found</html>" * 100)
+            shard.write_bytes(b"not found\n" * 200)
             return pattern, f"shard '{shard}' cannot be read to its end: ", 0
+        case "web page":
+            shard.write_bytes(b"<html>not found</html>" * 100)
+            return pattern, f"shard '{shard}' cannot be opened: it is a web page: fetch the file itself", 0
         case "compressed":
             shard.write_bytes(gzip.compress(shard.read_bytes()))
             return (
@@ -309,7 +312,7 @@ def spoil(name: str, place: Path) -> tuple[str, str, int]:
     raise AssertionError(name)
 
 
-FAULTS = ["missing", "cut", "cut between members", "no tar file", "compressed", "empty", "two in one"]
+FAULTS = ["missing", "cut", "cut between members", "no tar file", "web page", "compressed", "empty", "two in one"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -63,6 +63,9 @@ def twin(config: TextModel) -> nn.Module:
             intermediate_size=config.mlp_hidden_dim,
             max_position_embeddings=config.positions,
             type_vocab_size=config.token_types,
+            layer_norm_eps=config.norm_eps,
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout,
         )
         return randomised(transformers.BertForMaskedLM(settings))
     settings = transformers.T5Config(
@@ -77,6 +80,9 @@ def twin(config: TextModel) -> nn.Module:
         relative_attention_max_distance=config.max_distance,
         feed_forward_proj="relu" if config.gates == 1 else "gated-gelu",
         tie_word_embeddings=config.tied,
+        layer_norm_epsilon=config.norm_eps,
+        dropout_rate=config.dropout,
+        decoder_start_token_id=0,
     )
     model = transformers.T5ForConditionalGeneration(settings)
     if not config.tied:  # upstream: transformers 5 ties them anyway, unless a file has both

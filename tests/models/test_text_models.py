@@ -28,7 +28,7 @@ from helpers.text_models import (
     twin,
 )
 from vitpar.errors import ModelError
-from vitpar.models import FAMILIES, initial, model_config
+from vitpar.models import FAMILIES, initial, model_config, text_layers
 from vitpar.models.derived import with_frozen
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import initial_value, initialise
@@ -119,7 +119,7 @@ def test_padding_does_not_influence_what_is_valid(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["bert", "t5"])
-def test_dropout_depends_on_the_samples_keys(case: str) -> None:
+def test_dropout_depends_on_the_samples_keys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"bert": bert(dropout=0.5), "t5": t5(dropout=0.5)}[case]
     model = LayeredModel(config).train()
     model.tie()
@@ -138,6 +138,12 @@ def test_dropout_depends_on_the_samples_keys(case: str) -> None:
     places = [block.dropped(tokens, keys, use) for use in range(2)]
     expected = [drop(tokens, at_place(keys, torch.tensor(8 + use)), 0.5, whole_sample=False) for use in range(2)]
     assert all(map(torch.equal, places, expected)) and not torch.equal(*places)
+    used: list[int] = []
+    monkeypatch.setattr(
+        text_layers, "at_place", lambda keys, place: (used.append(int(place)), at_place(keys, place))[1]
+    )
+    model(x, keys, **sides)
+    assert len(used) == len(set(used)) > 2 * config.num_blocks, "no two places drop alike"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

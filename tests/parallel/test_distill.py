@@ -19,11 +19,14 @@ from helpers.ranks import RankError, RankPool
 from helpers.written_weights import weights_of
 from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult, check_plan, recipe_to_check
+from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.foreign import parts, renamed
 from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.sharded import local, sharded_as
 from vitpar.tasks import task_of
+from vitpar.tasks.distill import Distill
+from vitpar.tasks.task import LabelSet
 from vitpar.training.build import TRAINING_DATA, build
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import DistillSection
@@ -109,6 +112,21 @@ def deits_loss(
         mine, theirs = (F.log_softmax(x / tau, dim=1) for x in (kd, teacher))
         distillation = F.kl_div(mine, theirs, reduction="sum", log_target=True) * (tau * tau) / kd.numel()
     return base * (1 - alpha) + distillation * alpha
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_images_without_label_do_not_count(case: Case, mixed: bool) -> None:
+    """An image that could not be read has no label; what the teacher says about it is nothing either."""
+    options = {name: case.settings.get(f"distill.{name}", usual) for name, usual in (("alpha", 0.5), ("tau", 1.0))}
+    task, batch = Distill(labels=LabelSet(CLASSES), kind=case.kind, **options), batches(mixed)[0]
+    outputs, teacher = torch.randn(2, BATCH, 2 * CLASSES, dtype=torch.float64)
+    targets = task.with_teacher(batch.labels, teacher[:, :CLASSES])
+    without = targets.clone()
+    without[::3, : 2 if mixed else 1] = IGNORED
+    there = torch.arange(BATCH) % 3 > 0
+    torch.testing.assert_close(task.total(outputs, without), task.total(outputs[there], targets[there]))
+    assert task.count(without, BATCH) == BATCH
 
 
 def by_our_names(model: nn.Module, values: Callable[[nn.Parameter], Tensor], config: Any) -> dict[str, Tensor]:

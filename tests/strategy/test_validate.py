@@ -256,6 +256,11 @@ def test_plans_that_do_not_fit_the_model_are_refused(
             "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use 4, 8 or 16",
         ),
         (
+            plan_of("pp4xdp2", microbatches=2),
+            12,
+            "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use 6, or 4 with a batch of 16",
+        ),
+        (
             plan_of("pp4", microbatch_size=8),
             16,
             "schedule 1f1b over 4 stages needs at least 4 micro-batches, not 2: use a microbatch_size of 1, 2 or 4",

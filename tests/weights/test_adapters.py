@@ -121,6 +121,14 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Tensor], str], ...] = (
     ({"r": "3"}, GOOD, "r: Input should be a valid integer"),
     ({"lora_alpha": -1}, GOOD, "lora_alpha: Input should be greater than 0"),
     ({"r": 4}, GOOD, "have rank 4: set lora.rank to it"),
+    (
+        {"modules_to_save": ["head", "score"]},
+        GOOD,
+        "lacks head, which adapter_config.json lists: save",
+    ),
+    ({"modules_to_save": ["classifier"]}, GOOD, "lacks classifier, which"),
+    ({"target_modules": ["fc2", "fc1", "query"]}, GOOD, "lacks fc1, which"),
+    ({"bias": "lora_only"}, GOOD, "lacks blocks.0.mlp.fc2.bias, which"),
     ({}, {f"{PLAIN}.lora_A.weight": A}, "lacks blocks.0.mlp.fc2.lora_B.weight"),
     ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\], but the model needs \[24, 3\]"),
     ({}, {**GOOD, f"{PLAIN}.lora_A.weight": A * torch.nan}, "has non-finite numbers"),
@@ -143,6 +151,9 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Tensor], str], ...] = (
 def test_other_files_are_refused(tmp_path: Path) -> None:
     made, _ = with_adapters(VIT)
     assert read_adapters(written(tmp_path / "good", {}, GOOD), made).keys() == GOOD.keys()
+    bias = {"head.fc.weight": torch.ones(5, 24), "head.fc.bias": torch.ones(5), f"{PLAIN}.bias": torch.ones(24)}
+    held = {"modules_to_save": ["head.fc", "score"], "target_modules": ["fc2", "query"], "bias": "all"}
+    read_adapters(written(tmp_path / "held", held, GOOD | bias), made)
     for number, (settings, tensors, message) in enumerate(REFUSED):
         with pytest.raises(DataError, match=message):
             read_adapters(written(tmp_path / str(number), settings, tensors), made)
@@ -163,11 +174,12 @@ def test_adapters_are_merged_on_import(tmp_path: Path) -> None:
     state = load_file(done.files[0])
     pairs = {QUERY: (SMALL_A, SMALL_B), VALUE: (SMALL_A + 1, SMALL_B - 2)}
     tensors = {f"{n}.lora_{end}.weight": t for n, pair in pairs.items() for end, t in zip("AB", pair, strict=True)}
-    tensors["classifier.weight"] = torch.randn(5, 24)
+    tensors |= {"classifier.weight": torch.randn(5, 24), "classifier.bias": torch.randn(5)}
     for name, (a, b) in pairs.items():
         state[f"{name}.weight"] += ALPHA / RANK**0.5 * b @ a
-    state["classifier.weight"] = tensors["classifier.weight"]
-    files = written(tmp_path / "adapters", {"use_rslora": True}, tensors)
+    state |= {name: tensor for name, tensor in tensors.items() if name.startswith("classifier.")}
+    kept = {"modules_to_save": ["classifier"], "target_modules": ["query", "value"]}
+    files = written(tmp_path / "adapters", {"use_rslora": True, **kept}, tensors)
     imported = import_weights(tmp_path / "there", tmp_path / "merged", adapters=files)
     assert any("2 adapters of" in note for note in imported.notes)
     save_file(state, done.files[0], metadata={"format": "pt"})
@@ -175,6 +187,9 @@ def test_adapters_are_merged_on_import(tmp_path: Path) -> None:
     found, expected = open_weights(tmp_path / "merged"), open_weights(tmp_path / "expected")
     for name in dict(model.named_parameters()):
         torch.testing.assert_close(found.read(name), expected.read(name), atol=1e-6, rtol=1e-5, msg=name)
+    headless = {name: tensor for name, tensor in tensors.items() if "classifier" not in name}
+    with pytest.raises(DataError, match=r"lacks classifier, which adapter_config.json lists"):
+        import_weights(tmp_path / "there", tmp_path / "never", adapters=written(tmp_path / "less", kept, headless))
     other = written(tmp_path / "other", {}, GOOD)
     with pytest.raises(DataError, match=r"has tensors for blocks.0.mlp.fc2.weight, which .* lacks"):
         import_weights(tmp_path / "there", tmp_path / "never", adapters=other)

@@ -13,7 +13,19 @@ from torch import nn
 
 from helpers.foreign_weights import saved
 from helpers.oracles import transformers
-from helpers.text_models import V1_1, TextModel, bert, conversion, converted, renamed_of, sample, t5, twin
+from helpers.text_models import (
+    V1_1,
+    TextModel,
+    bert,
+    conversion,
+    converted,
+    exact_norm,
+    filled,
+    renamed_of,
+    sample,
+    t5,
+    twin,
+)
 from helpers.written_weights import weights_of
 from vitpar.errors import DataError
 from vitpar.models.initial import initialise
@@ -26,10 +38,33 @@ from vitpar.weights.onnx import export_onnx
 
 LONG = {"tokens": 512}  # transformers' files do not say how many tokens a T5 is trained with
 MODELS: dict[str, TextModel] = {
-    "bert": bert(tokens=20, token_types=3),
-    "t5": t5(**LONG, decoder_tokens=512, depth=3, decoder_depth=1),
+    "bert": bert(tokens=20, token_types=3, norm_eps=1e-3, dropout=0.2),
+    "t5": t5(**LONG, decoder_tokens=512, depth=3, decoder_depth=1, norm_eps=1e-3, dropout=0.2),
     "t5 v1.1": t5(**V1_1, **LONG, decoder_tokens=512, max_distance=30),
 }
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("config", [bert(vocab_size=4000), t5(vocab_size=4000)], ids=["bert", "t5"])
+def test_pickles_with_tied_tensors_compute_the_same(
+    config: TextModel, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Import files that would be larger if each name of the word embeddings had a tensor."""
+    monkeypatch.setattr(transformers.models.t5.modeling_t5.T5LayerNorm, "forward", exact_norm)
+    theirs = twin(config)
+    theirs.config.save_pretrained(tmp_path / "theirs")
+    state = {**theirs.state_dict(), "position_ids": torch.arange(9)}  # a table of integers, which older files have
+    file = tmp_path / "theirs/pytorch_model.bin"
+    torch.save(state, file, _use_new_zipfile_serialization=zipped)
+    assert sum(tensor.nbytes for tensor in state.values()) > 1.5 * file.stat().st_size
+    import_weights(tmp_path / "theirs", tmp_path / "ours")
+    found = open_weights(tmp_path / "ours")
+    ours = filled(config, {key: found.read(key) for key in parameter_shapes(config, 100)}, torch.float64)
+    x, sides, _ = sample(config, 3)
+    valid = sides.get("decoder_attention_mask", sides["attention_mask"])
+    with torch.no_grad():
+        expected = theirs.double()(x, **{key: side.long() for key, side in sides.items()}).logits
+        torch.testing.assert_close(ours(x, **sides)[valid], expected[valid], atol=1e-10, rtol=1e-10)
 
 
 def twins_folder(name: str, folder: Path) -> tuple[nn.Module, Path]:
@@ -63,6 +98,9 @@ def test_exported_models_compute_the_same_and_come_back(name: str, tmp_path: Pat
     kind = transformers.BertForMaskedLM if name == "bert" else transformers.T5ForConditionalGeneration
     theirs, report = kind.from_pretrained(tmp_path / "theirs", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    settings = twin(config).config.to_dict()
+    settings |= {key: theirs.config.to_dict()[key] for key in ("architectures", "dtype", "_name_or_path")}
+    assert theirs.config.to_dict() == settings
     x, sides, _ = sample(config, 3)
     valid = sides.get("decoder_attention_mask", sides["attention_mask"])
     with torch.no_grad():
@@ -90,6 +128,7 @@ def test_older_files_of_bert_are_imported(tmp_path: Path) -> None:
         for key, tensor in theirs.state_dict().items()
         if key != "cls.predictions.bias"
     }
+    state |= {"bert.embeddings.position_ids": torch.arange(20)[None]}
     state |= {"bert.pooler.dense.weight": torch.ones(16, 16), "cls.seq_relationship.bias": torch.ones(2)}
     done = import_weights(
         saved(tmp_path / "old", state, json.loads((folder / "config.json").read_text())), tmp_path / "a"

@@ -44,6 +44,14 @@ MUTATIONS = (
         caught_by="pytest tests/data/test_order.py::test_each_epoch_has_every_repeat_of_every_sample_exactly_once",
     ),
     Mutation(
+        name="text-masks-without-epoch",
+        breaks="A sequence of text has the same masks in every epoch.",
+        file="src/vitpar/data/text/loader.py",
+        old="sample_keys(self._order.seed, epochs, samples, repeats)",
+        new="sample_keys(self._order.seed, epochs * 0, samples, repeats)",
+        caught_by="pytest tests/data/text/test_text_loader.py::test_batches_have_the_sequences_of_the_order",
+    ),
+    Mutation(
         name="repeats-alike",
         breaks="All repeats of a sample in an epoch are cropped and dropped alike.",
         file="src/vitpar/data/loader.py",

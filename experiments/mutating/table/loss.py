@@ -31,6 +31,22 @@ MUTATIONS = (
         caught_by="pytest tests/parallel/test_loss.py::test_mixed_label_loss_matches_timms_soft_targets",
     ),
     Mutation(
+        name="binary-loss-of-unlabelled",
+        breaks="Binary cross-entropy counts images without a label as images of no class.",
+        file="src/vitpar/models/loss.py",
+        old="return each.where(hard != IGNORED, 0.0).sum()",
+        new="return each.sum()",
+        caught_by="pytest tests/parallel/test_loss.py::test_binary_cross_entropy_matches_timms",
+    ),
+    Mutation(
+        name="teacher-of-unlabelled",
+        breaks="The teacher's loss counts images that could not be read.",
+        file="src/vitpar/tasks/distill.py",
+        old=".where(usable, 0.0).sum()",
+        new=".sum()",
+        caught_by=f"pytest {DISTILL}::test_images_without_label_do_not_count",
+    ),
+    Mutation(
         name="teacher-of-the-wrong-head",
         breaks="The classifier of the class token learns from the teacher, too.",
         file="src/vitpar/tasks/distill.py",

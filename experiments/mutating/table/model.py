@@ -21,6 +21,22 @@ MUTATIONS = (
         caught_by=f'pytest "{WEIGHTS}/test_against_libraries.py::test_timm_weights_give_equal_gradients[class token]"',
     ),
     Mutation(
+        name="cross-attention-drops-alike",
+        breaks="T5's cross-attention drops what its self-attention drops.",
+        file="src/vitpar/models/t5/layers.py",
+        old="self.dropped(self.cross_attn(self.norm2(x), encoded, attention_mask), keys, 1)",
+        new="self.dropped(self.cross_attn(self.norm2(x), encoded, attention_mask), keys, 0)",
+        caught_by='pytest "tests/models/test_text_models.py::test_dropout_depends_on_the_samples_keys[t5]"',
+    ),
+    Mutation(
+        name="bert-eps-not-imported",
+        breaks="An imported BERT has the usual epsilon, not that of its config.json.",
+        file="src/vitpar/weights/hints.py",
+        old=', norm_eps=_measure(config.get("layer_norm_eps")), text=text)',
+        new=", text=text)",
+        caught_by=f'pytest "{WEIGHTS}/test_text_weights.py::test_files_of_transformers_are_imported[bert]"',
+    ),
+    Mutation(
         name="rotary-keys",
         breaks="Rotary positions rotate queries but not keys.",
         file="src/vitpar/models/vit/attention.py",

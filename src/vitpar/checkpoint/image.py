@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from vitpar.io import stat_regular
+from vitpar.io import open_regular
 from vitpar.sharded import local
 
 _NAMES = {
@@ -42,7 +42,7 @@ def open_safetensors(path: Path) -> Any:
 
     Raises OSError and SafetensorError.
     """
-    stat_regular(path)  # opening a named pipe would block forever
+    open_regular(path).close()  # the library would wait for a named pipe, and call a pointer of git-lfs damaged
     return safe_open(path, framework="pt")
 
 

@@ -130,5 +130,6 @@ def unpacked(path: Path, names: Container[str], most: int) -> dict[str, bytes]:
                 if member.isreg() and name in names:
                     contents[name] = content(file, member)
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DataError(f"'{path}' is not a valid tar file ({shown(error)}): fetch it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"'{path}' is not a valid tar file ({shown(reason)}): fetch it again") from None
     return contents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -127,18 +128,20 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         )
     if plan.microbatches is not None:
         number = plan.microbatches
-        if local % number:
-            problem = f"{count(number, 'micro-batch')} cannot split the {part} evenly"
-        else:
-            problem = schedule_objection(plan, number) or _cut_objection(plan, local // number) or ""
+        uneven = f"{count(number, 'micro-batch')} cannot split the {part} evenly" if local % number else None
+        problem = schedule_objection(plan, number) or uneven or _cut_objection(plan, local // number)
         fix = f"use {either(closest(working, number))}"
+        least = next(n for n in itertools.count(1) if not schedule_objection(plan, n))
+        if least not in working:
+            batch = least * unit * plan.data_parallel
+            fix += f", or {least} with a batch of {batch * -(-batch_size // batch)}"
     elif plan.microbatch_size is not None:
         size = plan.microbatch_size
         number = local // size
         if local % size:
             problem = f"micro-batches of {count(size, 'sample')} do not divide the {part}"
         else:
-            problem = schedule_objection(plan, number) or _cut_objection(plan, size) or ""
+            problem = schedule_objection(plan, number) or _cut_objection(plan, size)
         fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
     else:
         return default_microbatches(plan, working)

@@ -70,6 +70,9 @@ class _Settings(BaseModel):
     lora_bias: bool = False
     rank_pattern: dict[str, Any] | None = None
     alpha_pattern: dict[str, Any] | None = None
+    target_modules: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    bias: str = "none"
 
     @property
     def scale(self) -> float:
@@ -208,6 +211,26 @@ class _Opened:
                 )
         return self.tensor(f"{name}{A}.weight"), self.tensor(f"{name}{B}.weight")
 
+    def refuse_lacking(self, base: Collection[str]) -> None:
+        """Raise DataError if the files lack what their settings list.
+
+        base: names of the parameters of the adapted model. peft lists modules that a model lacks, such as `score`.
+        """
+
+        def has(names: Collection[str], module: str) -> bool:
+            return any(f".{module}." in f".{name}" for name in names)
+
+        saved, targets = self.settings.modules_to_save or [], self.settings.target_modules
+        modules = [*saved, *(targets if isinstance(targets, list) else [])]
+        lacking = [module for module in modules if has(base, module) and not has(self.shards.shapes, module)]
+        lacking = lacking or ([] if self.others else saved)
+        if self.settings.bias != "none":
+            lacking += [bias for name in self.adapters if (bias := f"{name}.bias") in base and bias not in self.others]
+        if lacking:
+            raise DataError(
+                f"'{self.folder / TENSORS}' lacks {listed(lacking)}, which {SETTINGS} lists: save the adapters again"
+            )
+
 
 def _opened(folder: Path) -> _Opened:
     """Open the files of peft in `folder`. Raises DataError for anything but plain LoRA."""
@@ -249,6 +272,7 @@ def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
     if opened.settings.r != config.rank:
         raise DataError(f"the adapters in '{folder}' have rank {opened.settings.r}: set lora.rank to it")
     places = _fitting(opened, config.whole)
+    opened.refuse_lacking(places)
     factor = opened.settings.scale / config.scale
     made: dict[str, Tensor] = {}
     for name in opened.adapters:
@@ -313,6 +337,7 @@ def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
             f"'{folder}' has tensors for {listed(missing)}, which '{source.place}' lacks: use the weights that the "
             "adapters were trained with"
         )
+    opened.refuse_lacking(source.shapes)
 
     def read(name: str) -> Tensor:
         if name in opened.others:
@@ -327,5 +352,5 @@ def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
         return torch.addmm(weight.float(), b, a, alpha=opened.settings.scale)
 
     shapes = {**source.shapes, **{name: opened.shards.shapes[f"{_PREFIX}{name}"] for name in opened.others}}
-    note = f"{count(len(weights), 'adapter')} of '{folder}' are merged"
+    note = f"merged {count(len(weights), 'adapter')} of '{folder}'"
     return replace(source, shapes=shapes, read=read, notes=(*source.notes, note))

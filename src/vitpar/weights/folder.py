@@ -344,7 +344,7 @@ def fingerprint(folder: Path) -> str:
     try:
         # The recipe names paths, which may differ between machines.
         for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECIPE):
-            with open_regular(path) as file:
+            with open_regular(path, pages=True) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest.update(f"{path.name} {size} ".encode(errors="surrogateescape"))
                 digest.update(file.read(_ENDS))

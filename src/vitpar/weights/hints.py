@@ -97,6 +97,7 @@ def hints(configs: Mapping[str, Mapping[str, Any]]) -> Hints:
         text={
             **{name: number for name in _COUNTS if (number := _number(config.get(name))) is not None},
             **({"tied": config["tied"]} if isinstance(config.get("tied"), bool) else {}),
+            "dropout": _measure(config.get("dropout")) or 0.0,
         },
     )
 
@@ -168,7 +169,8 @@ def _decoder(config: Mapping[str, Any], heads: str) -> dict[str, Any]:
 
 def _bert(config: Mapping[str, Any]) -> Hints:
     _refuse_other(config, {"hidden_act": ("gelu",), "position_embedding_type": ("absolute",)})
-    return Hints(_number(config.get("num_attention_heads")), norm_eps=_measure(config.get("layer_norm_eps")))
+    text = {"dropout": _measure(config.get("hidden_dropout_prob", 0.1)) or 0.0}
+    return Hints(_number(config.get("num_attention_heads")), norm_eps=_measure(config.get("layer_norm_eps")), text=text)
 
 
 def _t5(config: Mapping[str, Any]) -> Hints:
@@ -176,7 +178,8 @@ def _t5(config: Mapping[str, Any]) -> Hints:
     # upstream: transformers 5 writes that all are tied, and apart from it whether outputs are scaled.
     tied = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)) is not False
     distance = _number(config.get("relative_attention_max_distance", 128))
-    text = {"tied": tied, **({} if distance is None else {"max_distance": distance})}
+    text = {"tied": tied, "dropout": _measure(config.get("dropout_rate", 0.1)) or 0.0}
+    text |= {} if distance is None else {"max_distance": distance}
     return Hints(norm_eps=_measure(config.get("layer_norm_epsilon")), text=text)
 
 

@@ -20,6 +20,8 @@ from vitpar.io import read_json
 from vitpar.text import literal, shown
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
+TABLES = ("position_ids", "relative_position_index")
+"""Ends of the names of tables of integers in older files, which a model computes itself."""
 FEW = 3
 """Number of names that an error message lists; the others are only counted."""
 
@@ -27,7 +29,7 @@ FEW = 3
 class Shards:
     """Tensors of several safetensors files.
 
-    shapes: shapes of the tensors by name.
+    shapes: shapes of the tensors by name, without `TABLES`.
     """
 
     def __init__(self, folder: Path, files: Iterable[str], weight_map: Mapping[str, str] | None = None) -> None:
@@ -50,11 +52,13 @@ class Shards:
                         continue
                     if name in self._held:
                         raise DataError(f"'{folder}' has {shown(name)} in two files: remove one of them")
+                    self._held[name] = opened
+                    if name.endswith(TABLES):
+                        continue
                     stored = opened.get_slice(name)
-                    shape = tuple(stored.get_shape())
                     if wrong := _no_parameter(name, stored.get_dtype()):
                         raise DataError(f"{shown(name)} in '{folder / file}' cannot be a parameter: it has {wrong}")
-                    self._held[name], self.shapes[name] = opened, shape
+                    self.shapes[name] = tuple(stored.get_shape())
         except (OSError, SafetensorError) as error:
             raise DataError(f"'{folder / file}' cannot be read: {first_line(error)}") from None
         for name in weight_map or ():

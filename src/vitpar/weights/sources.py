@@ -12,6 +12,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
 from vitpar.errors import DataError
 from vitpar.io import open_regular
 from vitpar.text import literal, shown
-from vitpar.weights.shards import Shards, read_object, read_weight_map
+from vitpar.weights.shards import TABLES, Shards, listed, read_object, read_weight_map
 
 _SAFETENSORS = "model.safetensors"
 _PICKLES = ("pytorch_model.bin",)
@@ -33,6 +34,8 @@ _INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "stu
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
 """Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
+_TIED = 4
+"""Names that the tensor of word embeddings has in a T5; no model has more for one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
             raise DataError(f"no weights at '{path}': name a downloaded or saved file or folder")
         if path.suffix == ".safetensors":
             return _from_shards(path, Shards(path.parent, [path.name]), {})
-        return _from_pickles(path, [path], trust, {})
+        return _from_pickles(path, [path], {}, trust, {})
     if (path / CHECKPOINT_INDEX).exists():
         raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
     configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
@@ -73,10 +76,10 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
         return _from_shards(path, Shards(path, [_SAFETENSORS]), configs)
     for name in _PICKLES:
         if (path / f"{name}.index.json").exists():
-            files = dict.fromkeys(read_weight_map(path, f"{name}.index.json").values())
-            return _from_pickles(path, [path / file for file in files], trust, configs)
+            places = read_weight_map(path, f"{name}.index.json")
+            return _from_pickles(path, [path / file for file in dict.fromkeys(places.values())], places, trust, configs)
         if (path / name).exists():
-            return _from_pickles(path, [path / name], trust, configs)
+            return _from_pickles(path, [path / name], {}, trust, configs)
     known = ", ".join((_SAFETENSORS, *_PICKLES))
     raise DataError(f"'{path}' has no weights under a known name ({known}): name the file itself")
 
@@ -87,7 +90,10 @@ def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]
     return ForeignWeights(place, shapes, lambda name: shards.read(around + name), configs)
 
 
-def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
+def _from_pickles(
+    place: Path, files: list[Path], places: Mapping[str, str], trust: bool, configs: dict[str, dict[str, Any]]
+) -> ForeignWeights:
+    """Read files of torch.save. places: file of each tensor, by an index; empty without one."""
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
@@ -98,7 +104,9 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
             content = content[keys[0]]
         if not isinstance(content, dict) or not any(isinstance(value, Tensor) for value in content.values()):
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
-        content = {name: value for name, value in content.items() if not _is_counter(value)}
+        if lacking := [name for name, where in places.items() if where == file.name and name not in content]:
+            raise DataError(f"'{file}' lacks {listed(lacking)}, which its index lists")
+        content = {n: v for n, v in content.items() if not _is_buffer(n, v) and places.get(n, file.name) == file.name}
         _refuse_unusual(file, content)
         tensors |= content
     around = _around(tensors)
@@ -107,24 +115,30 @@ def _from_pickles(place: Path, files: list[Path], trust: bool, configs: dict[str
     return ForeignWeights(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
 
 
-def _is_counter(value: Any) -> bool:
-    """Return whether a value is a single integer, as AveragedModel and batch norms count in."""
-    return isinstance(value, Tensor) and value.numel() == 1 and value.dtype in (torch.int64, torch.int32)
+def _is_buffer(name: Any, value: Any) -> bool:
+    """Return whether a value is one of TABLES, or a single integer, as AveragedModel and batch norms count in."""
+    integers = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+    return integers and (value.numel() == 1 or str(name).endswith(TABLES))
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
     """Raise DataError unless all values are plain tensors on the CPU, with names and together no larger than the file.
 
-    Plain tensors are dense, not quantized, and of floating-point numbers.
+    Plain tensors are dense, not quantized, and of floating-point numbers. Tied ones count once.
     """
     size, claimed = file.stat().st_size, 0
+    names = Counter[tuple[int, tuple[int, ...], tuple[int, ...]]]()
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             said = literal(name) if isinstance(name, str) else type(name).__name__
             raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
         if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
             raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
-        claimed += tensor.numel() * tensor.element_size()
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        # A file with one tensor in place of all parameters would otherwise become a far larger one.
+        if names[place] % _TIED == 0:
+            claimed += tensor.numel() * tensor.element_size()
+        names[place] += 1
         if tensor.device.type != "cpu" or claimed > size:
             raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
 

@@ -31,8 +31,8 @@ def test_batches_have_the_sequences_of_the_order(folder, monkeypatch, span):
     monkeypatch.setattr(text_set, "_SPAN", span)
     text = TextSet.open(folder, "train")
     order = SampleOrder(3, len(text), repeats=2)
-    seen: list[int] = []
-    for number, batch in enumerate(itertools.islice(TextLoader(text, order=order, batch_size=25), 8)):
+    seen, drawn, last = list[int](), list[int](), 2 * len(text) // 25 + 2
+    for number, batch in enumerate(itertools.islice(TextLoader(text, order=order, batch_size=25), last)):
         epochs, samples, repeats = order.batch(25 * number, 25)
         assert batch.numbers.tolist() == samples.tolist() and batch.samples == 25 * (number + 1)
         assert batch.keys.tolist() == sample_keys(3, epochs, samples, repeats).tolist()
@@ -41,7 +41,9 @@ def test_batches_have_the_sequences_of_the_order(folder, monkeypatch, span):
             assert ids[:length].tolist() == text.ids(sample).tolist()
             assert (ids[length:] == text.specials.pad).all() and length == text.lengths[sample]
         seen += samples.tolist()
-    assert len(text.files) > 3 and len(set(seen)) > 60
+        drawn += batch.keys.tolist()
+    assert len(text.files) > 3 and len(set(seen)) > 60 and epochs[-1] > 0
+    assert len(set(drawn)) == len(drawn), "the same sequence has other masks in the next epoch"
 
 
 def test_resumed_and_threaded_batches_are_the_same(folder):

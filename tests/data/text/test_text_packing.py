@@ -80,12 +80,30 @@ def test_every_document_is_packed_exactly_once(tmp_path, kind):
 
 def test_lines_and_files_are_documents(tmp_path):
     path = tmp_path / "corpus.txt"
-    path.write_text("to be\n\nor not\r\nto be")
+    path.write_bytes(b"to be\n\nor not\r\nto be")
     pack_text(path, tmp_path / "lines", 64, documents="line", val_fraction=0)
     assert sorted(sequences(tmp_path / "lines", "train")) == [b"or not", b"to be", b"to be"]
     pack_text(path, tmp_path / "file", 8, val_fraction=0.3)
-    assert sequences(tmp_path / "file", "val") == [b" be"], "the last sequence of a single document"
-    assert sorted(sequences(tmp_path / "file", "train")) == [b"r not\nto", b"to be\n\no"]
+    assert sequences(tmp_path / "file", "val") == [b"o be"], "the last sequence of a single document"
+    assert sorted(sequences(tmp_path / "file", "train")) == [b"r not\r\nt", b"to be\n\no"]
+
+
+def test_ends_of_lines_are_kept_and_blank_lines_of_any_length_separate(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE", 16)
+    path = tmp_path / "corpus.txt"
+
+    def found(text: str, documents: Any) -> list[str]:
+        path.write_bytes(text.encode())
+        joined = "".join(piece.text + "|" * piece.last for piece in open_text(path, documents).pieces("train"))
+        return [document for document in joined.split("|") if document]
+
+    dos, blank = "a\r\nb\rc\r\n\r\nd\r\n", " " * 50
+    assert found(dos, "file") == [dos] and found(dos, "line") == ["a", "b\rc", "d"]
+    assert found(dos, "paragraph") == ["a\r\nb\rc", "d"]
+    for kind in ("paragraph", "line"):
+        assert found(f"a\n{blank}\nb\n{blank}", kind) == ["a", "b"]
+    assert found(f"a{blank}b{blank}\nc", "line") == [f"a{blank}b{blank}", "c"]
+    assert found(f"{blank}\n{blank}", "file") == [] and found(f"{blank}a", "file") == [f"{blank}a"]
 
 
 def test_val_of_a_single_document_is_its_last_sequences(tmp_path):
@@ -233,7 +251,10 @@ def test_text_and_images_are_told_apart_in_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.txt", b"na\xefve", {}, "is not UTF-8"),
+        ("a.txt", b"a\n" * 9000 + b"na\xefve", {}, r"a.txt': line 9001 is not UTF-8 .byte 0xef.: save it as UTF-8"),
+        ("a.txt", "a\nb".encode("utf-16"), {}, "a.txt': line 1 has NUL characters"),
+        ("a.txt", "a\nb".encode("utf-16-le"), {}, "a.txt': line 1 has NUL characters, as UTF-16 has: save it as UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', {}, "a.jsonl': line 2 is not UTF-8 .byte 0xe4.: save"),
         ("a.txt", b" \n", {"documents": "line"}, "has no text for the split 'train'"),
         ("a.jpg", b"x", {}, "is no text: use .txt"),
         ("a.jsonl", b'{"text": 1}', {}, "line 1 of .* has no text in a field 'text' .text.: name another"),

@@ -122,6 +122,10 @@ def test_later_model_name_replaces_the_sizes_in_the_file(file: Path, tmp_path: P
     file = written(tmp_path, text + "[train]\nsteps = 1\n")
     config = read_recipe(file, {"model.name": "vit_base_patch16_224"}).config(10)
     assert (config.embed_dim, config.pool, config.drop_path) == (768, "avg", 0.1)
+    other = read_recipe(file, {"model.name": "swin_tiny_patch4_window7_224"})  # which has no such pooling
+    assert (other.model.pool, other.config(10).drop_path) == (None, 0.1)
+    with pytest.raises(ModelError, match="unknown model option 'pool' of swin_tiny"):
+        read_recipe(file, {"model.name": "swin_tiny_patch4_window7_224"}, ["model.pool=avg"]).config(10)
     same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
     assert same == read_recipe(file).config(10) and same.embed_dim == 96
 

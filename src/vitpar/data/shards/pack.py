@@ -28,7 +28,7 @@ from vitpar.data.shards.manifest import (
 )
 from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError
-from vitpar.io import write_text
+from vitpar.io import stand_in, write_text
 from vitpar.text import printable, shown
 
 SHARD_SAMPLES = 5000
@@ -264,7 +264,8 @@ class _Packing:
         Raises BadImage for bytes that are no image.
         """
         if image_type(data) is None:
-            raise BadImage(f"'{shown(name)}' is not a supported image type: remove it, or convert it to JPEG or PNG")
+            advice = stand_in(data[:256]) or "remove it, or convert it to JPEG or PNG"
+            raise BadImage(f"'{shown(name)}' is not a supported image type: {advice}")
         try:
             converted = self.reencode(data) if self.reencode else data
             if self.decode_images and converted is data:  # a converted image was decoded

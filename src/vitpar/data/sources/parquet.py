@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, split_of
+from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, reading, split_of
 from vitpar.errors import DataError
-from vitpar.io import parse_json, stat_regular
+from vitpar.io import open_regular, parse_json
 from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import either, shown
 
@@ -93,7 +93,8 @@ class _File:
 
         self.path = path
         try:
-            stat_regular(path)
+            with reading(path):
+                open_regular(path).close()
             schema = library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
             named = ("label", "labels", "fine_label")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vitpar.data.classes import check_class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8, open_regular, read_bytes
+from vitpar.io import decode_utf8, open_regular
 from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from vitpar.text import shown
 
@@ -118,12 +118,12 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def read_file(path: str | Path, limit: int = MAX_IMAGE_BYTES) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
+    """Return the content of a file of at most `limit` bytes, which may be a web page: those can be skipped.
 
     Raises DataError.
     """
-    with reading(path):
-        return read_bytes(path, limit)
+    with reading(path), open_regular(path, limit, pages=True) as file:
+        return file.read()
 
 
 def read_span(path: Path, begin: int, size: int) -> bytes:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from vitpar.data.sources.source import by_split
 from vitpar.errors import DataError
-from vitpar.io import open_regular, parse_json, stat_regular
+from vitpar.io import decode_utf8, open_regular, parse_json
 from vitpar.text import count, either, shown
 from vitpar.text import size as shown_size
 
@@ -65,7 +66,7 @@ class TextSource:
 
         Raises DataError.
         """
-        before, starts = 0, True
+        before, blank, held = 0, True, list[Piece]()  # white space that a document begins with
         for path in self.files[split]:
             kind = kind_of(path)
             if kind == "parquet":
@@ -73,9 +74,11 @@ class TextSource:
             else:
                 found = _jsonl(path, self.field) if kind == "jsonl" else _text(path, self.documents)
             for piece in found:
-                blank = starts and piece.last and piece.text.isspace()
-                starts = piece.last
-                yield Piece("" if blank else piece.text, piece.last, before + piece.read)
+                held.append(replace(piece, read=before + piece.read))
+                blank = blank and (not piece.text or piece.text.isspace())
+                if piece.last or not blank:
+                    yield from [replace(held[-1], text="")] if blank else held
+                    held, blank = [], piece.last
             before += path.stat().st_size
 
     def describe(self) -> list[str]:
@@ -136,10 +139,12 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     Raises DataError in place of an error of reading within the context.
     """
     try:
-        with open_regular(path) as stored:
+        with open_regular(path, pages=path.suffix == ".txt") as stored:
             yield stored, gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
-    except UnicodeDecodeError as error:
-        raise DataError(f"'{path}' is not UTF-8 ({error.reason}): convert it, as with iconv") from None
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"cannot read '{path}': {error}") from None
     except (OSError, EOFError, MemoryError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or shown(error)
         raise DataError(f"cannot read '{path}' ({reason}): fetch it again") from None
@@ -147,19 +152,26 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
 
 def _text(path: Path, documents: Documents) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
-        file = io.TextIOWrapper(content, encoding="utf-8-sig")  # kept, since it closes `stored` when it is gone
+        if b"\0" in content.peek(256)[:256]:
+            raise ValueError("line 1 has NUL characters, as UTF-16 has: save it as UTF-8")
+        # It is kept, since it closes `stored` when it is gone. Ends of lines are kept as they are.
+        file = io.TextIOWrapper(content, encoding="utf-8-sig", newline="\n")
         for text, last in _DOCUMENTS[documents](_lines(file)):
             yield Piece(text, last, stored.tell())
 
 
 def _lines(file: io.TextIOBase) -> Iterator[str]:
     """Yield the lines of a file with their ends; long ones in parts that end before a space if there is one."""
-    rest = ""
-    while part := file.readline(_PIECE):
-        part = rest + part
-        cut = len(part) if part.endswith("\n") or len(part) < _PIECE else max(part.rfind(" "), 0) or len(part)
-        rest = part[cut:]
-        yield part[:cut]
+    rest, number = "", 1
+    try:
+        while part := file.readline(_PIECE):
+            number += part.endswith("\n")
+            part = rest + part
+            cut = len(part) if part.endswith("\n") or len(part) < _PIECE else max(part.rfind(" "), 0) or len(part)
+            rest = part[cut:]
+            yield part[:cut]
+    except UnicodeDecodeError as error:  # of a block of the file, whose first line is not complete yet
+        decode_utf8(error.object, number)
     if rest:
         yield rest
 
@@ -181,14 +193,14 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
     for blank, group in itertools.groupby(lines, key=str.isspace):
         if not blank:
             for text, last in _complete(group):
-                yield text.removesuffix("\n") if last else text, last
+                yield text.removesuffix("\n").removesuffix("\r") if last else text, last
 
 
 def _each_line(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
     last = True
     for line in lines:
         last = line.endswith("\n")
-        yield line.removesuffix("\n"), last
+        yield line.removesuffix("\n").removesuffix("\r"), last
     if not last:
         yield "", True
 
@@ -207,10 +219,11 @@ def _jsonl(path: Path, field: str) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
         for number, line in enumerate(content, start=1):
             if not line.isspace():
-                yield from _cut(_field(line, field, f"line {number} of '{path}'"), stored.tell())
+                text = decode_utf8(line, number)
+                yield from _cut(_field(text, field, f"line {number} of '{path}'"), stored.tell())
 
 
-def _field(line: bytes, field: str, where: str) -> str:
+def _field(line: str, field: str, where: str) -> str:
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -228,7 +241,8 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
     except ImportError:
         raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     try:
-        size, done = stat_regular(path).st_size, 0
+        with _readable(path) as (stored, _):
+            size, done = stored.seek(0, os.SEEK_END), 0
         with library.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):

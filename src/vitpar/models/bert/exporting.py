@@ -54,7 +54,7 @@ def exported(config: BertConfig, format_name: str) -> Exported:
             "layer_norm_eps": c.norm_eps,
             "hidden_act": "gelu",
             "hidden_dropout_prob": c.dropout,
-            "attention_probs_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": c.dropout,
             "tie_word_embeddings": True,
         },
     )

@@ -112,6 +112,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
             positions=positions,
             token_types=size("embed.token_type_embeddings.weight", 0),
             norm_eps=eps,
+            dropout=hints.text.get("dropout", BertConfig.dropout),
         )
     except ModelError as error:
         raise DataError(f"'{place}' is not a vitpar model: {error}") from None

@@ -123,6 +123,7 @@ def infer_config(place: object, tensors: Renamed, hints: TextHints, model: str |
             activation="geglu_tanh" if gated else "relu",
             tied=tied,
             norm_eps=usual.norm_eps if hints.norm_eps is None else hints.norm_eps,
+            dropout=hints.text.get("dropout", T5Config.dropout),
         )
     except ModelError as error:
         raise DataError(f"'{place}' is not a vitpar model: {error}") from None

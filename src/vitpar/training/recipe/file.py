@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from vitpar.errors import RecipeError
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
+from vitpar.models.config import field_names
+from vitpar.models.families import FAMILIES
 from vitpar.text import literal, nearest, shown
 from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES
@@ -62,9 +64,9 @@ def read_recipe(
     without: sections of the file to leave out.
     needs_length: whether epochs or steps have to be given.
 
-    A later model.name, if it differs from the file's, brings its own sizes. A later task.name drops the file's label
-    smoothing and mixing of images, and all settings of images if it is a task of text. A later train.precision drops
-    the file's train.reduce_dtype and [loss_scale].
+    A later model.name, if it differs from the file's, brings its own sizes, and drops what it does not have. A later
+    task.name drops the file's label smoothing and mixing of images, and all settings of images if it is a task of text.
+    A later train.precision drops the file's train.reduce_dtype and [loss_scale].
 
     Raises RecipeError that names the key, its value and the fix.
     """
@@ -104,8 +106,10 @@ def read_recipe(
         if section == "stream":
             values.get("data", {}).pop("path", None)
         if key == "model.name" and value != values["model"].get("name"):
-            # Another model brings its own sizes; the file keeps other settings (pooling, positions, drop-path, …).
-            values["model"] = {k: v for k, v in values["model"].items() if k not in _SIZES}
+            # Another model brings its own sizes; the file keeps other settings that it has (pooling, drop-path, …).
+            family = next((kind for kind in FAMILIES.values() if kind.knows(str(value))), None)
+            fields = {*values["model"]} if family is None else {*field_names(family), "weights", "options"}
+            values["model"] = {k: v for k, v in values["model"].items() if k in fields and k not in _SIZES}
         if key == "task.name" and value not in (CLASSIFY, values["task"].get("name")):
             for setting in OF_IMAGES if value in TEXT else OF_CLASSES:
                 part, _, known = setting.partition(".")

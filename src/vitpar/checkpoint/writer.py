@@ -288,6 +288,6 @@ def _raise_first(folder: Path, causes: list[str | None]) -> None:
             if dist.get_rank() == 0:
                 shutil.rmtree(atomic.partial(folder), ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): free disk space or name another "
-                "folder with --run-dir"
+                f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): free disk space, raise limits "
+                "(ulimit -f), or name another folder with --run-dir"
             )

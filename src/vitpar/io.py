@@ -27,8 +27,7 @@ _JSON_ESCAPE = re.compile(
 
 _POINTER = "it is a pointer of git-lfs: run `git lfs pull`"
 _PAGE = "it is a web page: fetch the file itself"
-_TAG = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html)\b", re.IGNORECASE)
-"""Begin of a web page."""
+_BEGIN_OF_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html)\b", re.IGNORECASE)
 
 
 def open_regular(path: PathLike | ObjectPath, limit: int | None = None, *, pages: bool = False) -> BinaryIO:
@@ -61,7 +60,9 @@ def open_regular(path: PathLike | ObjectPath, limit: int | None = None, *, pages
 
 def stand_in(begin: bytes) -> str | None:
     """Return what is in place of a file that begins so, and what to do, in words for a message; None for a file."""
-    return _POINTER if begin.startswith(b"version https://git-lfs") else _PAGE if _TAG.match(begin) else None
+    if begin.startswith(b"version https://git-lfs"):
+        return _POINTER
+    return _PAGE if _BEGIN_OF_PAGE.match(begin) else None
 
 
 def stat_regular(path: PathLike) -> os.stat_result:

@@ -28,12 +28,14 @@ from helpers.text_models import (
 )
 from helpers.written_weights import weights_of
 from vitpar.errors import DataError
+from vitpar.models import model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.training.begin import opened_for
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.exporting import export_weights
 from vitpar.weights.folder import Weights, open_weights, parameter_shapes
-from vitpar.weights.importing import import_weights
+from vitpar.weights.importing import import_weights, model_section
 from vitpar.weights.onnx import export_onnx
 
 LONG = {"tokens": 512}  # transformers' files do not say how many tokens a T5 is trained with
@@ -86,6 +88,9 @@ def test_files_of_transformers_are_imported(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found.read(key), tensor) for key, tensor in expected.items())
     recipe = read_recipe(tmp_path / "ours" / "recipe.toml", {"data.path": "none"})
     assert replace(recipe.config(10), name=config.name) == done.config
+    # The data decide on the length of samples, but not on the vocabulary.
+    assert model_section(model_config("t5_small"))["options"] == {"vocab_size": 32128}
+    opened_for(tmp_path / "ours", replace(done.config, tokens=7, **({} if name == "bert" else {"decoder_tokens": 5})))
     again = import_weights(tmp_path / "ours", tmp_path / "again")
     assert (again.format, again.config) == ("vitpar", done.config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -131,7 +130,7 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         uneven = f"{count(number, 'micro-batch')} cannot split the {part} evenly" if local % number else None
         problem = schedule_objection(plan, number) or uneven or _cut_objection(plan, local // number)
         fix = f"use {either(closest(working, number))}"
-        least = next(n for n in itertools.count(1) if not schedule_objection(plan, n))
+        least = next(n for n in range(1, working[0] + 1) if not schedule_objection(plan, n))
         if least not in working:
             batch = least * unit * plan.data_parallel
             fix += f", or {least} with a batch of {batch * -(-batch_size // batch)}"

@@ -39,7 +39,10 @@ from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
-_OF_THE_RUN = ("name", "num_classes", "image_size", "drop_path", "dropout", "layer_scale", "init")
+_OF_THE_RUN = (
+    *("name", "num_classes", "image_size", "tokens", "decoder_tokens"),
+    *("drop_path", "dropout", "layer_scale", "init"),
+)
 """Model settings in which a run may differ from its initial weights: they change no parameter, or are adapted."""
 
 

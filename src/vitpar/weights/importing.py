@@ -218,7 +218,8 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         plain = defaults
     # The data determine the number of classes, and images of a recipe have three channels.
     names = [name for name in defaults if name not in ("name", "num_classes", "channels")]
-    changed = {name: value for name in names if (value := getattr(config, name)) != plain[name]}
+    # Data may have fewer token ids than the model, as T5's tokenizers do.
+    changed = {x: value for x in names if (value := getattr(config, x)) != plain[x] or x == "vocab_size"}
     if not config.image_size or "num_classes" not in defaults:
         return {"name": config.name, **({"options": changed} if changed else {})}
     if None in changed.values():  # TOML has no word for what the named model has and this one lacks

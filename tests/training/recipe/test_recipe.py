@@ -126,6 +126,11 @@ def test_later_model_name_replaces_the_sizes_in_the_file(file: Path, tmp_path: P
     assert (other.model.pool, other.config(10).drop_path) == (None, 0.1)
     with pytest.raises(ModelError, match="unknown model option 'pool' of swin_tiny"):
         read_recipe(file, {"model.name": "swin_tiny_patch4_window7_224"}, ["model.pool=avg"]).config(10)
+    text = read_recipe(
+        None, {"data.path": "x", "model.name": "bert_base", "train.steps": 1}, ["model.options.tokens=64"]
+    )
+    text_config = text.config(10, {"tokens": 32, "vocab_size": 99})  # what the data imply, unless the recipe sets it
+    assert (text_config.tokens, text_config.num_classes) == (64, 99)
     same = read_recipe(file, {"model.name": "vit_tiny_patch4_32"}).config(10)
     assert same == read_recipe(file).config(10) and same.embed_dim == 96
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -242,7 +241,7 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
         raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     try:
         with _readable(path) as (stored, _):
-            size, done = stored.seek(0, os.SEEK_END), 0
+            size, done = stored.seek(0, io.SEEK_END), 0
         with library.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):

@@ -153,10 +153,9 @@ class Recipe(Section):
         Raises ModelError.
         """
         fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
-        known = field_names(family_of(fields["name"]))
-        fields = {**{name: value for name, value in usual.items() if name in known}, **fields}
-        own = fields.pop("options", {})
-        config = model_config(fields.pop("name"), num_classes=num_classes, **fields, **own)
+        known, own = field_names(family_of(fields["name"])), fields.pop("options", {})
+        fields = {**{name: value for name, value in usual.items() if name in known}, **fields, **own}
+        config = model_config(fields.pop("name"), num_classes=num_classes, **fields)
         lora = self.lora
         return config if lora.rank is None else adapted(config, lora.rank, lora.alpha, lora.targets)
 

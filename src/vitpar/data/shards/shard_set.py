@@ -68,7 +68,7 @@ class ShardSet:
         folder = parse_place(folder)
         manifest = read_manifest(folder)
         if manifest.text is not None:
-            raise DataError(f"'{folder}' holds text, but images are needed: name a data set of images")
+            raise DataError(f"'{folder}' holds text, but images are needed: name images, or a task of text (mlm, span)")
         entry = filled_split(folder, split, manifest)
         if len(entry.per_class) != len(manifest.classes):
             raise DataError(

@@ -25,6 +25,7 @@ MOST_CHANGED = 30
 LAUNCHER = "needs several machines, or packages that are not installed: tests/clusters and tests/engines run it"
 SKIPPED = {
     r"^(pip|make|source|hf)\b|gpu_(programme|refit)": "installs, downloads or builds: make, CI or tests/experiments do",
+    r"^py-spy": "is not installed: make bench-data runs it where it is",
     r"^(mpirun|srun|accelerate)\b|torchrun --nnodes|examples/engines": LAUNCHER,
     r"^vitpar (profile hardware *$|train --mesh \w+.json .*(vit_huge|bert_large)|bench .*--compile)": "needs GPUs",
     r"^vitpar (profile model|search) --model vit_huge_patch16_224(?!.*--cluster)": "needs profiles of GPUs",

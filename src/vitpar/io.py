@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from vitpar.errors import UserError
 from vitpar.limits import MAX_JSON_BYTES, MAX_TOML_BYTES
 from vitpar.object_store import ObjectPath
+from vitpar.text import shown
 
 PathLike = str | os.PathLike[str]
 
@@ -111,7 +112,7 @@ def user_path(text: str) -> str:
     Raises UserError for a name that is not UTF-8, which the files of a run could not keep.
     """
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise UserError(f"the name {text!a} is not UTF-8: rename it")
+        raise UserError(f"the name {shown(ascii(text))} is not UTF-8: rename it")
     return re.sub(r"(^|=)~(?=/|$)", lambda found: found[1] + os.path.expanduser("~"), text)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from itertools import cycle
 
-from vitpar.data.images import BadImage, decode
+from vitpar.data.images import decode
 from vitpar.data.randomness import Draws
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
 from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import Recipe
@@ -24,20 +25,20 @@ def input_rate(recipe: Recipe, size: int) -> float | None:
 
     size: side of the model's images, in pixels
 
-    None for text, streams and decoded images that are kept, and for damaged images. Python's lock may limit it further
-    (docs/speed.md).
+    None for text, streams, decoded images that are kept, and data that cannot be read. Python's lock may limit it
+    further (docs/speed.md).
     """
     data = recipe.data
     if data.path is None or data.cache != "none" or recipe.task.name in TEXT:
         return None
-    shards, transform = ShardSet.open(data.path, "train"), transforms(recipe, size)[0]
-    begun, done = time.process_time(), 0
+    transform, done = transforms(recipe, size)[0], 0
     try:
+        shards, begun = ShardSet.open(data.path, "train"), time.process_time()
         for i in cycle(range(0, len(shards), max(1, len(shards) // TRIED))):
             transform(decode(shards.read(i)), Draws(i))
             done += 1
             if (spent := time.process_time() - begun) > LEAST_S:
                 return done / spent * cpu_cores()
-    except BadImage:
+    except DataError:  # training reports it
         pass
     return None

@@ -77,7 +77,8 @@ def test_killed_run_resumes_under_other_plans_with_the_same_losses(seed: int, pl
     assert ours.keys() == through.keys()
     for key, row in through.items():
         assert ours[key]["loss"] == pytest.approx(row["loss"], rel=1e-4), key
-        assert [ours[key][name] for name in ("samples", "samples_crc32")] == [row["samples"], row["samples_crc32"]]
+        assert ours[key]["samples"] == row["samples"]
+        assert ours[key].get("samples_crc32") == row.get("samples_crc32")  # rows of evaluations have none
         if key in first:
             assert first[key]["loss"] == pytest.approx(row["loss"], rel=1e-4)
     assert not list((place / "run" / "checkpoints").glob("*.partial"))

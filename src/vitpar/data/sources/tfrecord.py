@@ -59,7 +59,7 @@ def tfrecords(folder: Path) -> Source:
     names = dict[int, str | None]()
     for path, record in (one for records in splits.values() for one in records):
         if names.setdefault(record.label, record.name) != record.name:
-            both = f"'{names[record.label]}' and '{record.name}'"
+            both = " and ".join(f"'{shown(name)}'" for name in (names[record.label], record.name))
             raise DataError(f"label {record.label} has the names {both} in '{path}': correct the records")
     first = 1 if min(names) == 1 else 0
     classes = numbered([label - first for label in names])

@@ -115,7 +115,7 @@ def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run, tmp
     assert "time       computing 9" in words
     assert re.search(r"\nwhat would help\n.*\n +-\d.* devices that compute twice as fast ", words)
     assert "--epochs 90" in words.partition("train   ")[2]
-    waiting = run(*H100, "--epochs", "90", "--images-per-second", "1000")
+    waiting = run(*H100, "--epochs", "90", "--images-per-second", "1000", "--roles", "dp")
     assert (
         "samples; evaluation and checkpoints not included" in waiting
         and "input      the hosts prepare 1,000 " in waiting
@@ -123,7 +123,8 @@ def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run, tmp
     sheet = tmp_path / "ours.toml"
     text = (ROOT / "examples/clusters/4x8xH100-ethernet.toml").read_text()
     sheet.write_text(text.replace("[host]", "[host]\nimages_per_second = 1000"))
-    assert "the hosts prepare 4,000 samples/s: devices wait " in run("--cluster", str(sheet), *H100[2:])
+    waiting = run("--cluster", str(sheet), *H100[2:], "--roles", "dp")
+    assert "the hosts prepare 4,000 samples/s: devices wait " in waiting
     found = json.loads(run(*H100, "--epochs", "90", "--json"))
     best, training = found["plans"][0], found["training"]
     assert training["steps"] == 450_411  # 90 * 1,281,167 / 256

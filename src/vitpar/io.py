@@ -111,9 +111,18 @@ def user_path(text: str) -> str:
 
     Raises UserError for a name that is not UTF-8, which the files of a run could not keep.
     """
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+    if not is_utf8(text):
         raise UserError(f"the name {shown(ascii(text))} is not UTF-8: rename it")
     return re.sub(r"(^|=)~(?=/|$)", lambda found: found[1] + os.path.expanduser("~"), text)
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether `text` can be written: names of files and arguments that are not UTF-8 have surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode_utf8(data: bytes, line: int = 1) -> str:

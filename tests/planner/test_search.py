@@ -13,7 +13,7 @@ from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.cluster import Cluster, HostMemory, Network, Wire
+from vitpar.planner.profile.cluster import Cluster, HostRates, Network, Wire
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import LayerProfile, Overlap
@@ -43,7 +43,7 @@ def cluster(
         intra=Wire(bandwidth=wire, latency=latency),
         inter=Network(bandwidth=wire / 4, latency=4 * latency),
         overlap=overlap,
-        host=HostMemory(bandwidth=wire / 2, memory_bandwidth=1e10),
+        host=HostRates(bandwidth=wire / 2, memory_bandwidth=1e10),
     )
 
 

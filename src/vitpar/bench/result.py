@@ -42,7 +42,7 @@ class DataCost:
     share: Repeated
     """Share of the step time that synthetic input saves; negative if noise is larger than the saving."""
     prepared: float | None = None
-    """Images that the CPUs of this machine prepare in a second; None if that does not limit it."""
+    """Images that the CPUs of this machine prepare in a second; None if it is unknown."""
 
 
 @dataclass(frozen=True)

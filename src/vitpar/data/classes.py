@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8
+from vitpar.io import decode_utf8, is_utf8
 from vitpar.limits import MAX_CLASSES
 from vitpar.text import count, shown
 
@@ -30,7 +30,7 @@ def check_class_names(names: Sequence[str]) -> None:
     known = dict[str, str]()
     for number, name in enumerate(names):
         if not name.isprintable():
-            if any("\ud800" <= char <= "\udfff" for char in name):
+            if not is_utf8(name):
                 raise DataError(f"the class name {_escaped(name)} is not UTF-8: rename it")
             if any(unicodedata.category(char) in _HIDDEN or char == "\ufeff" for char in name):
                 raise DataError(f"the class name {_escaped(name)} has a control character or a mark: remove it")

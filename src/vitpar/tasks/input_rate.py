@@ -16,8 +16,8 @@ from vitpar.training.recipe.sections import TEXT
 
 TRIED = 64
 """Images that are prepared in turn, spread over the training set."""
-LEAST_S = 0.3
-"""Seconds that they take at least."""
+LEAST_S, MOST_S = 0.3, 2.0
+"""Seconds of computing after which it is enough, and seconds of the clock, since storage may be slow."""
 
 
 def input_rate(recipe: Recipe, size: int) -> float | None:
@@ -33,11 +33,12 @@ def input_rate(recipe: Recipe, size: int) -> float | None:
         return None
     transform, done = transforms(recipe, size)[0], 0
     try:
-        shards, begun = ShardSet.open(data.path, "train"), time.process_time()
+        shards, until = ShardSet.open(data.path, "train"), time.monotonic() + MOST_S
+        begun = time.process_time()
         for i in cycle(range(0, len(shards), max(1, len(shards) // TRIED))):
             transform(decode(shards.read(i)), Draws(i))
             done += 1
-            if (spent := time.process_time() - begun) > LEAST_S:
+            if (spent := time.process_time() - begun) > LEAST_S or time.monotonic() > until:
                 return done / spent * cpu_cores()
     except DataError:  # training reports it
         pass

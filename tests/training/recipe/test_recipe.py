@@ -48,6 +48,9 @@ def test_recipes_may_have_a_mark_other_line_ends_and_the_home_folder(
     for encoding in ("utf-8", "utf-8-sig"):
         path.write_bytes(text.replace("\n", "\r\n").encode(encoding))
         assert read_recipe(path).data.path == "/home/me/somewhere"
+    stream = {"stream.train": ["~/a.tar", "b.tar"], "stream.val": "c.tar", "stream.samples": 9}
+    stream |= {"stream.val_samples": 9, "stream.classes": 2, "train.epochs": 1}
+    assert read_recipe(None, stream).stream.train == ("/home/me/a.tar", "b.tar")
     path.write_bytes(text.encode("utf-16"))
     with pytest.raises(RecipeError, match="line 1 is not UTF-8"):
         read_recipe(path)

@@ -40,10 +40,11 @@ def parquet(folder: Path) -> Source:
     if "test" in tables and all((file.labels < 0).all() for file in tables["test"]):
         left_out = [f"'{tables.pop('test')[0].path}' and other files of test: they have no labels"]
     files = [file for group in tables.values() for file in group]
-    named = next((file.classes for file in files if file.classes), None)
-    other = next((file for file in files if file.classes and file.classes != named), None)
+    naming = [file for file in files if file.classes]
+    named = naming[0].classes if naming else None
+    other = next((file for file in naming if file.classes != named), None)
     if other is not None:
-        raise DataError(f"'{other.path}' names other classes than '{files[0].path}', or in another order: pack one")
+        raise DataError(f"'{other.path}' names other classes than '{naming[0].path}', or in another order: pack one")
     labels = {split: np.concatenate([file.labels for file in group]) for split, group in tables.items()}
     for split, numbers in labels.items():
         if len(missing := np.flatnonzero(numbers == _MISSING)):

@@ -149,8 +149,8 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that a label consists of; None for a name, such as 1_0."""
-    return int(text) if re.fullmatch(r"\s*[-+]?[0-9]+\s*", text) else None
+    """Return the number that a label consists of; None for a name, such as 1_0 or thousands of digits."""
+    return int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,4000}\s*", text) else None
 
 
 def split_of(name: str) -> str | None:

@@ -60,8 +60,8 @@ class Network(Wire):
     """Number of network cards (NICs) of a node, which its devices share; None for one per device."""
 
 
-class HostMemory(ProfileRecord):
-    """Host of a node: its memory, which +offload uses, and its input."""
+class HostRates(ProfileRecord):
+    """Rates of a node's CPUs: of their memory, which +offload uses, and of input."""
 
     bandwidth: Rate
     """Bytes per second between host memory and one device, in either direction."""
@@ -102,7 +102,7 @@ class Cluster(ProfileRecord):
     """Connection of a node to other nodes; needed for plans over several nodes."""
     overlap: Overlap | None = None
     """Slow-down of computing and communication that overlap; None for none."""
-    host: HostMemory | None = None
+    host: HostRates | None = None
     """Host memory; None if +offload is not available."""
     sources: tuple[str, ...] = ()
     """Sources of the figures."""

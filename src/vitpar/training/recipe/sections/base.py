@@ -21,4 +21,6 @@ class Section(BaseModel):
     @classmethod
     def _home(cls, value: Any) -> Any:
         # Only paths begin with ~, and the recipe of a run has them as they are used.
+        if isinstance(value, list | tuple):
+            return [cls._home(each) for each in value]
         return user_path(value) if isinstance(value, str) else value

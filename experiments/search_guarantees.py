@@ -29,7 +29,7 @@ from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import memory_bytes, price
-from vitpar.planner.profile.cluster import Cluster, HostMemory, Network, Wire
+from vitpar.planner.profile.cluster import Cluster, HostRates, Network, Wire
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
@@ -88,7 +88,7 @@ def _draw(number: int, chance: random.Random) -> tuple[LayerCosts, Space]:
             bandwidth=min(bandwidth, between), latency=chance.choice((1e-5, 1e-4)), nics_per_node=1 if slow else None
         ),
         overlap=chance.choice((None, Overlap(compute=1.1, communication=1.2))),
-        host=chance.choice((None, HostMemory(bandwidth=1e10, memory_bandwidth=5e10))),
+        host=chance.choice((None, HostRates(bandwidth=1e10, memory_bandwidth=5e10))),
     )
     config = _model(chance)
     hardware = cluster.hardware()

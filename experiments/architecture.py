@@ -84,7 +84,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("data/shards/shard_set.py", "ShardSet", "reads a sample by one `pread`, and compares the checksum"),
             ("io.py", "open_regular", "opens a shard, and nothing but a regular file"),
             ("data/images.py", "decode", "turns encoded bytes into pixels, uint8 [height, width, 3]"),
-            ("data/transforms/sample.py", "TrainTransform", "crops, flips and erases, by the sample's key"),
+            ("data/transforms/sample.py", "TrainTransform", "crops, flips and augments, by the samples' keys"),
             ("data/transforms/policies.py", "RandAugment", "changes colours and shapes, where the recipe has a policy"),
             ("data/transforms/batch.py", "Normalize", "makes floats of pixels on the device; `Mix` mixes images"),
         ),

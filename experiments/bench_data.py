@@ -6,7 +6,7 @@
     python experiments/bench_data.py --small data_shards/cifar10 --device cuda   # by the clock, on a GPU only
     python experiments/bench_data.py --threads                     # by the clock, on a quiet machine: decoding threads
 
-Small images come first: augmented one by one, or in batches as with data.cache 'device'. Then photographs:
+Small images come first: decoded, from the cache, or held as with data.cache 'device'. Then photographs:
 
 Every row reads, decodes, crops to 224 pixels, flips and batches images in one thread, from shards as published, with a
 shorter side, or from the cache of decoded images. Rows take turns. Rates are per second of CPU time, so other programs
@@ -54,16 +54,19 @@ from vitpar.data import (
     parse_policy,
 )
 from vitpar.data.cache import stored_shape
-from vitpar.data.held import HeldTrainLoader, SharedPixels, decode_into
+from vitpar.data.held import SharedPixels, decode_into
 from vitpar.data.loader import Batch
-from vitpar.data.transforms.device import DrawnBatch
+from vitpar.data.transforms.drawn import DrawnBatch
 
 SIZE, BATCH, ROUNDS, SECONDS = 224, 64, 5, 1.0
+RANDOM = TrainTransform(SIZE, policy=parse_policy("rand-m10-n2-p1"))
+"""Augmentation of `imagenet_vit_small.toml`. Its mixup is computed on the device."""
 TRANSFORMS = {
-    "crop, flip": TrainTransform(SIZE),
-    "RandAugment too": TrainTransform(SIZE, policy=parse_policy("rand-m10-n2-p1")),
+    "crop, flip": (TrainTransform(SIZE), torch.device("cpu")),
+    "RandAugment too, for a GPU": (RANDOM, torch.device("meta")),
+    "RandAugment too": (RANDOM, torch.device("cpu")),
 }
-"""Augmentation by name; the policy is that of `imagenet_vit_small.toml`. Its mixup is computed on the device."""
+"""Augmentation by name, and the device that takes the images: one that is not the CPU does what follows the crop."""
 THREADS, SMALL_BATCH, SETTLING = 2, 512, 6
 """Threads of a loader of small images, its batch size, and the batches that it delivers before it is timed."""
 SIDES, CLOCKED_BATCH = (32, 64, 96, 128, 224), 128
@@ -86,11 +89,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if given.decode:
         folder, name = given.decode
-        shards = ShardSet.open(folder, "train")
-        for batch in TrainLoader(
-            shards, TRANSFORMS[name], order=SampleOrder(0, len(shards)), batch_size=BATCH, workers=1
-        ):
-            print(len(batch.labels), flush=True)
+        for number in batches(ShardSet.open(folder, "train"), name, workers=1):
+            print(number, flush=True)
     report = Report(given.json)
     if given.device == "cuda":
         if given.small is None or not torch.cuda.is_available():
@@ -135,8 +135,8 @@ def photographs(report: Report, given: Path | None) -> None:
             ("as published, cached", published, True),
         ):
             cache = ImageCache([len(shards)], 2 * decoded_bytes(shards)).part(0) if cached else None
-            for augmented, transform in TRANSFORMS.items():
-                streams[name, augmented] = batches(shards, transform, cache)
+            for augmented in TRANSFORMS:
+                streams[name, augmented] = batches(shards, augmented, cache=cache)
         for stream in streams.values():  # fills the cache
             list(itertools.islice(stream, len(published) // BATCH + 2))
         rounds = [*turns({key: partial(rate, stream) for key, stream in streams.items()}, ROUNDS)]
@@ -198,7 +198,7 @@ def locks(report: Report, packed: Path) -> None:
 
 
 def small_images(report: Report, packed: Path) -> None:
-    """Compare where small images are augmented: one by one, or in batches on the device, with THREADS threads."""
+    """Compare where small images come from: files, the cache of decoded images, or memory of the device."""
     shards, stored = decoded(packed)
     side = stored.shape[-1]
     rows, measured = [], []
@@ -208,21 +208,21 @@ def small_images(report: Report, packed: Path) -> None:
             cache.put(number, image.permute(1, 2, 0).numpy())
         common: dict[str, Any] = {"order": SampleOrder(0, len(shards)), "batch_size": SMALL_BATCH, "workers": THREADS}
         loaders = {
-            "one by one": TrainLoader(shards, transform, **common),
-            "one by one, cached": TrainLoader(shards, transform, cache=cache, **common),
-            "in batches": HeldTrainLoader(shards, transform, stored, **common),
+            "decoded": TrainLoader(shards, transform, **common),
+            "cached": TrainLoader(shards, transform, cache=cache, **common),
+            "held": TrainLoader(shards, transform, stored=stored, **common),
         }
         rounds = [*turns({name: partial(settled_rate, loader) for name, loader in loaders.items()}, ROUNDS)]
         rates = {name: [of_round[name] for of_round in rounds] for name in loaders}
-        ratios = [ratio(rates["in batches"], rates[name]).text(1) for name in list(loaders)[:2]]
+        ratios = [ratio(rates["held"], rates[name]).text(1) for name in list(loaders)[:2]]
         rows.append([augmented, *(Spread.of(one).text(0) for one in rates.values()), *ratios])
         measured.append({"augmentation": augmented, "rates": rates})
-    heads = ("augmentation", *loaders, "in batches over one by one", "over cached")
+    heads = ("augmentation", *loaders, "held over decoded", "over cached")
     report.show(f"images/s of a core, {side} pixels, {THREADS} threads", heads, rows, measured)
 
 
 def by_threads(report: Report) -> None:
-    """Measure the images of a second of the clock by size and by threads, augmented one by one and in batches."""
+    """Measure the images of a second of the clock by size and by threads, decoded and held."""
     rows, measured = [], []
     for side in SIDES:
         with tempfile.TemporaryDirectory() as place:
@@ -232,10 +232,8 @@ def by_threads(report: Report) -> None:
                 common: dict[str, Any] = {"order": SampleOrder(0, len(shards)), "batch_size": CLOCKED_BATCH}
                 loaders: dict[tuple[str, int], TrainLoader] = {}
                 for threads in (0, 1, THREADS):
-                    loaders["one by one", threads] = TrainLoader(shards, transform, workers=threads, **common)
-                    loaders["in batches", threads] = HeldTrainLoader(
-                        shards, transform, stored, workers=threads, **common
-                    )
+                    for name, kept in (("decoded", None), ("held", stored)):
+                        loaders[name, threads] = TrainLoader(shards, transform, stored=kept, workers=threads, **common)
                 rounds = [*turns({key: partial(clocked, loader) for key, loader in loaders.items()}, ROUNDS)]
                 rates = {key: [of_round[key] for of_round in rounds] for key in loaders}
                 rows.append([str(side), augmented, *(Spread.of(rates[key]).text(0) for key in sorted(rates)[::-1])])
@@ -274,7 +272,7 @@ def small_images_on_gpu(report: Report, packed: Path) -> None:
     rows, measured = [], []
     for augmented, transform in small_transforms(side).items():
         order = SampleOrder(0, len(shards))
-        loader = HeldTrainLoader(shards, transform, held, order=order, batch_size=SMALL_BATCH, workers=THREADS)
+        loader = TrainLoader(shards, transform, stored=held, order=order, batch_size=SMALL_BATCH, workers=THREADS)
         rates = [on_gpu(loader) for _ in range(ROUNDS)]
         rows.append([augmented, Spread.of(rates).text(0)])
         measured.append({"augmentation": augmented, "rates": rates})
@@ -287,7 +285,7 @@ def on_gpu(loader: TrainLoader) -> float:
 
         def made(batch: Batch) -> None:
             assert isinstance(batch.images, DrawnBatch)
-            batch.images.made(batch.images.packed.pin_memory().cuda(non_blocking=True))
+            batch.images.made(lambda tensor: tensor.pin_memory().cuda(non_blocking=True))
 
         for batch in itertools.islice(stream, SETTLING):
             made(batch)
@@ -344,10 +342,11 @@ def rate(stream: Iterator[int]) -> float:
     return done / (time.process_time() - begun)
 
 
-def batches(shards: ShardSet, transform: TrainTransform, cache: CachedSet | None) -> Iterator[int]:
-    """Yield the number of images of each batch, decoded in the thread that asks."""
-    order = SampleOrder(0, len(shards))
-    for batch in TrainLoader(shards, transform, order=order, batch_size=BATCH, workers=0, cache=cache):
+def batches(shards: ShardSet, name: str, workers: int = 0, cache: CachedSet | None = None) -> Iterator[int]:
+    """Yield the number of images of each batch of an augmentation, decoded in threads, or in the one that asks."""
+    order, (transform, device) = SampleOrder(0, len(shards)), TRANSFORMS[name]
+    settings: dict[str, Any] = {"batch_size": BATCH, "workers": workers, "device": device}
+    for batch in TrainLoader(shards, transform, order=order, cache=cache, **settings):
         yield len(batch.labels)
 
 

@@ -33,8 +33,8 @@ from bench.device_images import Split, load
 from bench.harness import Report, parser
 from bench.one_gpu import settle
 from vitpar.data import Mix, Normalize, SampleOrder, TrainTransform, parse_policy
-from vitpar.data.randomness import sample_keys
-from vitpar.data.transforms.device import DeviceTransform, DrawnBatch
+from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.errors import DataError
 from vitpar.launch import ALONE, join, leave
 from vitpar.models import IGNORED, ViTConfig, model_config
@@ -105,19 +105,21 @@ class Training:
         """
         train, size = self.splits["train"], self.options.batch_size
         order = SampleOrder(settings.SEED, len(train.labels))
-        transform, mix = DeviceTransform(AUGMENTATION, train.images), Mix(0.8, 1.0, MIXED)
+        sides, mix = train.images.shape[2:], Mix(0.8, 1.0, MIXED)
 
         def drawn(start: int) -> tuple[DrawnBatch, NDArray[np.int64], NDArray[np.int64]]:
             epochs, samples, repeats = order.batch(start, size)
             keys = sample_keys(order.seed, epochs, samples, repeats)
-            return transform.draw(samples, keys), samples, keys
+            draws = Draws(keys)
+            work = AUGMENTATION.stored(samples, draws, *sides) + AUGMENTATION.work(draws)
+            return DrawnBatch(train.images, work, AUGMENTATION), samples, keys
 
         with ThreadPoolExecutor(1) as pool:
             waiting = deque(pool.submit(drawn, place * size) for place in range(PREFETCH))
             for place in itertools.count(PREFETCH):
                 waiting.append(pool.submit(drawn, place * size))
                 batch, samples, keys = waiting.popleft().result()
-                images = self.normalize(batch.made(self._sent(batch.packed)))
+                images = self.normalize(batch.made(self._sent))
                 mixed = mix(keys, images.shape[-1])
                 labels = mixed.labels(train.labels[self._sent(torch.from_numpy(samples))], IGNORED)
                 yield mixed.images(images, range(size), size), labels, self._sent(torch.from_numpy(keys))

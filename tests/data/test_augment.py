@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from helpers.policy_operations import changed_image
 from vitpar.data import Mix, TrainTransform, parse_policy
 from vitpar.data.randomness import Draws, betas, sample_keys
-from vitpar.data.transforms.policies import OPERATIONS, OneOf, OperationContext, RandAugment
+from vitpar.data.transforms.policies import OPERATIONS, OneOf, RandAugment
 from vitpar.errors import RecipeError
-
-GREY = (128, 128, 128)
 
 
 def picture(size=32):
@@ -21,9 +19,7 @@ def picture(size=32):
 
 
 def applied(name, level, key=0, increasing=False):
-    return np.array(
-        OPERATIONS[name](Image.fromarray(picture()), level, OperationContext(Draws(key), GREY, increasing))
-    ).astype(int)
+    return changed_image(name, picture(), level, np.array([key]), (0.5, 0.5, 0.5), increasing)[0].astype(int)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -79,9 +75,10 @@ def test_unknown_policies_are_refused(text):
 
 
 def test_levels_have_the_requested_spread():
-    levels = [RandAugment(9, deviation=0.5)._level(OperationContext(Draws(key), GREY)) for key in range(2000)]
+    keys = np.arange(2000)
+    levels = RandAugment(9, deviation=0.5)._levels(Draws(keys))
     assert abs(np.mean(levels) - 9) < 0.05 and abs(np.std(levels) - 0.5) < 0.05 and max(levels) <= 10
-    spread = [RandAugment(8, deviation=101)._level(OperationContext(Draws(key), GREY)) for key in range(2000)]
+    spread = RandAugment(8, deviation=101)._levels(Draws(keys))
     assert abs(np.mean(spread) - 4) < 0.2 and min(spread) >= 0 and max(spread) < 8
 
 
@@ -99,22 +96,22 @@ def test_levels_have_the_requested_spread():
 )
 def test_augmented_pixels_depend_only_on_the_key(settings):
     plain, transform = TrainTransform(32, scale=(1, 1)), TrainTransform(32, scale=(1, 1), **settings)
-    found = [transform(picture(48), Draws(key)) for key in range(12)]
-    assert all(torch.equal(x, transform(picture(48), Draws(key))) for key, x in enumerate(found))
-    changed = sum(not torch.equal(x, plain(picture(48), Draws(key))) for key, x in enumerate(found))
-    assert changed >= 8 and {(x.dtype, tuple(x.shape)) for x in found} == {(torch.uint8, (3, 32, 32))}
+    pictures, keys = [picture(48)] * 12, np.arange(12)
+    found = transform(pictures, keys)
+    assert all(torch.equal(image, transform(pictures[:1], keys[i : i + 1])[0]) for i, image in enumerate(found))
+    changed = (found != plain(pictures, keys)).flatten(1).any(1).sum()
+    assert changed >= 8 and (found.dtype, tuple(found.shape)) == (torch.uint8, (12, 3, 32, 32))
 
 
 def test_erased_boxes_are_noise_of_the_requested_size():
     shares = []
-    for key in range(200):
-        image = np.full((64, 64, 3), 7, np.uint8)
-        pixels = TrainTransform(64, erase=1.0)(image, Draws(key))
+    images, keys = [np.full((64, 64, 3), 7, np.uint8)] * 200, np.arange(200)
+    for pixels in TrainTransform(64, erase=1.0)(images, keys):
         rows, columns = ((pixels != 7).any(0).any(dim).nonzero() for dim in (1, 0))
         height, width = (int(x.max() - x.min()) + 1 for x in (rows, columns))
         shares.append(height * width / 64**2)
     assert 0.015 < min(shares) < 0.06 and 0.25 < max(shares) < 0.35
-    assert not any((TrainTransform(64, erase=0.0)(image, Draws(key)) != 7).any() for key in range(20))
+    assert (TrainTransform(64, erase=0.0)(images, keys) == 7).all()
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 2.5])

@@ -11,18 +11,18 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 
+from helpers.policy_operations import by_pillow, changed, drawn
 from helpers.small_data import damage, pack_small
 from vitpar.data import EvalTransform, ShardSet, TrainTransform, pack, parse_policy
 from vitpar.data.cache import refuse_unequal, stored_shape
-from vitpar.data.held import HeldEvalLoader, HeldTrainLoader, SharedPixels, decode_into
+from vitpar.data.held import SharedPixels, decode_into
 from vitpar.data.loader import Batch, EvalLoader, TrainLoader
-from vitpar.data.randomness import BatchDraws, Draws, SampleOrder, sample_keys
-from vitpar.data.transforms.device import DeviceTransform
-from vitpar.data.transforms.device_operations import CHANGES, affine, arguments
-from vitpar.data.transforms.policies import OPERATIONS, BatchContext, OperationContext
+from vitpar.data.randomness import Draws, SampleOrder, sample_keys
+from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.policies import OPERATIONS
 from vitpar.errors import DataError
 
-SIDE, FILL = 24, (124, 116, 104)
+SIDE, FILL, MEAN = 24, (124, 116, 104), (0.485, 0.456, 0.406)
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
@@ -52,16 +52,12 @@ KEYS = sample_keys(3, np.zeros_like(NUMBERS), NUMBERS, np.zeros_like(NUMBERS))
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_on_batches_equal_those_on_images(name: str, increasing: bool, device: str) -> None:
     """Every operation, at all levels, has the pixels of Pillow."""
-    levels = NUMBERS % 101 / 10
-    settings = [OperationContext(Draws(key), FILL, increasing) for key in KEYS.tolist()]
+    values = drawn(name, NUMBERS % 101 / 10, KEYS, SIDE, increasing)
     expected = [
-        np.asarray(OPERATIONS[name](Image.fromarray(image), level, setting))
-        for image, level, setting in zip(PICTURES, levels.tolist(), settings, strict=True)
+        by_pillow(name, Image.fromarray(image), value, FILL)
+        for image, value in zip(PICTURES, values.tolist(), strict=True)
     ]
-    drawn = OPERATIONS[name].argument(levels, BatchContext(BatchDraws(KEYS), FILL, increasing), (SIDE, SIDE))
-    change, rows = arguments(name, np.broadcast_to(drawn, len(KEYS)), SIDE)
-    images, values = STORED.to(device), torch.from_numpy(rows).to(device)
-    found = affine(images, values, FILL) if change == "affine" else CHANGES[change](images, values)
+    found = changed(name, STORED.to(device), values, MEAN)
     assert torch.equal(found.cpu().permute(0, 2, 3, 1), torch.from_numpy(np.stack(expected)))
 
 
@@ -96,11 +92,11 @@ CHAINS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("settings", CHAINS.values(), ids=CHAINS)
-def test_chains_on_batches_equal_those_on_images(settings: dict[str, Any], device: str) -> None:
-    transform = TrainTransform(**{"size": SIDE, **settings})
-    expected = [transform(image, Draws(key)) for image, key in zip(PICTURES, KEYS.tolist(), strict=True)]
-    drawn = DeviceTransform(transform, STORED.to(device)).draw(NUMBERS, KEYS)
-    assert torch.equal(drawn.made(drawn.packed.to(device)).cpu(), torch.stack(expected))
+def test_crops_of_stored_images_equal_those_of_the_host(settings: dict[str, Any], device: str) -> None:
+    transform, draws = TrainTransform(**{"size": SIDE, **settings}), Draws(KEYS)
+    work = transform.stored(NUMBERS, draws, SIDE, SIDE) + transform.work(draws)
+    found = DrawnBatch(STORED.to(device), work, transform).made(lambda tensor: tensor.to(device))
+    assert torch.equal(found.cpu(), transform(PICTURES, KEYS))
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +130,10 @@ def test_batches_are_those_of_the_host(packed: Path, workers: int, start: int) -
     order = SampleOrder(5, len(images), repeats=2)
     common: dict[str, Any] = {"order": order, "start": start, "batch_size": 12, "rows": [7, 2, 3], "workers": workers}
     common["sizes"] = lambda done: 8 if done < start + 36 else 6
-    ours, theirs = HeldTrainLoader(images, transform, held(images), **common), TrainLoader(images, transform, **common)
+    ours, theirs = (TrainLoader(images, transform, stored=stored, **common) for stored in (held(images), None))
     for device, most in (("cpu", 8), ("meta", 2)):  # a GPU gets few threads
-        assert (
-            HeldTrainLoader(images, transform, STORED.to(device), order=order, batch_size=1, workers=8).workers == most
-        )
+        loader = TrainLoader(images, transform, stored=STORED.to(device), order=order, batch_size=1, workers=8)
+        assert loader.workers == most
     threads = torch.get_num_threads()
     for _, one, other in zip(range(8), ours, theirs, strict=False):
         assert same(one, other)
@@ -150,7 +145,7 @@ def test_evaluation_has_the_batches_of_the_host(packed: Path, rows: list[int] | 
     images = ShardSet.open(packed, "val")
     transform = EvalTransform(8, crop_pct=0.9)
     common: dict[str, Any] = {"batch_size": 10, "rows": rows}
-    ours = [*HeldEvalLoader(images, transform, held(images, transform), **common)]
+    ours = [*EvalLoader(images, transform, stored=held(images, transform), **common)]
     theirs = [*EvalLoader(images, transform, **common)]
     assert len(ours) == len(theirs) == 2
     if rows == []:

@@ -17,8 +17,11 @@ from vitpar.data import (
     ShardSet,
     TrainTransform,
     pack,
+    parse_policy,
 )
 from vitpar.data import TrainLoader as Loader
+from vitpar.data.images import decode
+from vitpar.data.randomness import hash_numbers
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
@@ -111,6 +114,29 @@ def test_repeats_of_a_sample_have_different_keys(train):
     assert all(len(set(batch.labels[start : start + 3].tolist())) == 1 for start in range(0, 12, 3))
     # 4 samples, each with 3 different augmentations.
     assert len({image.numpy().tobytes() for image in batch.images}) > 8
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 0), ("cpu", 2), ("meta", 2)])
+def test_views_are_crops_of_one_decoded_image(train, monkeypatch, device, workers):
+    """The first is that of a loader of one view, and the others have a size and random numbers of their own."""
+    small = TrainTransform(6, scale=(0.1, 0.4), policy=parse_policy("rand-p1"), erase=0.5)
+    read, original = [], ShardSet.read
+    monkeypatch.setattr(ShardSet, "read", lambda self, i: (read.append(i), original(self, i))[1])
+    rows = [5, 2, 3]
+    loader = TrainLoader(
+        train, [TRAIN, small, small], batch_size=7, rows=rows, workers=workers, device=torch.device(device)
+    )
+    batch = next(iter(loader))
+    first = sorted(SampleOrder(0, 21).batch(0, 7)[1][rows].tolist())
+    assert sorted(read[:3]) == first, "each image is read once"
+    assert torch.equal(batch.images, next(iter(TrainLoader(train, TRAIN, batch_size=7, rows=rows))).images)
+    others = [one.made() if device == "meta" else one for one in batch.further]
+    samples, keys = SampleOrder(0, 21).batch(0, 7)[1][rows], batch.keys.numpy()[rows]
+    pictures = [decode(original(train, int(i))) for i in samples]
+    for view, found in enumerate(others, start=1):
+        own = (hash_numbers(0x71E3, keys, view) >> np.uint64(1)).astype(np.int64)
+        assert torch.equal(found, small(pictures, own)) and found.shape == (3, 3, 6, 6)
+    assert batch.size == 8 and not torch.equal(*others)
 
 
 def test_start_continues_where_another_loader_stopped(train):
@@ -234,19 +260,18 @@ def test_decoding_thread_starts_no_threads():
         import os, threading
         import numpy as np
         import torch
-        from vitpar.data import EvalTransform, TrainTransform
-        from vitpar.data.randomness import Draws
+        from vitpar.data import EvalTransform, TrainTransform, parse_policy
         image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
         train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]
-        padded = TrainTransform(256, flip=1.0, padding=200)
+        padded, keys = TrainTransform(256, flip=1.0, padding=200, policy=parse_policy("rand-p1")), np.arange(20)
         def transform():
             for interpolation in ("bicubic", "bilinear", "lanczos"):
                 for mode in ("center", "squash", "border"):
                     EvalTransform(384, 0.9, interpolation, mode)(wide)
                 EvalTransform(480, 1.0, interpolation)(image)
-            for number in range(20):
-                train(image, Draws(number))
-                padded(image, Draws(number))
+            torch.set_num_threads(1)  # as a loader does
+            for transform in (train, padded):
+                transform([image] * 20, keys)
             found.append(len(os.listdir("/proc/self/task")))
         torch.set_num_threads(4)
         found = [len(os.listdir("/proc/self/task"))]

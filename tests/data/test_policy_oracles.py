@@ -12,16 +12,17 @@ from sklearn.datasets import load_sample_images
 
 from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
+from helpers.policy_operations import changed_image, drawn
 from vitpar.data import parse_policy
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
-from vitpar.data.transforms.policies import OPERATIONS, OperationContext
+from vitpar.data.transforms.policies import OPERATIONS, Operation
 
 timms = timm.data.auto_augment
-FILL = (124, 116, 104)
+FILL, MEAN = (124, 116, 104), (0.485, 0.456, 0.406)
 BILINEAR = Image.Resampling.BILINEAR
 HPARAMS = {"img_mean": FILL, "interpolation": BILINEAR, "translate_pct": 0.45}
-PHOTOGRAPH = Image.fromarray(np.ascontiguousarray(load_sample_images().images[0][100:148, 200:262]))
+PHOTOGRAPH = Image.fromarray(np.ascontiguousarray(load_sample_images().images[0][100:148, 200:248]))
 INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 RANDOM = ("GaussianBlur",)  # its radius is random
 
@@ -62,8 +63,7 @@ def test_operations_match_timm(name: str, increasing: bool, monkeypatch: pytest.
     for level in levels:
         seen = set()
         expected = [by_timm(name, level, increasing, negative, monkeypatch) for negative in (False, True)]
-        for key in range(8):
-            found = np.asarray(OPERATIONS[name](PHOTOGRAPH, level, OperationContext(Draws(key), FILL, increasing)))
+        for found in changed_image(name, np.asarray(PHOTOGRAPH), level, np.arange(8), MEAN, increasing):
             same = [np.array_equal(found, other) for other in expected]
             assert any(same), f"level {level}"
             seen.add(same.index(True))
@@ -71,18 +71,14 @@ def test_operations_match_timm(name: str, increasing: bool, monkeypatch: pytest.
 
 
 def test_blur_radii_match_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the radii that Pillow receives."""
-    radii: dict[str, list[float]] = {"ours": [], "timm's": []}
-    for side, many in radii.items():
-        monkeypatch.setattr(timms.ImageFilter, "GaussianBlur", lambda radius, many=many: many.append(radius))
-        monkeypatch.setattr(Image.Image, "filter", lambda image, _: image)
-        operation = timms.AugmentOp("GaussianBlurRand", prob=1.0, magnitude=10, hparams=HPARAMS)
-        for key in range(3000):
-            if side == "ours":
-                OPERATIONS["GaussianBlur"](PHOTOGRAPH, 0, OperationContext(Draws(key), FILL))
-            else:
-                operation(PHOTOGRAPH)
-    assert_same_distribution(radii["ours"], radii["timm's"])
+    """Compare with the radii that Pillow receives."""
+    theirs: list[float] = []
+    monkeypatch.setattr(timms.ImageFilter, "GaussianBlur", lambda radius: theirs.append(radius))
+    monkeypatch.setattr(Image.Image, "filter", lambda image, _: image)
+    operation = timms.AugmentOp("GaussianBlurRand", prob=1.0, magnitude=10, hparams=HPARAMS)
+    for _ in range(3000):
+        operation(PHOTOGRAPH)
+    assert_same_distribution(drawn("GaussianBlur", 0, np.arange(3000), 48), theirs)
 
 
 @pytest.mark.parametrize("name", ["original", "3a"])
@@ -138,8 +134,7 @@ def test_policy_tables_match_torchvision(name: str) -> None:
                 expected = [by_pillow(place, sign * number / 9 * most) for sign in signs]
             else:
                 expected = [by_torchvision(kind, sign * magnitude) for sign in signs]
-            settings = [OperationContext(Draws(key), FILL, ours.increasing) for key in range(12)]
-            found = [np.asarray(OPERATIONS[own](PHOTOGRAPH, level, setting)) for setting in settings]
+            found = changed_image(own, np.asarray(PHOTOGRAPH), level, np.arange(12), MEAN, ours.increasing)
             # One grey level: Pillow rounds fractions of pixels.
             same = [[bool(np.abs(x.astype(int) - one).max() <= 1) for x in expected] for one in found]
             seen = {which.index(True) if True in which else None for which in same}
@@ -154,11 +149,9 @@ def test_randaugment_frequencies_and_levels_match_timm(text: str, monkeypatch: p
     increasing, images = "inc1" in text, 10_000
     ours: list[tuple[str, float]] = []
     for name in OPERATIONS:
-        record = lambda image, level, setting, name=name: ours.append((name, level)) or image  # noqa: E731
-        monkeypatch.setitem(OPERATIONS, name, record)
-    policy = parse_policy(text)
-    for key in range(images):
-        policy(PHOTOGRAPH, Draws(key), FILL)
+        record = lambda levels, *_, name=name: ours.extend((name, level) for level in levels.tolist()) or 0  # noqa: E731
+        monkeypatch.setitem(OPERATIONS, name, Operation(record))
+    assert len([*parse_policy(text).steps(Draws(np.arange(images)), 48)]) == (3 if "n3" in text else 2)
     theirs: list[tuple[str, float]] = []
     transform = timms.rand_augment_transform(text, {**HPARAMS})
     for operation in transform.ops:

@@ -16,6 +16,7 @@ from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
 from vitpar.data import EvalTransform, Normalize, TrainTransform
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms.choices import draw_changes, draw_crops
 from vitpar.data.transforms.names import CropMode, Interpolation
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -37,6 +38,12 @@ def noise(height: int, width: int) -> NDArray[np.uint8]:
     return np.random.default_rng(height * width).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def crops(transform: TrainTransform, shape: tuple[int, int], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return top, left, height and width of the crop for each key, int64 [n, 4]."""
+    found = draw_crops(transform, Draws(keys), *(np.full(len(keys), side) for side in shape))
+    return np.stack([found.top, found.left, found.height, found.width], 1)
+
+
 # random-resized crop
 
 
@@ -52,7 +59,7 @@ def test_crop_distribution_matches_torchvision(shape: tuple[int, int], settings:
     transform = TrainTransform(32, **settings)
     crop = torchvision.transforms.RandomResizedCrop(32, **settings)
     image = torch.empty(3, *shape)
-    ours = np.array([transform._crop(*shape, Draws(key)) for key in range(count)])
+    ours = crops(transform, shape, np.arange(count))
     theirs = np.array([crop.get_params(image, crop.scale, crop.ratio) for _ in range(count)])
     for boxes in (ours, theirs):
         assert boxes.min() >= 0 and (boxes[:, :2] + boxes[:, 2:] <= shape).all()
@@ -76,7 +83,7 @@ def test_fallback_crop_matches_torchvision(shape: tuple[int, int]) -> None:
     scale = (0.95, 1.0) if shape != (40, 50) else (1.0, 1.0)
     expected = torchvision.transforms.RandomResizedCrop.get_params(torch.empty(3, *shape), list(scale), list(ratio))
     transform = TrainTransform(8, scale=scale, ratio=ratio)
-    assert transform._crop(*shape, Draws(7)) == tuple(expected)
+    assert crops(transform, shape, np.array([7])).tolist() == [list(expected)]
 
 
 # random crop with padding
@@ -91,7 +98,8 @@ def test_padded_crops_match_torchvision(shape: tuple[int, int], padding: int) ->
     image, transform = noise(*shape), TrainTransform(8, flip=0, padding=padding)
     crop = torchvision.transforms.RandomCrop(8, padding=padding, pad_if_needed=True)
     expected, draws = Counter(crop(Image.fromarray(image)).tobytes() for _ in range(20_000)), 20_000
-    found = Counter(transform(image, Draws(key)).permute(1, 2, 0).numpy().tobytes() for key in range(draws))
+    ours = transform([image] * draws, np.arange(draws)).permute(0, 2, 3, 1).numpy()
+    found = Counter(crop.tobytes() for crop in ours)
     assert found.keys() == expected.keys()
     assert all(abs(found[one] - expected[one]) < 5 * (2 * expected[one]) ** 0.5 for one in expected)
 
@@ -182,7 +190,7 @@ def test_random_erasing_distribution_matches_timm() -> None:
     size, draws = 48, 6000
     transform = TrainTransform(size, scale=(1, 1), ratio=(1, 1), flip=0, erase=0.5, mean=MEAN, std=STD)
     image = np.full((size, size, 3), 1, np.uint8)
-    ours = [erased(transform(image, Draws(key)), 1) for key in range(draws)]
+    ours = [erased(pixels, 1) for pixels in transform([image] * draws, np.arange(draws))]
     erasing = timm.data.random_erasing.RandomErasing(0.5, mode="pixel", device="cpu")
     theirs = [erased(erasing(torch.zeros(3, size, size)), 0) for _ in range(draws)]
     often = [np.mean([box is not None for box in boxes]) for boxes in (ours, theirs)]
@@ -208,45 +216,38 @@ def test_random_erasing_distribution_matches_timm() -> None:
 # colour jitter
 
 
-class Recorded(Draws):
-    """Draws that record the bounds and the result of every draw."""
-
-    def __init__(self, key: int) -> None:
-        super().__init__(key)
-        self.made: list[tuple[float, float, float]] = []
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        number = super().uniform(low, high)
-        self.made.append((low, high, number))
-        return number
-
-
 @pytest.mark.parametrize("amounts", [(0.4, 0.4, 0.4), (0.3, 0.0, 0.8), (1.5, 0.2, 0.1)])
 def test_colour_jitter_matches_torchvision(amounts: tuple[float, float, float]) -> None:
     """Apply torchvision's operations in the drawn order with the drawn factors. Ranges match, and all orders occur."""
-    image = Image.fromarray(np.ascontiguousarray(load_sample_images().images[1][::8, ::8]))
+    image = np.ascontiguousarray(load_sample_images().images[1][:384:8, :384:8])
     jitter = torchvision.transforms.ColorJitter(*amounts)
-    kinds = [
-        (adjust, bounds)
-        for adjust, bounds in (
-            (F.adjust_brightness, jitter.brightness),
-            (F.adjust_contrast, jitter.contrast),
-            (F.adjust_saturation, jitter.saturation),
+    kinds = {
+        name: (adjust, bounds)
+        for name, adjust, bounds in (
+            ("Brightness", F.adjust_brightness, jitter.brightness),
+            ("Contrast", F.adjust_contrast, jitter.contrast),
+            ("Color", F.adjust_saturation, jitter.saturation),
         )
         if bounds is not None
-    ]
-    transform = TrainTransform(8, color_jitter=amounts)
-    orders: dict[tuple[str, ...], int] = {}
-    for key in range(300):
-        draws = Recorded(key)
-        found = transform._jittered(image, draws)
-        left, expected, order = list(kinds), image, []
-        for (_, _, which), (low, high, factor) in zip(draws.made[::2], draws.made[1::2], strict=True):
-            adjust, bounds = left.pop(int(which * len(left)))
-            assert (low, high) == pytest.approx(bounds)
-            expected = adjust(expected, factor)
-            order.append(adjust.__name__)
-        assert not left and np.array_equal(np.asarray(found), np.asarray(expected))
-        orders[tuple(order)] = orders.get(tuple(order), 0) + 1
+    }
+    count = 300
+    transform = TrainTransform(len(image), scale=(1, 1), ratio=(1, 1), flip=0, color_jitter=amounts)
+    draws = Draws(np.arange(count))
+    draw_crops(transform, draws, *(np.full(count, len(image)),) * 2)
+    made: list[list[tuple[str, float]]] = [[] for _ in range(count)]
+    for step in draw_changes(transform, draws).steps:
+        for name, (rows, factors) in step.items():
+            for row, factor in zip(rows.tolist(), factors.tolist(), strict=True):
+                made[row].append((name, factor))
+    for name, (_, (low, high)) in kinds.items():
+        factors = [factor for one in made for kind, factor in one if kind == name]
+        near = 0.05 * (high - low)
+        assert low <= min(factors) < low + near and high - near < max(factors) <= high and len(factors) == count
+    for found, changes in zip(transform([image] * count, np.arange(count)), made, strict=True):
+        expected = Image.fromarray(image)
+        for name, factor in changes:
+            expected = kinds[name][0](expected, factor)
+        assert np.array_equal(found.permute(1, 2, 0).numpy(), np.asarray(expected))
+    orders = Counter(tuple(name for name, _ in changes) for changes in made)
     assert len(orders) == {3: 6, 2: 2}[len(kinds)]
-    assert min(orders.values()) > 0.5 * 300 / len(orders)
+    assert min(orders.values()) > 0.5 * count / len(orders)

@@ -13,6 +13,7 @@ from helpers.tiny_images import encoded
 from vitpar.data import EvalTransform, Normalize, Reencode, TrainTransform
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.transforms.choices import draw_crops
 from vitpar.errors import RecipeError
 
 
@@ -106,11 +107,15 @@ def test_pillow_decodes_jpegs_without_simplejpeg(monkeypatch):
         decode(encoded(0, "JPEG")[:-40])
 
 
+def crops(transform, height, width, keys):
+    found = draw_crops(transform, Draws(keys), np.full(len(keys), height), np.full(len(keys), width))
+    return zip(found.top, found.left, found.height, found.width, strict=True)
+
+
 @pytest.mark.parametrize(("height", "width"), [(40, 64), (64, 40), (20, 20), (3, 90), (90, 3), (1, 1)])
 def test_train_crop_is_inside_the_image_and_has_the_requested_area(height, width):
     transform = TrainTransform(16, scale=(0.25, 0.75))
-    for key in range(200):
-        top, left, h, w = transform._crop(height, width, Draws(key))
+    for top, left, h, w in crops(transform, height, width, np.arange(200)):
         assert 0 <= top <= top + h <= height and 0 <= left <= left + w <= width and h * w > 0
         if height >= 20 and width >= 20:
             assert 0.2 < h * w / (height * width) < 0.8 and 0.7 < w / h < 1.45
@@ -118,31 +123,28 @@ def test_train_crop_is_inside_the_image_and_has_the_requested_area(height, width
 
 def test_train_crops_and_flips_are_spread_out():
     transform, whole = TrainTransform(16), TrainTransform(16, scale=(1, 1), ratio=(1, 1))
-    boxes = [
-        transform._crop(100, 100, Draws(int(key)))
-        for key in sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
-    ]
-    areas = np.array([h * w for _, _, h, w in boxes]) / 100**2
+    keys = sample_keys(0, np.zeros(500, int), np.arange(500), np.zeros(500, int))
+    areas = np.array([h * w for _, _, h, w in crops(transform, 100, 100, keys)]) / 100**2
     # The mean is low because large wide boxes often do not fit.
     assert areas.min() < 0.12 and areas.max() > 0.9 and 0.44 < areas.mean() < 0.54
     image = smooth(16, 16)
-    flipped = [bool(whole(image, Draws(key))[1, 0, 0] > 100) for key in range(400)]
-    assert 150 < sum(flipped) < 250
+    flipped = whole([image] * 400, np.arange(400))[:, 1, 0, 0] > 100
+    assert 150 < flipped.sum() < 250
 
 
 def test_train_output_depends_only_on_the_key():
     image, transform = decode(encoded(5, size=(40, 30))), TrainTransform(16)
-    first = transform(image, Draws(1))
+    first, again, other = transform([image] * 3, np.array([1, 1, 2]))
     assert first.shape == (3, 16, 16) and first.dtype == torch.uint8
-    assert torch.equal(first, transform(image, Draws(1))) and not torch.equal(first, transform(image, Draws(2)))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_flip_can_be_switched_off_and_forced():
     image = smooth(16, 16)
     expected = torch.from_numpy(image).permute(2, 0, 1)
-    for key in range(20):
-        assert torch.equal(TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=0)(image, Draws(key)), expected)
-        assert torch.equal(TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=1)(image, Draws(key)), expected.flip(-1))
+    for flip, pixels in ((0, expected), (1, expected.flip(-1))):
+        found = TrainTransform(16, scale=(1, 1), ratio=(1, 1), flip=flip)([image] * 20, np.arange(20))
+        assert torch.equal(found, pixels.expand_as(found))
 
 
 def test_normalize_maps_channels_by_mean_and_std():
@@ -164,10 +166,15 @@ def test_keys_depend_on_every_part_and_are_not_negative():
 
 
 def test_draws_are_uniform_and_do_not_repeat_the_key_stream():
-    draws = Draws(7)
-    numbers = np.array([draws.uniform() for _ in range(4000)])
+    draws = Draws(np.array([7]))
+    numbers = np.concatenate([draws.uniform() for _ in range(4000)])
     assert abs(numbers.mean() - 0.5) < 0.02 and abs(numbers.std() - 12**-0.5) < 0.02 and len(set(numbers)) == 4000
-    assert {Draws(key).below(3) for key in range(50)} == {0, 1, 2}
+    assert set(Draws(np.arange(50)).below(3).tolist()) == {0, 1, 2}
+    # Drawing for some samples, chosen in two steps, draws from their streams alone.
+    draws, part = Draws(np.arange(5)), Draws(np.array([4, 1]))
+    assert np.array_equal(draws.of(np.array([4, 0, 1])).of(np.array([0, 2])).uniform(), part.uniform())
+    expected = [*part.uniform()[::-1], *Draws(np.array([0])).uniform()]
+    assert draws.uniform()[[1, 4, 0]].tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.fake_cuda import DEVICE, FakeCuda
 from helpers.written_weights import weights_of
 from vitpar import model_config, parse, validate
-from vitpar.data import Batch
-from vitpar.data.transforms.device import DeviceTransform, DrawnBatch
+from vitpar.data import Batch, TrainTransform
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.tasks.image_data import transform_settings
@@ -162,7 +163,9 @@ def _two_steps(case: Case, device: FakeCuda, teacher: Path) -> None:
         settings = transform_settings(recipe, config.image_size)[0]
         stored = torch.zeros(HELD, *shape, dtype=torch.uint8, device=DEVICE)
         rows = np.arange(len(given.train_rows))
-        decoded = DeviceTransform(settings, stored).draw(rows, rows)
+        transform, draws = TrainTransform(**vars(settings)), Draws(rows)
+        work = transform.stored(rows, draws, *shape[1:]) + transform.work(draws)
+        decoded = DrawnBatch(stored, work, transform)
     labels, keys = torch.arange(BATCH) % CLASSES, torch.arange(BATCH)
     batch = Batch(decoded, labels, keys, epoch=0.0, samples=BATCH, size=config.image_size)
     step(1, 1e-3, *given.train_step(batch))

@@ -108,7 +108,7 @@ def bench(
     data = None
     if images is not None:
         shares = tuple(1 - bare / full for bare, full in zip(without, seconds, strict=True))
-        prepared = all_gather_json(input_rate(recipe, config.image_size))[0]  # of rank 0
+        prepared = all_gather_json(input_rate(recipe, config.image_size, device.type))[0]  # of rank 0
         data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares), prepared)
     return Benchmark(
         config=with_frozen(config, recipe.frozen(config)),

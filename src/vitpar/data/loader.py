@@ -4,9 +4,10 @@ A global batch is the same under every plan. Every rank has the labels and keys 
 index, but only the images of the rows that it requests. Ranks that need no pixels, such as the later stages of a
 pipeline, request no rows and open no shard.
 
-Samples are read, decoded and transformed in threads. Threads suffice because decoding and resizing release Python's
-global interpreter lock. Every sample has its own row in the tensor of its batch and its own random numbers, so results
-do not depend on which thread processes a sample, or when.
+Samples are read, decoded and cropped in threads. Threads suffice because decoding and resizing release Python's global
+interpreter lock. Every sample has its own row in the tensor of its batch and its own random numbers, so results do not
+depend on which thread processes a sample, or when. What follows the crop is done for the complete batch: by the thread
+that has made its last crop, or by the GPU that takes it.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Protocol, Required, TypedDict, Unpack
 
 import numpy as np
@@ -24,9 +26,9 @@ from torch import Tensor
 
 from vitpar.data.cache import CachedSet
 from vitpar.data.images import BadImage, BadSample, decode
-from vitpar.data.randomness import Draws, SampleOrder, sample_keys
+from vitpar.data.randomness import Draws, SampleOrder, hash_numbers, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.transforms.device import DrawnBatch
+from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
@@ -34,6 +36,11 @@ from vitpar.models import IGNORED
 _PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
 _NAMED = 3  # bad samples that are reported by name; the others are only counted
+_DECODED_BYTES = 1 << 22  # decoded images that wait for their crop, which is drawn for several at once
+_DRAWING_THREADS = 2  # most that draw for a GPU which has the images: its kernels are started under the same lock
+_VIEW = 0x71E3  # separates the random numbers of further views from other hashes of the key
+
+Transform = TrainTransform | EvalTransform
 
 
 class Encoded(Protocol):
@@ -60,6 +67,18 @@ class Labelled(Encoded, Sized, Protocol):
 
 
 @dataclass
+class View:
+    """One crop of each image of a rank's rows."""
+
+    transform: Transform
+    """Transform that makes it."""
+    draws: Draws
+    """Random numbers of the rows."""
+    images: Tensor | DrawnBatch | None
+    """Images, uint8 [rows, 3, size, size], or what their device needs to make them; None until that is known."""
+
+
+@dataclass
 class BatchJob:
     """Batch whose images are still to be decoded."""
 
@@ -71,11 +90,12 @@ class BatchJob:
     """Random key of each sample, int64 [batch]."""
     labels: NDArray[np.int64]
     """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
-    transform: TrainTransform | EvalTransform | None = None
-    """Transform of its images; None until the loader sets it."""
-    images: Tensor | DrawnBatch | None = None
-    """Images of this rank's rows, uint8 [rows, 3, size, size], or what their device needs to make them; None until
-    they are allocated."""
+    size: int = 0
+    """Side of the images of the first view, in pixels."""
+    views: list[View] = field(default_factory=list)
+    """Crops of the images of this rank's rows."""
+    missing: int = 0
+    """Rows whose crops are still to be made."""
     skipped: list[str] = field(default_factory=list)
     """Message for each sample that was skipped."""
     broken: list[str] = field(default_factory=list)
@@ -104,6 +124,8 @@ class Batch:
     """Global samples seen up to and including this batch, which is where the next one begins."""
     size: int
     """Side of its images, in pixels, also on ranks without rows."""
+    further: tuple[Tensor | DrawnBatch | None, ...] = ()
+    """Images of further views, if the loader has several transforms."""
     whole: bool = True
     """Whether labels and keys cover the global batch.
 
@@ -147,8 +169,11 @@ class LoaderSettings(TypedDict, total=False):
     "fail" raises DataError; "skip" leaves a zero image with label IGNORED and counts it in `skipped`. Only ranks that
     decode a sample know that it is bad.
     """
-    pin_memory: bool
-    """Whether to put images into pinned memory, from which copies to a GPU are asynchronous. Default: False."""
+    device: torch.device
+    """Device that takes the images. For a GPU they are in pinned memory, and it does what follows the crop.
+
+    Default: the CPU.
+    """
     sizes: Callable[[int], int] | None
     """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
 
@@ -156,7 +181,12 @@ class LoaderSettings(TypedDict, total=False):
 class Loader:
     """Base class of loaders, which turns the jobs that a subclass yields into batches.
 
+    transform: transform of the images; several of them make as many crops of each image, with one size each. The first
+        one draws by the key of a sample, and the others by numbers that follow from it.
     start: global samples seen before the first batch; every `iter()` begins there again.
+    stored: images of `data` on the device that takes them, uint8 [images, 3, height, width], in place of decoding. A
+        `TrainTransform` crops them. For an `EvalTransform` they are as it makes them, with one more for padding. The
+        pixels of batches stay the same.
 
     The attribute `skipped` counts the bad samples and shards skipped so far.
 
@@ -167,7 +197,12 @@ class Loader:
     """Whether labels and keys of the batches cover the global batch."""
 
     def __init__(
-        self, data: Sized, transform: TrainTransform | EvalTransform, start: int = 0, **settings: Unpack[LoaderSettings]
+        self,
+        data: Sized,
+        transform: Transform | Sequence[Transform],
+        start: int = 0,
+        stored: Tensor | None = None,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
         self.workers, self.bad_sample = settings.get("workers", 2), settings.get("bad_sample", "fail")
         if self.workers < 0:
@@ -183,29 +218,46 @@ class Loader:
         self.start = start
         self.skipped = Skipped()
         self._cache: CachedSet | None = None
-        self._size, self._pin_memory = len(data), settings.get("pin_memory", False)
-        self._transform, self._sizes = transform, settings.get("sizes")
+        self._size, self._device = len(data), settings.get("device", torch.device("cpu"))
+        self._transforms = list(transform) if isinstance(transform, Sequence) else [transform]
+        self._sizes, self._stored, self._counting = settings.get("sizes"), stored, Lock()
+        if stored is not None and stored.device.type != "cpu":
+            self.workers, self._device = min(self.workers, _DRAWING_THREADS), stored.device
 
     def _jobs(self) -> Generator[BatchJob]:
         """Yield the batches to fill, in order."""
         raise NotImplementedError
 
     def __iter__(self) -> Generator[Batch]:
-        with closing(self._jobs()) as jobs, closing(self._filled(self._with_transforms(jobs))) as filled:
+        with closing(self._jobs()) as jobs, closing(self._filled(self._with_views(jobs))) as filled:
             for number, job in enumerate(filled, start=1):
-                assert job.transform is not None
                 samples = self.start + number * self.batch_size
                 labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
-                yield Batch(job.images, labels, keys, epoch, samples, job.transform.size, self.whole, job.ended)
+                images, *further = [view.images for view in job.views] or [None]
+                yield Batch(
+                    images, labels, keys, epoch, samples, job.size, tuple(further), whole=self.whole, ended=job.ended
+                )
 
-    def _with_transforms(self, jobs: Generator[BatchJob]) -> Generator[BatchJob]:
-        """Yield the jobs with their transforms."""
+    def _with_views(self, jobs: Generator[BatchJob]) -> Generator[BatchJob]:
+        """Yield the jobs with the views that are to be made."""
         for number, job in enumerate(jobs):
-            size = self._sizes(self.start + number * self.batch_size) if self._sizes else self._transform.size
-            if size != self._transform.size:
-                self._transform = replace(self._transform, size=size)
-            job.transform = self._transform
+            if self._sizes:
+                size = self._sizes(self.start + number * self.batch_size)
+                self._transforms = [replace(transform, size=size) for transform in self._transforms]
+            job.size, job.missing = self._transforms[0].size, len(self.rows)
+            if job.missing:
+                keys = job.keys[self.rows]
+                for place, transform in enumerate(self._transforms):
+                    own = (hash_numbers(_VIEW, keys, place) >> np.uint64(1)).view(np.int64) if place else keys
+                    job.views.append(View(transform, Draws(own), self._allocated(transform.size)))
             yield job
+
+    def _allocated(self, size: int) -> Tensor | None:
+        """Return memory for the crops of this rank's rows."""
+        if self._stored is not None:
+            return None
+        shape = len(self.rows), 3, size, size
+        return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _filled(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         """Yield the jobs in order, with decoded images; skipped rows get label IGNORED.
@@ -223,13 +275,13 @@ class Loader:
 
     def _inline(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         for job in jobs:
-            self._allocate(job)
-            self._fill(job, 0, len(self.rows))
+            self._work(job, 0, len(self.rows))
             yield job
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-decode", initializer=self._start_thread)
+        # A thread of torch's own for each of these would take the cores from all of them.
+        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=torch.set_num_threads, initargs=(1,))
         try:
             for job in jobs:
                 waiting.append((job, self._submit(pool, job)))
@@ -240,42 +292,55 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _start_thread(self) -> None:
-        """Prepare a new thread of the pool."""
-
     def _submit(self, pool: ThreadPoolExecutor, job: BatchJob) -> list[Future[None]]:
-        self._allocate(job)
         rows = len(self.rows)
-        task = self._task_rows(rows)
-        return [pool.submit(self._fill, job, row, min(row + task, rows)) for row in range(0, rows, task)]
+        task = rows if self._stored is not None else min(_TASK, -(-rows // self.workers))
+        return [pool.submit(self._work, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
-    def _task_rows(self, rows: int) -> int:
-        """Return the most rows of a task for a batch of which this rank has `rows`."""
-        return min(_TASK, -(-rows // self.workers))
+    def _work(self, job: BatchJob, start: int, stop: int) -> None:
+        """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch."""
+        if self._stored is None:
+            self._fill(job, start, stop)
+        with self._counting:
+            job.missing -= stop - start
+            last = not job.missing
+        if last:
+            self._complete(job)
 
-    def _allocate(self, job: BatchJob) -> None:
-        assert job.transform is not None
-        size = job.transform.size
-        job.images = torch.zeros(len(self.rows), 3, size, size, dtype=torch.uint8, pin_memory=self._pin_memory)
+    def _complete(self, job: BatchJob) -> None:
+        """Draw what follows the crops, and do it if no GPU will."""
+        for view in job.views:
+            images, work = view.images, []
+            if self._stored is not None:
+                samples = job.samples[self.rows] % len(self._stored)
+                images, work = self._stored, view.transform.stored(samples, view.draws, *self._stored.shape[2:])
+            work += view.transform.work(view.draws)
+            if work:
+                assert isinstance(images, Tensor)
+                drawn = DrawnBatch(images, work, view.transform)
+                view.images = drawn.made() if self._device.type == "cpu" else drawn
 
     def _fill(self, job: BatchJob, start: int, stop: int) -> None:
-        """Decode the images at places `start` to `stop` - 1 of this rank's rows."""
-        assert isinstance(job.images, Tensor) and job.transform is not None
-        pixels = job.images.numpy()
+        """Decode and crop the images at places `start` to `stop` - 1 of this rank's rows."""
+        images: dict[int, NDArray[np.uint8]] = {}
         for place in range(start, stop):
             row = self.rows[place]
             sample = int(job.samples[row])
             if sample == IGNORED:
                 continue
             try:
-                image = self._decoded(job.source, sample)
-                pixels[place] = _transformed(job.transform, image, int(job.keys[row])).numpy()
+                images[place] = self._decoded(job.source, sample)
             except BadImage as error:
                 problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
                 job.labels[row] = IGNORED
                 job.skipped.append(problem)
+            if sum(image.nbytes for image in images.values()) > _DECODED_BYTES:
+                _crop(job, images)
+                images = {}
+        if images:
+            _crop(job, images)
 
     def _decoded(self, source: Encoded, sample: int) -> NDArray[np.uint8]:
         """Return the decoded image, uint8 [height, width, 3]. No transform writes to it, since it may be cached."""
@@ -287,13 +352,21 @@ class Loader:
         return image
 
 
-def _transformed(transform: TrainTransform | EvalTransform, image: NDArray[np.uint8], key: int) -> Tensor:
-    return transform(image, Draws(key)) if isinstance(transform, TrainTransform) else transform(image)
+def _crop(job: BatchJob, images: dict[int, NDArray[np.uint8]]) -> None:
+    """Make the crops of decoded images, by their places among this rank's rows."""
+    for view in job.views:
+        assert isinstance(view.images, Tensor)
+        pixels = view.images.numpy()
+        crops = view.transform.crops([*images.values()], view.draws.of(np.array([*images])))
+        for place, crop in zip(images, crops, strict=True):
+            pixels[place] = crop
 
 
 def _finished(job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
     for task in tasks:
         task.result()
+    # The threads have changed the default of threads that start later, besides their own number.
+    torch.set_num_threads(torch.get_num_threads())
     return job
 
 
@@ -303,6 +376,7 @@ class TrainLoader(Loader):
     order: order of all samples of `shards`.
     start: global samples seen before the first batch.
     cache: decoded images of `shards`, which loaders share. It changes only the speed.
+    stored: as for `Loader`.
 
     A skipped bad sample is IGNORED only on ranks that decode it; other ranks keep its label.
     """
@@ -310,15 +384,16 @@ class TrainLoader(Loader):
     def __init__(
         self,
         shards: ShardSet,
-        transform: TrainTransform,
+        transform: TrainTransform | Sequence[TrainTransform],
         *,
         order: SampleOrder,
         start: int = 0,
         cache: CachedSet | None = None,
+        stored: Tensor | None = None,
         **settings: Unpack[LoaderSettings],
     ) -> None:
         assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
-        super().__init__(shards, transform, start, **settings)
+        super().__init__(shards, transform, start, stored, **settings)
         self._shards, self._order, self._cache = shards, order, cache
 
     def _jobs(self) -> Generator[BatchJob]:
@@ -339,6 +414,7 @@ class EvalLoader(Loader):
     be only padding.
 
     cache: decoded images of `images`, which loaders share. It changes only the speed.
+    stored: as for `Loader`.
     """
 
     def __init__(
@@ -347,9 +423,10 @@ class EvalLoader(Loader):
         transform: EvalTransform,
         *,
         cache: CachedSet | None = None,
+        stored: Tensor | None = None,
         **settings: Unpack[LoaderSettings],
     ) -> None:
-        super().__init__(images, transform, **settings)
+        super().__init__(images, transform, stored=stored, **settings)
         self._images, self._cache = images, cache
 
     def __len__(self) -> int:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from vitpar.errors import RecipeError
 
-_MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -105,52 +104,22 @@ def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.flo
 
 
 class Draws:
-    """Stream of random numbers of one sample, derived from its key.
-
-    It is cheap to construct, which matters for small images.
-    """
-
-    __slots__ = ("_state",)
-
-    def __init__(self, key: int) -> None:
-        self._state = (key * _DRAWS) & _MASK
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """Return the next number, uniform in [low, high)."""
-        self._state = x = (self._state + _GOLDEN) & _MASK
-        x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-        x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-        return low + (high - low) * (((x ^ (x >> 31)) >> 11) * 2.0**-53)
-
-    def below(self, bound: int) -> int:
-        """Return the next integer, uniform in [0, bound)."""
-        return int(self.uniform() * bound)
-
-    def normal(self) -> float:
-        """Return the next number of a standard normal distribution (Box and Muller 1958)."""
-        return math.sqrt(-2 * math.log(1 - self.uniform())) * math.cos(2 * math.pi * self.uniform())
-
-    def bytes(self, count: int) -> NDArray[np.uint8]:
-        """Return the next `count` uniform bytes, uint8 [count]. Uses one step of the stream."""
-        first = int(self.uniform() * 2**53)
-        words = _scrambled(np.uint64(first) + np.arange(-(-count // 8), dtype=np.uint64) * np.uint64(_GOLDEN))
-        return words.astype("<u8").view(np.uint8)[:count]
-
-
-class BatchDraws:
-    """Streams of random numbers of many samples at once: exactly those of `Draws` for each key.
+    """Streams of random numbers of many samples, each derived from the sample's key.
 
     keys: int64 [n].
     """
 
     def __init__(self, keys: NDArray[np.int64]) -> None:
         self._states = keys.view(np.uint64) * np.uint64(_DRAWS)
-        self._rows: NDArray[np.int64] | slice = slice(None)
+        self._rows = np.arange(len(keys))
 
-    def of(self, rows: NDArray[np.int64]) -> "BatchDraws":
-        """Return the streams of some samples, by their numbers in the batch. Drawing from them draws from these."""
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, rows: NDArray[np.int64]) -> "Draws":
+        """Return the streams of some samples, by their places among these. Drawing from them draws from these."""
         part = copy(self)
-        part._rows = rows
+        part._rows = self._rows[rows]
         return part
 
     def uniform(self, low: Any = 0.0, high: Any = 1.0) -> NDArray[np.float64]:
@@ -163,13 +132,13 @@ class BatchDraws:
         return (self.uniform() * bound).astype(np.int64)
 
     def normal(self) -> NDArray[np.float64]:
-        """Return the next number of each stream of a standard normal distribution."""
-        # numpy's logarithm and cosine may differ from those of `Draws` in the last digit.
+        """Return the next number of each stream of a standard normal distribution (Box and Muller 1958)."""
+        # Python's logarithm and cosine: numpy's may differ in the last digit from one machine to another.
         pairs = zip((1 - self.uniform()).tolist(), self.uniform().tolist(), strict=True)
         return np.array([math.sqrt(-2 * math.log(one)) * math.cos(2 * math.pi * other) for one, other in pairs])
 
     def seeds(self) -> NDArray[np.int64]:
-        """Return the number of each stream that `Draws.bytes` begins with. Uses one step of it."""
+        """Return a number of 53 bits of each stream, int64 [n], from which random bytes are made with SCRAMBLE."""
         return (self.uniform() * 2**53).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vitpar.data.images import BadImage, decode, image_size
-from vitpar.data.randomness import Draws, SampleOrder, sample_keys
+from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.sides import spread
@@ -117,7 +117,7 @@ def contact_sheet(
     zeros = np.zeros_like(samples)
     for epoch in range(EPOCHS):
         keys = sample_keys(order.seed, zeros + epoch, samples, zeros)
-        images = torch.stack([train(image, Draws(int(key))) for image, key in zip(pixels, keys, strict=True)])
+        images = train(pixels, keys)
         if mix:
             mixed = Mix(mix.mixup, mix.cutmix, mix.probability, mix.switch)(keys, train.size)
             images = mixed.images(images.float(), range(len(keys)), len(keys)).round().byte()

@@ -28,7 +28,7 @@ def decoding_threads(recipe: Recipe, device_type: str, cores: float, *, small: b
     """
     if recipe.data.workers is not None:
         return recipe.data.workers
-    # Threads that draw for images held on a GPU have a limit of their own (vitpar.data.held).
+    # Threads that draw for images held on a GPU have a limit of their own (vitpar.data.loader).
     one = small and (device_type == "cpu" or recipe.data.cache != "device")
     most = 1 if one else MOST_THREADS[device_type]
     return max(1, min(most, int(cores) - 1 if device_type == "cuda" else int(cores)))

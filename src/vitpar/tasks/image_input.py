@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,8 @@ from vitpar.data import (
     TrainLoader,
     TrainTransform,
 )
-from vitpar.data.held import HeldEvalLoader, HeldTrainLoader
 from vitpar.data.image_files import NotedImages
-from vitpar.data.transforms.device import DrawnBatch
+from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -71,6 +71,13 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
     """
     targets = task.local_targets(images, keys, config)
     return targets.masked_fill((labels == IGNORED).view(-1, *(1,) * (targets.ndim - 1)), float("nan"))
+
+
+class _Kept(TypedDict):
+    """Images of a set that are in memory."""
+
+    cache: CachedSet | None
+    stored: Tensor | None
 
 
 class ImageInput:
@@ -184,10 +191,8 @@ class ImageInput:
             seed, settings = self._recipe.train.seed, self._settings(self._decoded, sizes)
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
-        settings, cache = self._settings(self._needed(), sizes), self._cached.get(images)
-        if (stored := self._held_train.get(images)) is not None:
-            return HeldTrainLoader(images, self._train, stored, order=order, start=start, **settings)
-        return TrainLoader(images, self._train, order=order, start=start, cache=cache, **settings)
+        kept, settings = self._kept(images, self._held_train), self._settings(self._needed(), sizes)
+        return TrainLoader(images, self._train, order=order, start=start, **kept, **settings)
 
     @property
     def train_rows(self) -> list[int]:
@@ -202,10 +207,11 @@ class ImageInput:
         """
         if isinstance(images, StreamSet):
             return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._eval_rows))
-        settings = self._settings(self._eval_rows)
-        if (stored := self._held_val.get(images)) is not None:
-            return HeldEvalLoader(images, self._eval, stored, **settings)
-        return EvalLoader(images, self._eval, cache=self._cached.get(images), **settings)
+        kept, settings = self._kept(images, self._held_val), self._settings(self._eval_rows)
+        return EvalLoader(images, self._eval, **kept, **settings)
+
+    def _kept(self, images: object, held: dict[object, Tensor]) -> _Kept:
+        return {"cache": self._cached.get(images), "stored": held.get(images)}
 
     def synthetic(self) -> StepInput:
         """Return random images, with targets and keys, of a batch to time steps with."""
@@ -374,7 +380,7 @@ class ImageInput:
             "rows": self._share(rows),
             "workers": self.workers,
             "bad_sample": self._recipe.data.bad_sample,
-            "pin_memory": self._model.device.type == "cuda",
+            "device": self._model.device,
         }
 
     def _share(self, rows: Sequence[int]) -> list[int]:
@@ -389,7 +395,7 @@ class ImageInput:
         """Return all `number` images, on the device. batch: has this rank's share of them."""
         images, size = batch.images, batch.size
         if isinstance(images, DrawnBatch):
-            mine = images.made(self.to_device(images.packed))
+            mine = images.made(self.to_device)
         else:
             mine = self.to_device(torch.empty(0, 3, size, size, dtype=torch.uint8) if images is None else images)
         if self._peers is None:

@@ -21,18 +21,13 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from vitpar.data.randomness import BatchDraws, Draws
+from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_POLICY_OPERATIONS
 from vitpar.text import shown
 
-Fill = tuple[int, int, int]
-"""RGB colour, 0 to 255, of pixels that an operation moves in from outside the image."""
-Size = tuple[int, int]
-"""Width and height of an image in pixels."""
 Step = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]
 """Operations of one step of a batch by name: the rows that each changes, and the argument for each of them."""
 
@@ -43,107 +38,60 @@ _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
 
 @dataclass(frozen=True)
-class OperationContext:
-    """Random numbers and arithmetic for the arguments of one image's operations."""
+class Context:
+    """Random numbers for the arguments of many images' operations, and how levels are read."""
 
-    draws: Any
-    """Random numbers of the sample (`Draws`)."""
-    fill: Fill
-    """Colour of pixels from outside the image."""
+    draws: Draws
+    """Random numbers of the images."""
     increasing: bool = False
     """Whether a higher level is always a stronger change."""
 
     def signed(self, value: Any) -> Any:
-        """Return `value` or its negative, with equal probability."""
-        return value if self.draws.uniform() < 0.5 else -value
-
-    def truncated(self, value: Any) -> Any:
-        """Return the integer part of `value`, which is not negative."""
-        return int(value)
-
-    def rounded(self, value: Any) -> Any:
-        """Return the nearest integer; halves become even."""
-        return round(value)
-
-    def clipped(self, value: Any, low: float, high: float) -> Any:
-        """Return the nearest number from `low` to `high`."""
-        return min(max(value, low), high)
-
-
-class BatchContext(OperationContext):
-    """Random numbers (`BatchDraws`) and arithmetic for the arguments of many images' operations."""
-
-    def signed(self, value: Any) -> Any:
+        """Return each value or its negative, with equal probability."""
         return np.where(self.draws.uniform() < 0.5, value, -value)
 
-    def truncated(self, value: Any) -> Any:
-        return np.asarray(value).astype(np.int64)
 
-    def rounded(self, value: Any) -> Any:
-        return np.rint(value).astype(np.int64)
-
-    def clipped(self, value: Any, low: float, high: float) -> Any:
-        return np.clip(value, low, high)
-
-
-Argument = Callable[[Any, OperationContext, Size], Any]
-"""Function from a level from 0 to HIGHEST, or one for each image, to the argument of an operation."""
+Argument = Callable[[Any, Context, int], Any]
+"""Function from levels from 0 to HIGHEST, one for each image or one for all, and the side of the images in pixels, to
+the arguments of an operation. It draws random numbers where the operation does."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation on images at a level.
-
-    The transforms of batches (`device_operations`) read `argument`, `matrix` and `table` too.
-    """
+    """Operation on images at a level. What it does to pixels is in `operations`, unless it is one of two kinds."""
 
     argument: Argument
-    """Argument for a level and images of a size. It draws random numbers where the operation does."""
-    apply: Callable[[Image.Image, Any, Fill], Image.Image]
-    """Function that changes an image by an argument."""
-    matrix: Callable[[Any, Size], Sequence[float]] | None = None
-    """Affine matrix by argument, from pixels of the result to those of the image: a, b, c, d, e, f of
-    (a x + b y + c, d x + e y + f). None if the operation is not affine."""
+    """Arguments of levels."""
+    matrix: Callable[[Any, int], Sequence[float]] | None = None
+    """Affine matrix by argument and side of the image, from pixels of the result to those of the image: a, b, c, d, e,
+    f of (a x + b y + c, d x + e y + f). None if the operation is not affine."""
     table: Callable[[Any], Sequence[int]] | None = None
     """Table from old to new grey levels by argument; None if the operation is not such a table."""
 
-    def __call__(self, image: Image.Image, level: float, setting: OperationContext) -> Image.Image:
-        """Return the image, changed."""
-        return self.apply(image, self.argument(level, setting, image.size), setting.fill)
 
+def _moved(place: int, most: float, of_side: bool = False) -> Operation:
+    """Return the shear or translation with up to ±`most` at index `place` of its affine matrix.
 
-def _affine(argument: Argument, matrix: Callable[[Any, Size], Sequence[float]]) -> Operation:
-    def apply(image: Image.Image, value: Any, fill: Fill) -> Image.Image:
-        bilinear, affine = Image.Resampling.BILINEAR, Image.Transform.AFFINE
-        return image.transform(image.size, affine, matrix(value, image.size), bilinear, fillcolor=fill)
-
-    return Operation(argument, apply, matrix=matrix)
-
-
-def _moved(place: int, most: float, unit: Callable[[Size], int] = lambda size: 1) -> Operation:
-    """Return the shear or translation with up to ±`most` units at index `place` of its affine matrix.
-
-    unit: function from an image's size to the size of a unit.
+    of_side: whether it is a fraction of the image's side.
     """
 
-    def matrix(value: Any, size: Size) -> list[float]:
+    def matrix(value: Any, side: int) -> list[float]:
         numbers = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
         numbers[place] = value
         return numbers
 
-    return _affine(lambda level, setting, size: setting.signed(level / HIGHEST * most) * unit(size), matrix)
+    def argument(level: Any, context: Context, side: int) -> Any:
+        return context.signed(level / HIGHEST * most) * (side if of_side else 1)
+
+    return Operation(argument, matrix)
 
 
-def _rotation(degrees: Any, size: Size) -> list[float]:
+def _rotation(degrees: Any, side: int) -> list[float]:
     """Return the matrix of a rotation around the middle, with Pillow's rounding."""
-    angle, (x, y) = -math.radians(degrees % 360.0), (size[0] / 2, size[1] / 2)
+    angle, x, y = -math.radians(degrees % 360.0), side / 2, side / 2
     cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
     down = round(-math.sin(angle), 15)
     return [cos, sin, cos * -x + sin * -y + 0.0 + x, down, cos, down * -x + cos * -y + 0.0 + y]
-
-
-def _table_of(argument: Argument, table: Callable[[Any], Sequence[int]]) -> Operation:
-    return Operation(argument, lambda image, value, _: image.point([*table(value)] * 3), table=table)
 
 
 def _kept(bits: Any) -> list[int]:
@@ -159,76 +107,70 @@ def _added(number: Any) -> list[int]:
     return [min(255, value + number) if value < 128 else value for value in range(256)]
 
 
-def _bits(level: Any, setting: OperationContext, _: Size) -> Any:
+def _whole(value: Any) -> Any:
+    """Return the integer part of numbers that are not negative."""
+    return np.asarray(value).astype(np.int64)
+
+
+def _bits(level: Any, context: Context, _: int) -> Any:
     """Return 0 to 4 bits, as RandAugment's reference code does; with `increasing`, 4 down to 0."""
-    bits = setting.truncated(level / HIGHEST * 4)
-    return 4 - bits if setting.increasing else bits
+    bits = _whole(level / HIGHEST * 4)
+    return 4 - bits if context.increasing else bits
 
 
-def _original_bits(level: Any, setting: OperationContext, _: Size) -> Any:
+def _original_bits(level: Any, context: Context, _: int) -> Any:
     """Return 4 to 8 bits, as timm's AutoAugment does; with `increasing`, 8 to 4, as torchvision's."""
     part = level / HIGHEST * 4
-    return 8 - setting.rounded(part) if setting.increasing else 4 + setting.truncated(part)
+    return 8 - np.rint(part).astype(np.int64) if context.increasing else 4 + _whole(part)
 
 
-def _threshold(level: Any, setting: OperationContext, _: Size) -> Any:
-    threshold = setting.truncated(level / HIGHEST * 256)
-    return 256 - threshold if setting.increasing else threshold
+def _threshold(level: Any, context: Context, _: int) -> Any:
+    threshold = _whole(level / HIGHEST * 256)
+    return 256 - threshold if context.increasing else threshold
 
 
-def _factor(level: Any, setting: OperationContext, _: Size) -> Any:
+def _factor(level: Any, context: Context, _: int) -> Any:
     part = level / HIGHEST
-    return setting.clipped(1 + setting.signed(0.9 * part), 0.1, math.inf) if setting.increasing else 0.1 + 1.8 * part
+    return np.maximum(1 + context.signed(0.9 * part), 0.1) if context.increasing else 0.1 + 1.8 * part
 
 
-def _enhanced(enhancer: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    return Operation(_factor, lambda image, factor, _: enhancer(image).enhance(factor))
-
-
-def _plain(change: Callable[[Image.Image], Image.Image]) -> Operation:
-    """Return an operation without an argument."""
-    return Operation(lambda level, setting, size: 0, lambda image, _, fill: change(image))
+def _nothing(level: Any, context: Context, side: int) -> int:
+    """Stand for the argument of an operation without one."""
+    return 0
 
 
 LARGEST_BLUR = 2.0
 """Largest standard deviation of the blur, in pixels."""
 OPERATIONS: dict[str, Operation] = {
-    "AutoContrast": _plain(ImageOps.autocontrast),
-    "Equalize": _plain(ImageOps.equalize),
-    "Invert": _table_of(lambda level, setting, size: 0, _solarized),
-    "Rotate": _affine(lambda level, setting, size: setting.signed(level / HIGHEST * _DEGREES), _rotation),
-    "Posterize": _table_of(_bits, _kept),
-    "PosterizeOriginal": _table_of(_original_bits, _kept),
-    "Solarize": _table_of(_threshold, _solarized),
-    "SolarizeAdd": _table_of(lambda level, setting, size: setting.truncated(level / HIGHEST * 110), _added),
-    "Color": _enhanced(ImageEnhance.Color),
-    "Contrast": _enhanced(ImageEnhance.Contrast),
-    "Brightness": _enhanced(ImageEnhance.Brightness),
-    "Sharpness": _enhanced(ImageEnhance.Sharpness),
+    "AutoContrast": Operation(_nothing),
+    "Equalize": Operation(_nothing),
+    "Invert": Operation(_nothing, table=_solarized),
+    "Rotate": Operation(lambda level, context, _: context.signed(level / HIGHEST * _DEGREES), _rotation),
+    "Posterize": Operation(_bits, table=_kept),
+    "PosterizeOriginal": Operation(_original_bits, table=_kept),
+    "Solarize": Operation(_threshold, table=_solarized),
+    "SolarizeAdd": Operation(lambda level, *_: _whole(level / HIGHEST * 110), table=_added),
+    "Color": Operation(_factor),
+    "Contrast": Operation(_factor),
+    "Brightness": Operation(_factor),
+    "Sharpness": Operation(_factor),
     "ShearX": _moved(1, _SHEAR),
     "ShearY": _moved(3, _SHEAR),
-    "TranslateX": _moved(2, _TRANSLATION, lambda size: size[0]),
-    "TranslateY": _moved(5, _TRANSLATION, lambda size: size[1]),
-    "Grayscale": _plain(lambda image: image.convert("L").convert("RGB")),
-    "GaussianBlur": Operation(
-        lambda level, setting, size: setting.draws.uniform(0.1, LARGEST_BLUR),
-        lambda image, sigma, _: image.filter(ImageFilter.GaussianBlur(sigma)),
-    ),
+    "TranslateX": _moved(2, _TRANSLATION, of_side=True),
+    "TranslateY": _moved(5, _TRANSLATION, of_side=True),
+    "Grayscale": Operation(_nothing),
+    "GaussianBlur": Operation(lambda level, context, _: context.draws.uniform(0.1, LARGEST_BLUR)),
 }
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
-_NO_FILL = (0, 0, 0)  # arguments do not depend on it
 
 
 class Policy(Protocol):
     """Augmentation policy."""
 
-    def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
-        """Return the image, augmented with random numbers from a stream."""
-
-    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
-        """Yield what `__call__` does, for many images of one size: the same operations and arguments, in order."""
+    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images of `side` pixels, with their arguments, in order."""
 
 
 @dataclass(frozen=True)
@@ -246,29 +188,20 @@ class RandAugment:
     increasing: bool = False
     """Whether a higher level is always a stronger change."""
 
-    def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
-        setting = OperationContext(draws, fill, self.increasing)
-        for _ in range(self.operations):
-            name = _RANDOM[draws.below(len(_RANDOM))]
-            if draws.uniform() < self.probability:
-                image = OPERATIONS[name](image, self._level(setting), setting)
-        return image
-
-    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
+    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
         names = np.array(_RANDOM)
         for _ in range(self.operations):
             chosen = names[draws.below(len(names))]
             rows = np.flatnonzero(draws.uniform() < self.probability)
-            level = self._level(BatchContext(draws.of(rows), _NO_FILL))
-            yield _by_name(draws, rows, chosen[rows], np.broadcast_to(level, len(rows)), size, self.increasing)
+            yield _by_name(draws, rows, chosen[rows], self._levels(draws.of(rows)), side, self.increasing)
 
-    def _level(self, setting: OperationContext) -> Any:
-        level: Any = self.magnitude
+    def _levels(self, draws: Draws) -> NDArray[np.float64]:
+        levels = np.full(len(draws), float(self.magnitude))
         if self.deviation > _UNIFORM:
-            level = setting.draws.uniform(0, self.magnitude)
+            levels = draws.uniform(0, self.magnitude)
         elif self.deviation:
-            level += self.deviation * setting.draws.normal()
-        return setting.clipped(level, 0.0, float(HIGHEST))
+            levels += self.deviation * draws.normal()
+        return levels.clip(0, HIGHEST)
 
 
 @dataclass(frozen=True)
@@ -280,14 +213,7 @@ class OneOf:
     increasing: bool = False
     """Whether a higher level is always a stronger change."""
 
-    def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
-        setting = OperationContext(draws, fill, self.increasing)
-        for name, probability, level in self.lines[draws.below(len(self.lines))]:
-            if draws.uniform() < probability:
-                image = OPERATIONS[name](image, level, setting)
-        return image
-
-    def steps(self, draws: BatchDraws, size: Size) -> Iterator[Step]:
+    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
         drawn = draws.below(len(self.lines))
         for place in range(max(map(len, self.lines))):
             # A line that has ended draws nothing more.
@@ -298,15 +224,15 @@ class OneOf:
                 for part, none in ((0, ""), (1, 0.0), (2, 0.0))
             )
             rows = rows[draws.of(rows).uniform() < probabilities[rows]]
-            yield _by_name(draws, rows, names[rows], levels[rows], size, self.increasing)
+            yield _by_name(draws, rows, names[rows], levels[rows], side, self.increasing)
 
 
 def _by_name(
-    draws: BatchDraws,
+    draws: Draws,
     rows: NDArray[np.int64],
     names: NDArray[np.str_],
     levels: NDArray[np.float64],
-    size: Size,
+    side: int,
     increasing: bool,
 ) -> Step:
     """Return the step in which the operation of each name changes its rows, at the levels given for them."""
@@ -314,7 +240,7 @@ def _by_name(
     for name in np.unique(names).tolist():
         here = names == name
         chosen = rows[here]
-        argument = OPERATIONS[name].argument(levels[here], BatchContext(draws.of(chosen), _NO_FILL, increasing), size)
+        argument = OPERATIONS[name].argument(levels[here], Context(draws.of(chosen), increasing), side)
         step[name] = chosen, np.broadcast_to(argument, len(chosen))
     return step
 

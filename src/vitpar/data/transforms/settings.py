@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vitpar.data.transforms.names import PILLOW_KERNELS, CropMode, Interpolation
 from vitpar.data.transforms.policies import Policy
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_IMAGE_SIZE
 from vitpar.text import either
+
+Pixels = NDArray[np.int64]
+"""Numbers of pixels, one an image, int64 [n]."""
 
 
 def _check_size(size: int, interpolation: str) -> None:
@@ -73,18 +79,18 @@ class TrainSettings:
         red, green, blue = (min(255, max(0, round(255 * mean))) for mean in self.mean)
         return red, green, blue
 
-    def border(self, side: int) -> int:
-        """Return the black pixels on each end of a side of an image before a padded crop.
+    def border(self, side: Pixels) -> Pixels:
+        """Return the black pixels on each end of a side of images before a padded crop.
 
         A side that is too short with `padding` gets what it lacks once more on both ends, as in torchvision.
         """
         assert self.padding is not None, "crops are padded"
-        return self.padding + max(0, self.size - side - 2 * self.padding)
+        return self.padding + np.maximum(0, self.size - side - 2 * self.padding)
 
-    def central_crop(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return (top, left, height, width) of the largest central box within the range of `ratio`."""
-        h = min(height, max(1, round(width / self.ratio[0])))
-        w = min(width, max(1, round(height * self.ratio[1])))
+    def central_crop(self, height: Pixels, width: Pixels) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+        """Return (top, left, height, width) of the largest central box of each image within the range of `ratio`."""
+        h = np.minimum(height, np.maximum(1, np.rint(width / self.ratio[0]).astype(np.int64)))
+        w = np.minimum(width, np.maximum(1, np.rint(height * self.ratio[1]).astype(np.int64)))
         return (height - h) // 2, (width - w) // 2, h, w
 
 

@@ -1,4 +1,4 @@
-"""Operations on many images at once, on any device: the same pixels, bit by bit, as those that the host computes.
+"""Operations on many images at once, on any device, with Pillow's pixels, bit by bit.
 
 The arithmetic is that of Pillow: integers, 32-bit floats for blends, and 64-bit floats for affine maps. Products and
 sums are separate calls of torch, since a fused one would round once in place of twice. No call waits for the device.
@@ -6,8 +6,10 @@ sums are separate calls of torch, since a fused one would round once in place of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -15,26 +17,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.transforms.policies import LARGEST_BLUR, OPERATIONS, Fill
+from vitpar.data.randomness import SCRAMBLE, STEP
+from vitpar.data.transforms.policies import LARGEST_BLUR, OPERATIONS
+from vitpar.data.transforms.settings import TrainSettings
 
 _BLUR_PASSES = 3
 _BLUR_REACH = 2  # pixels on each side that a pass reads, for the largest blur
 _BLUR_ONE = 1 << 24
 _SMOOTH_CENTRE, _SMOOTH_SUM = 5, 13  # weights of Pillow's SMOOTH filter: 1 but in the centre
 
+_WORD_BYTES = 8
+_BAND = 1 << 15  # pixels
+
 Change = Callable[..., Tensor]
-"""Function from images, uint8 [k, 3, height, width], and the arguments that `arguments` returns, to new images."""
+"""Function from settings (`TrainSettings`), images, uint8 [k, 3, side, side], and arrays of numbers to new images."""
 
 
-def arguments(name: str, values: NDArray[Any], size: int) -> tuple[str, NDArray[Any]]:
-    """Return the change in `CHANGES` that does operation `name`, and the argument of each image as a row for it.
+def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[Any]]:
+    """Return the change in `CHANGES` that does operation `name` of a policy, and a row of numbers for each image.
 
     values: argument of the operation for each image, [k].
-    size: height and width of the images.
+    side: of the images, in pixels.
     """
     operation = OPERATIONS[name]
     if operation.matrix is not None:
-        return "affine", np.array([operation.matrix(value, (size, size)) for value in values.tolist()])
+        return "affine", np.array([operation.matrix(value, side) for value in values.tolist()])
     if operation.table is not None:
         return "table", np.stack([_table(name, value) for value in values.tolist()])
     if name == "GaussianBlur":
@@ -55,31 +62,45 @@ def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
     return tables.gather(1, flat.long()).view(images.shape)
 
 
-def affine(images: Tensor, matrices: Tensor, fill: Fill) -> Tensor:
+def _transformed(settings: TrainSettings, images: Tensor, matrices: Tensor) -> Tensor:
     """Transform images by matrices, float64 [k, 6], with bilinear interpolation."""
-    count, _, height, width = images.shape
+    height, width = images.shape[2:]
     x, y = (torch.arange(side, device=images.device, dtype=torch.float64) + 0.5 for side in (width, height))
+    # On a CPU in bands of such a size that the system need not find new memory for each step.
+    lines = max(1, _BAND // (len(images) * width)) if images.device.type == "cpu" else height
+    return torch.cat([_transformed_lines(settings, images, matrices, x, band) for band in y.split(lines)], 2)
+
+
+def _transformed_lines(settings: TrainSettings, images: Tensor, matrices: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the rows of transformed images whose middles are at `y`. x: middles of columns, float64 [width]."""
+    count, channels, height, width = images.shape
     a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
     x, y = x[None, None, :], y[None, :, None]
     across, down = a * x + b * y + c, d * x + e * y + f
-    inside = (across >= 0) & (across < width) & (down >= 0) & (down < height)
-    across, down = across - 0.5, down - 0.5
+    inside = _within(across, width) & _within(down, height)
+    across, down = across.sub_(0.5), down.sub_(0.5)
     left, top = across.floor(), down.floor()
-    right_part, low_part = (across - left)[:, None], (down - top)[:, None]
-    columns = [(left + step).clamp_(0, width - 1) for step in (0, 1)]
-    rows = [(top + step).clamp_(0, height - 1).mul_(width) for step in (0, 1)]
-    pixels = images.double().flatten(2)
-
-    def at(row: Tensor, column: Tensor) -> Tensor:
-        places = (row + column).long().view(count, 1, -1).expand_as(pixels)
-        return pixels.gather(2, places).view(images.shape)
+    right_part, low_part = across.sub_(left)[:, None], down.sub_(top)[:, None]
+    columns = [(left + step).clamp_(0, width - 1).int() for step in (0, 1)]
+    rows = [(top + step).clamp_(0, height - 1).int().mul_(width) for step in (0, 1)]
+    pixels = images.flatten(2)
 
     def between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
         return other.sub_(one).mul_(part).add_(one)
 
+    def at(row: Tensor, column: Tensor) -> Tensor:
+        places = (row + column).long().view(count, 1, -1).expand(-1, channels, -1)
+        return pixels.gather(2, places).view(count, channels, -1, width).double()
+
     upper, lower = (between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
     moved = between(upper, lower, low_part).to(torch.uint8)
-    return torch.where(inside[:, None], moved, _levels(fill, images.device))
+    kept = inside.to(torch.uint8)[:, None]
+    return moved.mul_(kept).add_((1 - kept) * _levels(settings.fill, images.device))
+
+
+def _within(places: Tensor, side: int) -> Tensor:
+    """Return whether places are at least 0 and below `side`. One comparison takes half of the time of two."""
+    return places.clamp(0, math.nextafter(side, 0)) == places
 
 
 @cache
@@ -173,15 +194,64 @@ def _blurred(images: Tensor, taps: Tensor) -> Tensor:
     return pixels.to(torch.uint8)
 
 
+def _erased(
+    settings: TrainSettings, images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, seeds: Tensor
+) -> Tensor:
+    """Replace a box of each image by noise, which is standard normal after normalisation but for rounding and clipping.
+
+    top, left, height, width: pixels of the boxes, int64 [k].
+    seeds: numbers that the bytes of noise follow from, int64 [k] (`Draws.seeds`).
+    """
+    # As many as the largest box could need: that of these boxes is not known without waiting for the device.
+    numbers = torch.arange(-(-3 * settings.size**2 // _WORD_BYTES), device=images.device)
+    words = seeds[:, None] + numbers * STEP
+    for shift, factor in SCRAMBLE:
+        words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # the sign is not to be shifted in
+        words = words * factor
+    quantiles = words.view(torch.uint8)
+    place = torch.arange(settings.size, device=images.device)
+    y, x = (place - first[:, None] for first in (top, left))
+    inside = ((y >= 0) & (y < height[:, None]))[:, :, None] & ((x >= 0) & (x < width[:, None]))[:, None, :]
+    channel = torch.arange(3, device=images.device)[:, None, None]
+    tall, wide = height[:, None, None, None], width[:, None, None, None]
+    number = channel * tall * wide + y[:, None, :, None] * wide + x[:, None, None, :]
+    number = number.clamp_(0, quantiles.shape[1] - 1)
+    drawn = quantiles.gather(1, number.flatten(1)).view(number.shape).long()
+    noise = _noise(settings.mean, settings.std, images.device).take(drawn + 256 * channel)
+    return torch.where(inside[:, None], noise, images)
+
+
+@cache
+def _noise(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a table from a uniform byte to a normally distributed grey level, uint8 [channels, 256].
+
+    mean, std: of each channel, for pixels in 0..1.
+    """
+    channels = [NormalDist(255 * m, 255 * s) for m, s in zip(mean, std, strict=True)]
+    levels = [[channel.inv_cdf((byte + 0.5) / 256) for byte in range(256)] for channel in channels]
+    return torch.tensor(levels, dtype=torch.float64).round().clamp(0, 255).to(device, torch.uint8)
+
+
+def _ignoring_settings(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
+    return lambda settings, images, values: change(images, values)
+
+
 CHANGES: dict[str, Change] = {
-    "table": _looked_up,
-    "AutoContrast": _auto_contrast,
-    "Equalize": _equalized,
-    "Color": lambda images, factors: _blended(grey(images), images, factors),
-    "Contrast": lambda images, factors: _blended(_mean_grey(images), images, factors),
-    "Brightness": lambda images, factors: _blended(0.0, images, factors),
-    "Sharpness": lambda images, factors: _blended(_smoothed(images), images, factors),
-    "Grayscale": lambda images, _: grey(images).to(torch.uint8).expand_as(images),
-    "GaussianBlur": _blurred,
+    "affine": _transformed,
+    "erase": _erased,
+    **{
+        name: _ignoring_settings(change)
+        for name, change in {
+            "table": _looked_up,
+            "AutoContrast": _auto_contrast,
+            "Equalize": _equalized,
+            "Color": lambda images, factors: _blended(grey(images), images, factors),
+            "Contrast": lambda images, factors: _blended(_mean_grey(images), images, factors),
+            "Brightness": lambda images, factors: _blended(0.0, images, factors),
+            "Sharpness": lambda images, factors: _blended(_smoothed(images), images, factors),
+            "Grayscale": lambda images, _: grey(images).to(torch.uint8).expand_as(images),
+            "GaussianBlur": _blurred,
+        }.items()
+    },
 }
-"""Changes by name, besides `affine`."""
+"""Changes by name."""

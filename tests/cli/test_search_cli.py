@@ -28,6 +28,7 @@ from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.outputs import CADENCE, ProgressLines
 from vitpar_cli.profiled import costs_of
+from vitpar_cli.recipes import recipes
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
 from vitpar_cli.search_view import SHOWN
@@ -125,6 +126,8 @@ def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run, tmp
     sheet.write_text(text.replace("[host]", "[host]\nimages_per_second = 1000"))
     waiting = run("--cluster", str(sheet), *H100[2:], "--roles", "dp")
     assert "the hosts prepare 4,000 samples/s: devices wait " in waiting
+    (recipe,) = json.loads(printed(recipes, "deit_small", "--images-per-second", "3000", "--json"))["recipes"]
+    assert recipe["gpu_hours"] == pytest.approx(300 * 1_281_167 / 3000 / 3600 * 8, rel=0.01)
     found = json.loads(run(*H100, "--epochs", "90", "--json"))
     best, training = found["plans"][0], found["training"]
     assert training["steps"] == 450_411  # 90 * 1,281,167 / 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitpar.planner.cost.price import price
 from vitpar.planner.sources import estimated_costs
-from vitpar.planner.training_time import TrainingLength, training_time
+from vitpar.planner.training_time import HostInput, TrainingLength, training_time
 from vitpar.strategy import parse, validate
 from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe.shipped import ShippedRecipe, shipped_recipes
@@ -13,14 +13,18 @@ CLUSTER, MESH = "8xH100", "dp8"
 """Machine and plan for which the duration of recipes is predicted."""
 
 
-def gpu_hours(shipped: ShippedRecipe) -> float:
-    """Predict the GPU-hours of a recipe on `CLUSTER` under `MESH`, without evaluation and waiting for images."""
+def gpu_hours(shipped: ShippedRecipe, images_per_second: float | None = None) -> float:
+    """Predict the GPU-hours of a recipe on `CLUSTER` under `MESH`, without evaluation.
+
+    images_per_second: images that the machine prepares in a second; None to leave waiting for them out.
+    """
     recipe = shipped.recipe()
     config = recipe.config(1000)
     costs = estimated_costs(config, CLUSTER, recipe.train.precision, frozen=recipe.frozen(config))
     plan = validate(parse(MESH), config, recipe.train.batch_size)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, config))
-    return training_time(priced, TrainingLength(recipe, shipped.about.samples)).device_hours
+    hosts = None if images_per_second is None else HostInput(images_per_second, plan.world_size)
+    return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts)).device_hours
 
 
 def markdown() -> str:
@@ -54,8 +58,9 @@ _ABOVE = [
 ]
 _BELOW = [
     "",
-    f"- GPU-hours are predicted for {CLUSTER} under {MESH}, without evaluation, teachers and waiting for images; for",
-    "  others: `vitpar plan MESH --recipe NAME --cluster NAME`.",
+    f"- GPU-hours are predicted for {CLUSTER} under {MESH}, without evaluation, teachers and waiting for images.",
+    "  With the rate of a machine's input: `vitpar recipes --images-per-second RATE`. On others: `vitpar plan MESH",
+    "  --recipe NAME --cluster NAME`.",
     "- Tests compare with the code of timm and torch, given the numbers of each source",
     "  (`tests/training/recipe/test_shipped.py`); the column `here` says what they compare.",
     "- A section `[about]` describes a recipe. It sets nothing, in your recipes too.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from statistics import NormalDist
 from typing import Any
 
@@ -41,7 +41,10 @@ def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[
     """
     operation = OPERATIONS[name]
     if operation.matrix is not None:
-        return "affine", np.array([operation.matrix(value, side) for value in values.tolist()])
+        matrices = np.array([operation.matrix(value, side) for value in values.tolist()])
+        if (matrices[:, 3:] == (0, 1, 0)).all():
+            return "across", matrices[:, :3]
+        return ("down", matrices[:, 3:]) if (matrices[:, :3] == (1, 0, 0)).all() else ("affine", matrices)
     if operation.table is not None:
         return "table", np.stack([_table(name, value) for value in values.tolist()])
     if name == "GaussianBlur":
@@ -85,17 +88,44 @@ def _transformed_lines(settings: TrainSettings, images: Tensor, matrices: Tensor
     rows = [(top + step).clamp_(0, height - 1).int().mul_(width) for step in (0, 1)]
     pixels = images.flatten(2)
 
-    def between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
-        return other.sub_(one).mul_(part).add_(one)
-
     def at(row: Tensor, column: Tensor) -> Tensor:
         places = (row + column).long().view(count, 1, -1).expand(-1, channels, -1)
         return pixels.gather(2, places).view(count, channels, -1, width).double()
 
-    upper, lower = (between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
-    moved = between(upper, lower, low_part).to(torch.uint8)
+    upper, lower = (_between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
+    return _filled(settings, _between(upper, lower, low_part), inside)
+
+
+def _moved(settings: TrainSettings, images: Tensor, numbers: Tensor, dim: int) -> Tensor:
+    """Do the same for matrices that leave the other dimension than `dim` alone, whose three numbers are given.
+
+    It reads half of the pixels.
+    """
+    side = images.shape[dim]
+    x, y = (
+        torch.arange(n, device=images.device, dtype=torch.float64) + 0.5 for n in (images.shape[3], images.shape[2])
+    )
+    a, b, c = numbers[:, :, None, None].unbind(1)
+    places = a * x + b * y[:, None] + c
+    inside = _within(places, side)
+    places = places.sub_(0.5)
+    first = places.floor()
+    part = places.sub_(first)[:, None]
+    one, other = (
+        images.gather(dim, (first + step).clamp_(0, side - 1).long()[:, None].expand_as(images)).double()
+        for step in (0, 1)
+    )
+    return _filled(settings, _between(one, other, part), inside)
+
+
+def _between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
+    return other.sub_(one).mul_(part).add_(one)
+
+
+def _filled(settings: TrainSettings, pixels: Tensor, inside: Tensor) -> Tensor:
+    """Return pixels, float64, as uint8, with the colour of the settings where they are from outside the image."""
     kept = inside.to(torch.uint8)[:, None]
-    return moved.mul_(kept).add_((1 - kept) * _levels(settings.fill, images.device))
+    return pixels.to(torch.uint8).mul_(kept).add_((1 - kept) * _levels(settings.fill, pixels.device))
 
 
 def _within(places: Tensor, side: int) -> Tensor:
@@ -238,6 +268,8 @@ def _ignoring_settings(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
 
 CHANGES: dict[str, Change] = {
     "affine": _transformed,
+    "across": partial(_moved, dim=3),
+    "down": partial(_moved, dim=2),
     "erase": _erased,
     **{
         name: _ignoring_settings(change)

@@ -1,5 +1,7 @@
 """Augmentation policies, colour jitter, erasing, mixup and CutMix: correct pixels, and randomness fixed by the key."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,14 @@ def test_augmented_pixels_depend_only_on_the_key(settings):
     assert all(torch.equal(image, transform(pictures[:1], keys[i : i + 1])[0]) for i, image in enumerate(found))
     changed = (found != plain(pictures, keys)).flatten(1).any(1).sum()
     assert changed >= 8 and (found.dtype, tuple(found.shape)) == (torch.uint8, (12, 3, 32, 32))
+
+
+def test_pixels_of_a_key_stay_the_same():
+    """A run that resumes with a later version sees the pixels that it would have seen."""
+    policy = parse_policy("rand-m9-n3-mstd0.5-inc1")
+    transform = TrainTransform(32, padding=4, policy=policy, color_jitter=(0.4, 0.3, 0.2), erase=0.5)
+    pixels = transform([picture(32)] * 40, np.arange(40) * 7919)
+    assert hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()[:16] == "968ccd7bdf42a4ce"
 
 
 def test_erased_boxes_are_noise_of_the_requested_size():

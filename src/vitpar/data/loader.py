@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Protocol, Required, TypedDict, Unpack
 
@@ -238,6 +239,12 @@ class Loader:
                     images, labels, keys, epoch, samples, job.size, tuple(further), whole=self.whole, ended=job.ended
                 )
 
+    @property
+    def _computes(self) -> bool:
+        """Whether threads change pixels after the crop."""
+        changes = self._stored is not None or any(transform.changes for transform in self._transforms)
+        return changes and self._device.type == "cpu"
+
     def _with_views(self, jobs: Generator[BatchJob]) -> Generator[BatchJob]:
         """Yield the jobs with the views that are to be made."""
         for number, job in enumerate(jobs):
@@ -280,17 +287,25 @@ class Loader:
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
-        # A thread of torch's own for each of these would take the cores from all of them.
-        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=torch.set_num_threads, initargs=(1,))
+        # Threads that compute do so alone: teams of theirs would take the cores from each other.
+        start = partial(torch.set_num_threads, 1) if self._computes else None
+        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=start)
         try:
             for job in jobs:
                 waiting.append((job, self._submit(pool, job)))
                 if len(waiting) > _PREFETCH:
-                    yield _finished(*waiting.popleft())
+                    yield self._finished(*waiting.popleft())
             while waiting:
-                yield _finished(*waiting.popleft())
+                yield self._finished(*waiting.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _finished(self, job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
+        for task in tasks:
+            task.result()
+        if self._computes:  # the threads have changed the default of threads that start later, besides their own number
+            torch.set_num_threads(torch.get_num_threads())
+        return job
 
     def _submit(self, pool: ThreadPoolExecutor, job: BatchJob) -> list[Future[None]]:
         rows = len(self.rows)
@@ -360,14 +375,6 @@ def _crop(job: BatchJob, images: dict[int, NDArray[np.uint8]]) -> None:
         crops = view.transform.crops([*images.values()], view.draws.of(np.array([*images])))
         for place, crop in zip(images, crops, strict=True):
             pixels[place] = crop
-
-
-def _finished(job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
-    for task in tasks:
-        task.result()
-    # The threads have changed the default of threads that start later, besides their own number.
-    torch.set_num_threads(torch.get_num_threads())
-    return job
 
 
 class TrainLoader(Loader):

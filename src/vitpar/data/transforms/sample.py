@@ -89,6 +89,11 @@ class TrainTransform(TrainSettings):
         sides = (np.full(len(samples), side) for side in (height, width))
         return crops_of(self, samples, draw_crops(self, draws, *sides))
 
+    @property
+    def changes(self) -> bool:
+        """Whether anything follows the crop."""
+        return bool(self.policy or any(self.color_jitter) or self.erase)
+
     def _padded(self, image: NDArray[np.uint8], top: int, left: int) -> NDArray[np.uint8]:
         """Return the part of an image from `top` and `left` on, uint8 [3, size, size], black outside of the image."""
         inside = image[max(0, top) : top + self.size, max(0, left) : left + self.size].transpose(2, 0, 1)
@@ -139,6 +144,8 @@ class EvalTransform(EvalSettings):
     def work(self, draws: Draws) -> Work:
         """Return nothing: what to do with the images of `crops`."""
         return []
+
+    changes = False
 
     def stored(self, samples: NDArray[np.int64], draws: Draws, height: int, width: int) -> Work:
         """Return how images that are stored as this transform makes them are taken, by their numbers."""

@@ -167,7 +167,7 @@ class LoaderSettings(TypedDict, total=False):
     bad_sample: BadSample
     """Treatment of an image that cannot be decoded. Default: "fail".
 
-    "fail" raises DataError; "skip" leaves a zero image with label IGNORED and counts it in `skipped`. Only ranks that
+    "fail" raises DataError; "skip" gives its row label IGNORED and counts it in `skipped`. Only ranks that
     decode a sample know that it is bad.
     """
     device: torch.device
@@ -221,6 +221,7 @@ class Loader:
         self._cache: CachedSet | None = None
         self._size, self._device = len(data), settings.get("device", torch.device("cpu"))
         self._transforms = list(transform) if isinstance(transform, Sequence) else [transform]
+        assert settings.get("sizes") is None or len(self._transforms) == 1, "several views have a size each"
         self._sizes, self._stored, self._counting = settings.get("sizes"), stored, Lock()
         if stored is not None and stored.device.type != "cpu":
             self.workers, self._device = min(self.workers, _DRAWING_THREADS), stored.device

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
-from vitpar.data.loader import TrainLoader
+import torch
+
+from vitpar.data.loader import LoaderSettings, TrainLoader
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
@@ -32,13 +33,12 @@ def input_rate(recipe: Recipe, size: int, device_type: str) -> float | None:
     data = recipe.data
     if data.path is None or data.cache != "none" or recipe.task.name in TEXT:
         return None
-    transform = transforms(recipe, size)[0]
-    if device_type != "cpu":
-        transform = replace(transform, policy=None, color_jitter=(0.0, 0.0, 0.0), erase=0.0)
+    settings: LoaderSettings = {"batch_size": TRIED, "workers": 0, "bad_sample": data.bad_sample}
+    settings["device"] = torch.device(device_type)
     try:
         shards = ShardSet.open(data.path, "train")
         order = SampleOrder(recipe.train.seed, len(shards))
-        loader = TrainLoader(shards, transform, order=order, batch_size=TRIED, workers=0, bad_sample=data.bad_sample)
+        loader = TrainLoader(shards, transforms(recipe, size)[0], order=order, **settings)
         begun, until = time.process_time(), time.monotonic() + MOST_S
         for done, _ in enumerate(loader, start=1):
             if (spent := time.process_time() - begun) > LEAST_S or time.monotonic() > until:

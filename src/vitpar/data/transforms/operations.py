@@ -27,7 +27,6 @@ _BLUR_ONE = 1 << 24
 _SMOOTH_CENTRE, _SMOOTH_SUM = 5, 13  # weights of Pillow's SMOOTH filter: 1 but in the centre
 
 _WORD_BYTES = 8
-_BAND = 1 << 15  # pixels
 
 Change = Callable[..., Tensor]
 """Function from settings (`TrainSettings`), images, uint8 [k, 3, side, side], and arrays of numbers to new images."""
@@ -67,16 +66,8 @@ def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
 
 def _transformed(settings: TrainSettings, images: Tensor, matrices: Tensor) -> Tensor:
     """Transform images by matrices, float64 [k, 6], with bilinear interpolation."""
-    height, width = images.shape[2:]
-    x, y = (torch.arange(side, device=images.device, dtype=torch.float64) + 0.5 for side in (width, height))
-    # On a CPU in bands of such a size that the system need not find new memory for each step.
-    lines = max(1, _BAND // (len(images) * width)) if images.device.type == "cpu" else height
-    return torch.cat([_transformed_lines(settings, images, matrices, x, band) for band in y.split(lines)], 2)
-
-
-def _transformed_lines(settings: TrainSettings, images: Tensor, matrices: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return the rows of transformed images whose middles are at `y`. x: middles of columns, float64 [width]."""
     count, channels, height, width = images.shape
+    x, y = (torch.arange(side, device=images.device, dtype=torch.float64) + 0.5 for side in (width, height))
     a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
     x, y = x[None, None, :], y[None, :, None]
     across, down = a * x + b * y + c, d * x + e * y + f
@@ -97,9 +88,9 @@ def _transformed_lines(settings: TrainSettings, images: Tensor, matrices: Tensor
 
 
 def _moved(settings: TrainSettings, images: Tensor, numbers: Tensor, dim: int) -> Tensor:
-    """Do the same for matrices that leave the other dimension than `dim` alone, whose three numbers are given.
+    """Shear or translate images along `dim`: with the pixels of `_transformed`, from half of its reads.
 
-    It reads half of the pixels.
+    numbers: those of the matrices for `dim`, float64 [k, 3].
     """
     side = images.shape[dim]
     x, y = (

@@ -79,8 +79,9 @@ CODES = {
     r"--resume runs/elastic --mesh dp2 --batch-size 64": 2,
 }
 """Exit codes of the commands that end otherwise than with 0. They are the last of their block."""
-VARYING = r"^(pictures/\S+)? +\w+ +[\d.]+ %$|^step [\d,]+/.*$"
-"""Lines that are not compared: the classes of a picture depend on the weights, lines of progress on the clock."""
+VARYING = r"^(pictures/\S+)? +\w+ +[\d.]+ %$|^step [\d,]+/.*$|(?<= ranks of ).*$|^dp2$"
+"""What is not compared: the classes of a picture depend on the weights, lines of progress on the clock, and the name of
+the processor and the plan that is fastest on it on the machine."""
 EXPECTED = {
     r"^(mkdir|cp|cd|tar|export|trap|set)\b|^python -c|^vitpar predict .*> ": "",
     r"^python (block|experiments/)|^torchrun .*block.py": r"^ended: \w+|^written |^\| dp1 \|",

@@ -261,6 +261,7 @@ def test_decoding_thread_starts_no_threads():
         import numpy as np
         import torch
         from vitpar.data import EvalTransform, TrainTransform, parse_policy
+        from vitpar.data.loader import _compute_alone
         image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
         train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]
         padded, keys = TrainTransform(256, flip=1.0, padding=200, policy=parse_policy("rand-p1")), np.arange(20)
@@ -269,14 +270,19 @@ def test_decoding_thread_starts_no_threads():
                 for mode in ("center", "squash", "border"):
                     EvalTransform(384, 0.9, interpolation, mode)(wide)
                 EvalTransform(480, 1.0, interpolation)(image)
-            torch.set_num_threads(1)  # as a loader does
+            _compute_alone()
+            alone.set()
+            reset.wait()
             for transform in (train, padded):
                 transform([image] * 20, keys)
             found.append(len(os.listdir("/proc/self/task")))
         torch.set_num_threads(4)
         found = [len(os.listdir("/proc/self/task"))]
-        thread = threading.Thread(target=transform)
+        alone, reset, thread = threading.Event(), threading.Event(), threading.Thread(target=transform)
         thread.start()
+        alone.wait()
+        torch.set_num_threads(4)
+        reset.set()
         thread.join()
         print(found[1] - found[0])
     """

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Lock
 from typing import Protocol, Required, TypedDict, Unpack
 
@@ -288,9 +287,7 @@ class Loader:
 
     def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
-        # Threads that compute do so alone: teams of theirs would take the cores from each other.
-        start = partial(torch.set_num_threads, 1) if self._computes else None
-        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=start)
+        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=_compute_alone if self._computes else None)
         try:
             for job in jobs:
                 waiting.append((job, self._submit(pool, job)))
@@ -366,6 +363,12 @@ class Loader:
             if self._cache:
                 self._cache.put(sample, image)
         return image
+
+
+def _compute_alone() -> None:
+    """Let the calling thread compute without helpers: teams of several threads would take the cores from each other."""
+    torch.get_num_threads()  # otherwise the thread's first large operation sets the number again, to the program's
+    torch.set_num_threads(1)
 
 
 def _crop(job: BatchJob, images: dict[int, NDArray[np.uint8]]) -> None:

@@ -101,5 +101,9 @@ class DrawnBatch:
         if name in _CROPS:
             return torch.cat([_CROPS[name](self._settings, images, *part) for part in parts])
         for rows, *values in parts:
-            images.index_copy_(0, rows, CHANGES[name](self._settings, images.index_select(0, rows), *values))
+            changed = CHANGES[name](self._settings, images.index_select(0, rows), *values)
+            if images.device.type == "cpu":  # torch's copy moves one byte after the other
+                images.numpy()[rows.numpy()] = changed.numpy()
+            else:
+                images.index_copy_(0, rows, changed)
         return images

@@ -15,7 +15,7 @@ GPU_PYTHON ?= python3.12
 # A thread for each process: several tests run at once, and threads of one that wait for each other take the cores of the next.
 PYTEST   := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
-.PHONY: help setup demo test test-slow test-tools test-full test-torch test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-tools test-full test-torch test-decode test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -66,6 +66,12 @@ test-full: $(READY)  ## What test, test-slow and test-tools run, at once, the lo
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
 	$(MAKE) test-full VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
+
+test-decode:     ## Decoding by torchcodec, on the CPU, with a CUDA build of torch: make test-decode VERSION=2.14.1 (about 6 GB)
+	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-decode VERSION=2.14.1"; exit 2; }
+	$(MAKE) setup VENV=.venv-torch-$(VERSION) TORCH=$(VERSION)
+	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check 'torchcodec>=0.16'
+	.venv-torch-$(VERSION)/bin/python -m pytest tests/data/test_device_decoding.py
 
 test-clusters: $(READY)  ## Real launchers on two hosts in this machine: OpenMPI, SLURM, torchrun; needs root and Debian
 	tests/clusters/install.sh

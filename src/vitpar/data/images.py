@@ -39,7 +39,7 @@ FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".web
 """Suffixes of image files in a source folder, in lower case."""
 
 _ORIENTATION = 0x0112  # Exif tag
-_EXIF, _SCAN = 0xE1, 0xDA  # markers of a JPEG's segments
+_EXIF, _SCAN, _BASELINE = 0xE1, 0xDA, 0xC0  # markers of a JPEG's segments
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of the segments that have its size
 
 
@@ -73,6 +73,8 @@ class _Header(NamedTuple):
     """Height in pixels as stored."""
     orientation: int | None = None
     """Exif orientation, 1 to 8, of which 1 means upright; None for types that are decoded to know it."""
+    simple: bool = False
+    """Whether it is a baseline JPEG of one or three components, whose header is whole."""
 
 
 def image_size(data: bytes) -> tuple[int, int]:
@@ -83,6 +85,17 @@ def image_size(data: bytes) -> tuple[int, int]:
     """
     header = _header(data)
     return header.width, header.height
+
+
+def gpu_size(data: bytes) -> tuple[int, int] | None:
+    """Return the height and width of an image that GPUs decode, and else None.
+
+    These are upright baseline JPEGs, grey or in colour, of at most MAX_DECODED_BYTES.
+    """
+    header = _jpeg_header(data) if image_type(data) == "jpg" else None
+    if header is None or not header.simple or header.orientation != 1:
+        return None
+    return (header.height, header.width) if 3 * header.height * header.width <= MAX_DECODED_BYTES else None
 
 
 def _header(data: bytes) -> _Header:
@@ -107,13 +120,14 @@ def _jpeg_header(data: bytes) -> _Header | None:
 
     Decoding threads hold Python's lock meanwhile.
     """
-    place, size, orientation = 3, (0, 0), 1  # the first marker follows SOI and 0xFF
+    place, size, orientation, simple = 3, (0, 0), 1, False  # the first marker follows SOI and 0xFF
     while place < len(data) - 8 and data[place - 1] == 0xFF:
         marker, length = data[place], data[place + 1] << 8 | data[place + 2]
         if marker == _SCAN:
-            return _Header("jpg", *size, orientation) if all(size) else None
+            return _Header("jpg", *size, orientation, simple) if all(size) else None
         if marker in _FRAMES:
             size = data[place + 6] << 8 | data[place + 7], data[place + 4] << 8 | data[place + 5]
+            simple = marker == _BASELINE and data[place + 8] in (1, 3)
         elif marker == _EXIF and data.startswith(b"Exif\0\0", place + 3):
             orientation = _noted(partial(_exif, data[place + 3 : place + 1 + length]))
         place += length + 2
@@ -149,7 +163,7 @@ def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
 
     Raises BadImage.
     """
-    kind, width, height, orientation = _header(data)
+    kind, width, height, orientation, _ = _header(data)
     halved = 3 * width * height > MAX_DECODED_BYTES
     if simplejpeg is not None and kind == "jpg":
         least = {"min_width": -(-width // 2), "min_height": -(-height // 2), "min_factor": 2} if halved else {}

@@ -12,20 +12,21 @@ that has made its last crop, or by the GPU that takes it.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence, Sized
+from collections.abc import Generator, Iterable, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
-from typing import Protocol, Required, TypedDict, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.batches import Batch, BatchJob, Labelled, LoaderSettings, Skipped, Transform, View
 from vitpar.data.cache import CachedSet
-from vitpar.data.images import BadImage, BadSample, decode
+from vitpar.data.images import BadImage, decode, gpu_size
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
@@ -35,147 +36,9 @@ from vitpar.models import IGNORED
 
 _PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
-_NAMED = 3  # bad samples that are reported by name; the others are only counted
 _DECODED_BYTES = 1 << 22  # decoded images that wait for their crop, which is drawn for several at once
 _DRAWING_THREADS = 2  # most that draw for a GPU which has the images: its kernels are started under the same lock
 _VIEW = 0x71E3  # separates the random numbers of further views from other hashes of the key
-
-Transform = TrainTransform | EvalTransform
-
-
-class Encoded(Protocol):
-    """Encoded images that are read by number."""
-
-    checked: bool
-    """Whether `read` compares the bytes with a checksum."""
-
-    def read(self, i: int) -> bytes:
-        """Return the encoded image of sample `i`.
-
-        Raises DataError, and its subclass BadImage if only that sample is damaged.
-        """
-
-    def complaint(self, i: int, error: BadImage) -> str:
-        """Return a message that names sample `i` and says what is wrong with it."""
-
-
-class Labelled(Encoded, Sized, Protocol):
-    """Encoded images with labels."""
-
-    labels: NDArray[np.int32]
-    """Class numbers, int32 [samples]."""
-
-
-@dataclass
-class View:
-    """One crop of each image of a rank's rows."""
-
-    transform: Transform
-    """Transform that makes it."""
-    draws: Draws
-    """Random numbers of the rows."""
-    images: Tensor | DrawnBatch | None
-    """Images, uint8 [rows, 3, size, size], or what their device needs to make them; None until that is known."""
-
-
-@dataclass
-class BatchJob:
-    """Batch whose images are still to be decoded."""
-
-    source: Encoded
-    """Provider of the encoded samples."""
-    samples: NDArray[np.int64]
-    """Number of each sample in `source`, int64 [batch]; IGNORED for padding."""
-    keys: NDArray[np.int64]
-    """Random key of each sample, int64 [batch]."""
-    labels: NDArray[np.int64]
-    """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
-    size: int = 0
-    """Side of the images of the first view, in pixels."""
-    views: list[View] = field(default_factory=list)
-    """Crops of the images of this rank's rows."""
-    missing: int = 0
-    """Rows whose crops are still to be made."""
-    skipped: list[str] = field(default_factory=list)
-    """Message for each sample that was skipped."""
-    broken: list[str] = field(default_factory=list)
-    """Message for each shard that was skipped from some place on."""
-    ended: bool = False
-    """Whether this rank's stream is exhausted."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Global batch, with one rank's part of the images."""
-
-    images: Tensor | DrawnBatch | None
-    """Images of this rank's rows, uint8 [rows, 3, size, size], or what their device needs to make them; None without
-    rows."""
-    labels: Tensor
-    """Class numbers, int64 [batch]; IGNORED (-1) for padding and for samples that this rank skipped."""
-    keys: Tensor
-    """Random key of every (epoch, sample, repeat), int64 [batch]; 0 in evaluation.
-
-    All random numbers of the model derive from these keys.
-    """
-    epoch: float
-    """`samples` divided by the size of the data set."""
-    samples: int
-    """Global samples seen up to and including this batch, which is where the next one begins."""
-    size: int
-    """Side of its images, in pixels, also on ranks without rows."""
-    further: tuple[Tensor | DrawnBatch | None, ...] = ()
-    """Images of further views, if the loader has several transforms."""
-    whole: bool = True
-    """Whether labels and keys cover the global batch.
-
-    In batches of a stream they cover only the rank's own rows; the others are IGNORED and 0.
-    """
-    ended: bool = False
-    """Whether this rank's stream is exhausted.
-
-    Such a rank continues to yield empty batches, without end, because other ranks may have longer streams.
-    """
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """Bad samples and shards that were skipped."""
-
-    times: int = 0
-    """Number of times that a sample was skipped."""
-    problems: tuple[str, ...] = ()
-    """Messages for at most `_NAMED` bad samples and shards, sorted."""
-    shards: int = 0
-    """Number of times that a streamed shard, or the rest of one, was skipped."""
-
-    def __add__(self, other: "Skipped") -> "Skipped":
-        problems = sorted({*self.problems, *other.problems})
-        return Skipped(self.times + other.times, tuple(problems[:_NAMED]), self.shards + other.shards)
-
-
-class LoaderSettings(TypedDict, total=False):
-    """Settings of every loader."""
-
-    batch_size: Required[int]
-    """Images in the global batch."""
-    rows: Sequence[int] | None
-    """Rows of the global batch whose images to decode, in this order. Default: all."""
-    workers: int
-    """Number of decoding threads; 0 decodes in the calling thread. Affects only the speed. Default: 2."""
-    bad_sample: BadSample
-    """Treatment of an image that cannot be decoded. Default: "fail".
-
-    "fail" raises DataError; "skip" gives its row label IGNORED and counts it in `skipped`. Only ranks that
-    decode a sample know that it is bad.
-    """
-    device: torch.device
-    """Device that takes the images. For a GPU they are in pinned memory, and it does what follows the crop.
-
-    Default: the CPU.
-    """
-    sizes: Callable[[int], int] | None
-    """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
 
 
 class Loader:
@@ -222,6 +85,7 @@ class Loader:
         self._transforms = list(transform) if isinstance(transform, Sequence) else [transform]
         assert settings.get("sizes") is None or len(self._transforms) == 1, "several views have a size each"
         self._sizes, self._stored, self._counting = settings.get("sizes"), stored, Lock()
+        self._decoder = settings.get("decoder")
         if stored is not None and stored.device.type != "cpu":
             self.workers, self._device = min(self.workers, _DRAWING_THREADS), stored.device
 
@@ -235,6 +99,8 @@ class Loader:
                 samples = self.start + number * self.batch_size
                 labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
                 images, *further = [view.images for view in job.views] or [None]
+                if self._decoder:
+                    self._decoder.hand_over(images, *further)
                 yield Batch(
                     images, labels, keys, epoch, samples, job.size, tuple(further), whole=self.whole, ended=job.ended
                 )
@@ -313,7 +179,7 @@ class Loader:
     def _work(self, job: BatchJob, start: int, stop: int) -> None:
         """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch."""
         if self._stored is None:
-            self._fill(job, start, stop)
+            self._fill(job, range(start, stop), on_host=self._decoder is None)
         with self._counting:
             job.missing -= stop - start
             last = not job.missing
@@ -321,7 +187,13 @@ class Loader:
             self._complete(job)
 
     def _complete(self, job: BatchJob) -> None:
-        """Draw what follows the crops, and do it if no GPU will."""
+        """Decode what the device does, draw what follows the crops, and do it if no GPU will."""
+        if self._decoder and job.encoded:
+            made, failed = self._decoder.crops(job.encoded, job.views)
+            self._fill(job, failed, on_host=True)
+            for view, parts in zip(job.views, made, strict=True):
+                assert isinstance(view.images, Tensor)
+                view.images = self._decoder.joined(view.images, parts)
         for view in job.views:
             images, work = view.images, []
             if self._stored is not None:
@@ -333,33 +205,46 @@ class Loader:
                 drawn = DrawnBatch(images, work, view.transform)
                 view.images = drawn.made() if self._device.type == "cpu" else drawn
 
-    def _fill(self, job: BatchJob, start: int, stop: int) -> None:
-        """Decode and crop the images at places `start` to `stop` - 1 of this rank's rows."""
+    def _fill(self, job: BatchJob, places: Iterable[int], *, on_host: bool) -> None:
+        """Decode and crop images, by their places among this rank's rows.
+
+        on_host: also those that the device could decode, which are else only read.
+        """
         images: dict[int, NDArray[np.uint8]] = {}
-        for place in range(start, stop):
+        for place in places:
             row = self.rows[place]
             sample = int(job.samples[row])
             if sample == IGNORED:
                 continue
             try:
-                images[place] = self._decoded(job.source, sample)
+                image = self._decoded(job, place, sample, on_host)
             except BadImage as error:
                 problem = job.source.complaint(sample, error)
                 if self.bad_sample == "fail":
                     raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
                 job.labels[row] = IGNORED
                 job.skipped.append(problem)
+                continue
+            if image is not None:
+                images[place] = image
             if sum(image.nbytes for image in images.values()) > _DECODED_BYTES:
                 _crop(job, images)
                 images = {}
         if images:
             _crop(job, images)
 
-    def _decoded(self, source: Encoded, sample: int) -> NDArray[np.uint8]:
-        """Return the decoded image, uint8 [height, width, 3]. No transform writes to it, since it may be cached."""
+    def _decoded(self, job: BatchJob, place: int, sample: int, on_host: bool) -> NDArray[np.uint8] | None:
+        """Return the decoded image, uint8 [height, width, 3]; None if it is noted for the device to decode.
+
+        No transform writes to it, since it may be cached.
+        """
         image = self._cache.get(sample) if self._cache else None
         if image is None:
-            image = decode(source.read(sample), strict=not source.checked)
+            data = job.source.read(sample)
+            if not on_host and gpu_size(data):
+                job.encoded[place] = data
+                return None
+            image = decode(data, strict=not job.source.checked)
             if self._cache:
                 self._cache.put(sample, image)
         return image

@@ -62,10 +62,11 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
         std=d.std,
         padding=d.crop_padding,
     )
-    if d.cache == "device" and d.crop_padding is None and d.interpolation not in DEVICE_KERNELS:
+    on_device = next((key for key in ("cache", "decode") if getattr(d, key) == "device"), None)
+    if on_device and d.crop_padding is None and d.interpolation not in DEVICE_KERNELS:
         raise RecipeError(
-            f"data.interpolation is '{d.interpolation}', by which data.cache 'device' does not resize crops: use "
-            f"{either(DEVICE_KERNELS)}, set data.crop_padding, or data.cache to memory"
+            f"data.interpolation is '{d.interpolation}', by which data.{on_device} 'device' does not resize crops: use "
+            f"{either(DEVICE_KERNELS)}, or leave data.{on_device} out"
         )
     return (
         train,

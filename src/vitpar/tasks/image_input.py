@@ -26,6 +26,7 @@ from vitpar.data import (
     TrainLoader,
     TrainTransform,
 )
+from vitpar.data.device_decoding import DeviceDecoder
 from vitpar.data.image_files import NotedImages
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.errors import ModelError
@@ -114,6 +115,7 @@ class ImageInput:
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
+        self._decoder = DeviceDecoder(model.device) if recipe.data.decode == "device" else None
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
@@ -151,6 +153,8 @@ class ImageInput:
         Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
         self._use_threads(small=are_small(train))
+        if self._decoder:
+            return f"JPEGs are decoded by {self._decoder.words}"
         packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
@@ -188,10 +192,10 @@ class ImageInput:
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            seed, settings = self._recipe.train.seed, self._settings(self._decoded, sizes)
+            seed, settings = self._recipe.train.seed, self._training_settings(self._decoded, sizes)
             return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
         order = order_of(self._recipe, len(images))
-        kept, settings = self._kept(images, self._held_train), self._settings(self._needed(), sizes)
+        kept, settings = self._kept(images, self._held_train), self._training_settings(self._needed(), sizes)
         return TrainLoader(images, self._train, order=order, start=start, **kept, **settings)
 
     @property
@@ -329,7 +333,7 @@ class ImageInput:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""
-        if self._copies is None:
+        if self._copies is None or tensor.is_cuda:
             return tensor
         pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # no copy of a pinned tensor
         with torch.cuda.stream(self._copies):
@@ -372,10 +376,13 @@ class ImageInput:
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
 
-    def _settings(self, rows: Sequence[int], sizes: Callable[[int], int] | None = None) -> LoaderSettings:
-        """Return the settings of a loader for this rank's share of `rows`. sizes: as in `LoaderSettings`."""
+    def _training_settings(self, rows: Sequence[int], sizes: Callable[[int], int] | None) -> LoaderSettings:
+        """Return the settings of a loader of training batches. sizes: as in `LoaderSettings`."""
+        return {**self._settings(rows), "sizes": sizes, "decoder": self._decoder}
+
+    def _settings(self, rows: Sequence[int]) -> LoaderSettings:
+        """Return the settings of a loader for this rank's share of `rows`."""
         return {
-            "sizes": sizes,
             "batch_size": self._model.batch_size,
             "rows": self._share(rows),
             "workers": self.workers,

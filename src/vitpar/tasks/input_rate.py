@@ -27,11 +27,11 @@ def input_rate(recipe: Recipe, size: int, device_type: str) -> float | None:
     size: side of the model's images, in pixels.
     device_type: of the model's device. A GPU does itself what follows a crop.
 
-    None for text, streams, decoded images that are kept, and data that cannot be read. Python's lock may limit it
-    further (docs/speed.md).
+    None for text, streams, images that are kept decoded or that a device decodes, and data that cannot be read.
+    Python's lock may limit it further (docs/speed.md).
     """
     data = recipe.data
-    if data.path is None or data.cache != "none" or recipe.task.name in TEXT:
+    if data.path is None or (data.cache, data.decode) != ("none", "host") or recipe.task.name in TEXT:
         return None
     settings: LoaderSettings = {"batch_size": TRIED, "workers": 0, "bad_sample": data.bad_sample}
     settings["device"] = torch.device(device_type)

@@ -68,7 +68,7 @@ class DrawnBatch:
     """
 
     def __init__(self, images: Tensor, work: Work, settings: TrainSettings | EvalSettings) -> None:
-        self._images, self._settings = images, settings
+        self.images, self._settings = images, settings
         self._layout = list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]()
         parts = list[NDArray[np.uint8]]()
         for name, arrays in work:
@@ -85,7 +85,7 @@ class DrawnBatch:
         sent: copies a tensor of the host to the device; not called for images that are there.
         """
         packed, begin = sent(self._packed), 0
-        images = self._images if self._images.device == packed.device else sent(self._images)
+        images = self.images if self.images.device == packed.device else sent(self.images)
         for name, layout in self._layout:
             arrays = []
             for dtype, shape in layout:

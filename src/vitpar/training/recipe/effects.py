@@ -67,7 +67,8 @@ OF_CLASSES = _keys(train="label_smoothing", augment="mixup cutmix mixup_prob mix
 
 OF_IMAGES = _keys(
     augment=" ".join(AugmentSection.model_fields),
-    data="crop_scale crop_ratio crop_padding flip crop_pct crop_mode interpolation mean std cache cache_gb bad_sample",
+    data="crop_scale crop_ratio crop_padding flip crop_pct crop_mode interpolation mean std decode cache cache_gb "
+    "bad_sample",
     train="label_smoothing",
     distill=_DISTILLATION,
 )
@@ -154,6 +155,12 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
         "memory",
     ),
     Effect(
+        ("data.decode",),
+        lambda recipe: recipe.data.cache == "none" and recipe.data.crop_padding is None,
+        "{key} is '{value}', which decodes for crops that are resized, anew in each epoch: leave it out, or "
+        "data.crop_padding and data.cache",
+    ),
+    Effect(
         ("data.bad_sample",),
         lambda recipe: recipe.data.cache != "device",
         "{key} is '{value}', but data.cache 'device' decodes all images at the start and stops at a bad one: leave it "
@@ -238,8 +245,8 @@ _OUTPUTS = _keys(
     task="options", data="crop_pct crop_mode interpolation mean std workers", train=f"{_PRECISION} compile attention"
 )
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a plan": _PLANNED + _LENGTH + _keys(parallel="…", data="cache"),
-    "a search": _PLANNED + _LENGTH + _keys(train="compile", data="cache"),
+    "a plan": _PLANNED + _LENGTH + _keys(parallel="…", data="decode cache"),
+    "a search": _PLANNED + _LENGTH + _keys(train="compile", data="decode cache"),
     "a prediction of scaling": _PLANNED + _keys(train="compile"),
     "a prediction of scaling and cost": _PLANNED + _LENGTH + _keys(train="compile"),
     "a profile": _keys(task="…", model="…", data="path", lora=_LORA, train=f"{_PRECISION} compile attention"),
@@ -272,7 +279,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         stream="…",
         train="seed",
         data="path crop_scale crop_ratio crop_padding flip interpolation mean std shuffle_window shuffle_block workers "
-        "cache cache_gb bad_sample",
+        "decode cache cache_gb bad_sample",
     ),
 }
 """Settings that each kind of command uses. ``section.…`` stands for all of a section; a training uses all settings."""

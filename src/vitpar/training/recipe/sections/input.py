@@ -165,6 +165,10 @@ class DataSection(Section):
     """Neighbouring samples that stay in one window."""
     workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
     """Decoding threads of a rank; 0 decodes in the main thread; chosen by the rank's cores if unset."""
+    decode: Literal["host", "device"] = "host"
+    """Decoder of training JPEGs, which also crops them: threads of the host, or the training device by torchcodec,
+    whose pixels differ in the last bits. In either case threads decode images for evaluation, of other kinds and
+    damaged ones."""
     cache: Literal["none", "memory", "device"] = "none"
     """Place of decoded images: none, memory that the ranks of a machine share, or the training device, which then holds
     all images, of one size, and augments batches of them."""

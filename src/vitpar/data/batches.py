@@ -1,0 +1,160 @@
+"""Batches of one rank, complete or in progress, and the settings of the loaders that make them."""
+
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Protocol, Required, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.device_decoding import DeviceDecoder
+from vitpar.data.images import BadImage, BadSample
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+
+NAMED = 3
+"""Bad samples that are reported by name; the others are only counted."""
+
+Transform = TrainTransform | EvalTransform
+
+
+class Encoded(Protocol):
+    """Encoded images that are read by number."""
+
+    checked: bool
+    """Whether `read` compares the bytes with a checksum."""
+
+    def read(self, i: int) -> bytes:
+        """Return the encoded image of sample `i`.
+
+        Raises DataError, and its subclass BadImage if only that sample is damaged.
+        """
+
+    def complaint(self, i: int, error: BadImage) -> str:
+        """Return a message that names sample `i` and says what is wrong with it."""
+
+
+class Labelled(Encoded, Sized, Protocol):
+    """Encoded images with labels."""
+
+    labels: NDArray[np.int32]
+    """Class numbers, int32 [samples]."""
+
+
+@dataclass
+class View:
+    """One crop of each image of a rank's rows."""
+
+    transform: Transform
+    """Transform that makes it."""
+    draws: Draws
+    """Random numbers of the rows."""
+    images: Tensor | DrawnBatch | None
+    """Images, uint8 [rows, 3, size, size], or what their device needs to make them; None until that is known."""
+
+
+@dataclass
+class BatchJob:
+    """Batch whose images are still to be decoded."""
+
+    source: Encoded
+    """Provider of the encoded samples."""
+    samples: NDArray[np.int64]
+    """Number of each sample in `source`, int64 [batch]; IGNORED for padding."""
+    keys: NDArray[np.int64]
+    """Random key of each sample, int64 [batch]."""
+    labels: NDArray[np.int64]
+    """Class numbers, int64 [batch]; IGNORED for padding and skipped samples."""
+    size: int = 0
+    """Side of the images of the first view, in pixels."""
+    views: list[View] = field(default_factory=list)
+    """Crops of the images of this rank's rows."""
+    missing: int = 0
+    """Rows whose crops are still to be made."""
+    encoded: dict[int, bytes] = field(default_factory=dict)
+    """JPEGs that the device decodes, by their places among this rank's rows."""
+    skipped: list[str] = field(default_factory=list)
+    """Message for each sample that was skipped."""
+    broken: list[str] = field(default_factory=list)
+    """Message for each shard that was skipped from some place on."""
+    ended: bool = False
+    """Whether this rank's stream is exhausted."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Global batch, with one rank's part of the images."""
+
+    images: Tensor | DrawnBatch | None
+    """Images of this rank's rows, uint8 [rows, 3, size, size], or what their device needs to make them; None without
+    rows."""
+    labels: Tensor
+    """Class numbers, int64 [batch]; IGNORED (-1) for padding and for samples that this rank skipped."""
+    keys: Tensor
+    """Random key of every (epoch, sample, repeat), int64 [batch]; 0 in evaluation.
+
+    All random numbers of the model derive from these keys.
+    """
+    epoch: float
+    """`samples` divided by the size of the data set."""
+    samples: int
+    """Global samples seen up to and including this batch, which is where the next one begins."""
+    size: int
+    """Side of its images, in pixels, also on ranks without rows."""
+    further: tuple[Tensor | DrawnBatch | None, ...] = ()
+    """Images of further views, if the loader has several transforms."""
+    whole: bool = True
+    """Whether labels and keys cover the global batch.
+
+    In batches of a stream they cover only the rank's own rows; the others are IGNORED and 0.
+    """
+    ended: bool = False
+    """Whether this rank's stream is exhausted.
+
+    Such a rank continues to yield empty batches, without end, because other ranks may have longer streams.
+    """
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Bad samples and shards that were skipped."""
+
+    times: int = 0
+    """Number of times that a sample was skipped."""
+    problems: tuple[str, ...] = ()
+    """Messages for at most `NAMED` bad samples and shards, sorted."""
+    shards: int = 0
+    """Number of times that a streamed shard, or the rest of one, was skipped."""
+
+    def __add__(self, other: "Skipped") -> "Skipped":
+        problems = sorted({*self.problems, *other.problems})
+        return Skipped(self.times + other.times, tuple(problems[:NAMED]), self.shards + other.shards)
+
+
+class LoaderSettings(TypedDict, total=False):
+    """Settings of every loader."""
+
+    batch_size: Required[int]
+    """Images in the global batch."""
+    rows: Sequence[int] | None
+    """Rows of the global batch whose images to decode, in this order. Default: all."""
+    workers: int
+    """Number of decoding threads; 0 decodes in the calling thread. Affects only the speed. Default: 2."""
+    bad_sample: BadSample
+    """Treatment of an image that cannot be decoded. Default: "fail".
+
+    "fail" raises DataError; "skip" gives its row label IGNORED and counts it in `skipped`. Only ranks that
+    decode a sample know that it is bad.
+    """
+    device: torch.device
+    """Device that takes the images. For a GPU they are in pinned memory, and it does what follows the crop.
+
+    Default: the CPU.
+    """
+    decoder: DeviceDecoder | None
+    """Decoder of JPEGs on the device, for a `TrainTransform`. Default: none; the decoding threads decode all images."""
+    sizes: Callable[[int], int] | None
+    """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""

@@ -1,0 +1,135 @@
+"""JPEGs that the device of a model decodes and crops (`data.decode = "device"`), by torchcodec.
+
+Decoding threads only read the files. The thread that reads the last one of a batch lets the device decode all of it, on
+a stream of its own, while the device trains on earlier batches. Pixels differ in the last bits from those of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitpar.data.images import gpu_size
+from vitpar.data.transforms.choices import Crops, draw_crops
+from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.sample import TrainTransform
+from vitpar.data.transforms.settings import TrainSettings
+from vitpar.errors import RecipeError
+
+if TYPE_CHECKING:
+    from vitpar.data.batches import View
+
+_AT_ONCE = 1 << 27  # bytes of decoded images, which bounds the memory on the device
+
+
+class DeviceDecoder:
+    """Decoder of JPEGs on a device, for the loaders of a rank.
+
+    device: that trains: a GPU, or a CPU for tests.
+
+    Raises RecipeError if torchcodec is missing, or does not fit the installed torch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from torchcodec.decoders import decode_jpeg
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            why = next(iter(str(error).splitlines()), "")
+            raise RecipeError(
+                f"data.decode 'device' needs torchcodec 0.16 or newer, which cannot be imported ({why}): pip install "
+                "'vitpar[device-decode]', or set data.decode to host"
+            ) from error
+        self._decode, self._device, self._alone = decode_jpeg, device, Lock()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.words = f"torchcodec {version('torchcodec')} on {device}: pixels differ from the host's in the last bits"
+        """Text that names it for a reader."""
+
+    def crops(
+        self, encoded: Mapping[int, bytes], views: Sequence[View]
+    ) -> tuple[list[list[tuple[list[int], Tensor]]], list[int]]:
+        """Decode JPEGs, and crop them for each view.
+
+        encoded: JPEGs with a `gpu_size`, by their rows of the batch.
+
+        Returns for each view rows and their crops on the device, uint8 [rows, 3, size, size], and the rows of JPEGs
+        that could not be decoded, with those that were to be decoded at the same time.
+        """
+        made, failed = [list[tuple[list[int], Tensor]]() for _ in views], list[int]()
+        with self._alone, self._streaming():
+            for rows, sizes in _groups(encoded):
+                data = [torch.frombuffer(bytearray(encoded[row]), dtype=torch.uint8) for row in rows]
+                try:
+                    images = self._decode(data, mode="RGB", device=self._device)
+                except (RuntimeError, ValueError):
+                    failed += rows
+                    continue
+                for view, parts in zip(views, made, strict=True):
+                    assert isinstance(view.transform, TrainTransform)
+                    drawn = draw_crops(view.transform, view.draws.of(np.array(rows)), *sizes)
+                    parts.append((rows, _crops(view.transform, images, drawn)))
+        return made, failed
+
+    def joined(self, images: Tensor, parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
+        """Return images of the host together with rows that the device has made, on the device, when they are there."""
+        with self._streaming():
+            whole = images.to(self._device, non_blocking=True)
+            for rows, crops in parts:
+                whole.index_copy_(0, _sent(rows, self._device), crops)
+        if self._stream:
+            self._stream.synchronize()
+        return whole
+
+    def hand_over(self, *images: Tensor | DrawnBatch | None) -> None:
+        """Keep the memory of images of `joined` until the calling thread's stream has used them."""
+        for one in images:
+            tensor = one.images if isinstance(one, DrawnBatch) else one
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def _streaming(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
+
+def _groups(encoded: Mapping[int, bytes]) -> Iterator[tuple[list[int], NDArray[np.int64]]]:
+    """Yield rows that are decoded at once, with the heights and widths of their images, int64 [2, rows]."""
+    rows, sizes, decoded = list[int](), list[tuple[int, int]](), 0
+    for row, data in sorted(encoded.items()):
+        size = gpu_size(data)
+        assert size is not None, f"row {row} is for the host"
+        decoded += 3 * size[0] * size[1]
+        if rows and decoded > _AT_ONCE:
+            yield rows, np.array(sizes).T
+            rows, sizes, decoded = [], [], 3 * size[0] * size[1]
+        rows.append(row)
+        sizes.append(size)
+    yield rows, np.array(sizes).T
+
+
+def _crops(settings: TrainSettings, images: Sequence[Tensor], drawn: Crops) -> Tensor:
+    """Return crops of images of any size on their device, resized and flipped, uint8 [images, 3, size, size]."""
+    size, boxes = settings.size, np.stack([drawn.top, drawn.left, drawn.height, drawn.width], 1).tolist()
+    parts = [
+        F.interpolate(
+            image[None, :, top : top + height, left : left + width].float(),
+            (size, size),
+            mode=settings.interpolation,
+            antialias=True,
+        )
+        for image, (top, left, height, width) in zip(images, boxes, strict=True)
+    ]
+    crops = torch.cat(parts).round_().clamp_(0, 255).to(torch.uint8)
+    flipped = _sent(np.flatnonzero(drawn.flips).tolist(), crops.device)
+    return crops.index_copy_(0, flipped, crops.index_select(0, flipped).flip(3))
+
+
+def _sent(rows: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)

@@ -1,0 +1,128 @@
+"""JPEGs that the device of a model decodes: crops like those of the host, and other images by the host.
+
+torchcodec needs a CUDA build of torch (`make test-decode`). Where it cannot be imported, its decoder is replaced by a
+small one, so that all other lines run.
+"""
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform, pack, parse_policy
+from vitpar.data import device_decoding as decoding
+from vitpar.data.images import gpu_size
+from vitpar.errors import DataError, RecipeError
+
+PHOTO = load_sample_images().images[0]
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
+LEVELS = 3
+"""Grey levels by which decoders and ways to resize differ."""
+
+
+def replaced(sources, mode, device):
+    """Decode as torchcodec does."""
+    assert mode == "RGB"
+    try:
+        images = [simplejpeg.decode_jpeg(bytes(source.numpy()), strict=True) for source in sources]
+    except ValueError as error:
+        raise RuntimeError("nvJPEG failed") from error
+    return [torch.from_numpy(image).permute(2, 0, 1).to(device) for image in images]
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    try:
+        import torchcodec.decoders  # noqa: F401
+    except Exception:
+        module = SimpleNamespace(decode_jpeg=replaced)
+        monkeypatch.setitem(sys.modules, "torchcodec", SimpleNamespace(decoders=module))
+        monkeypatch.setitem(sys.modules, "torchcodec.decoders", module)
+        monkeypatch.setattr(decoding, "version", lambda name: "0.16.0")
+    return decoding.DeviceDecoder(torch.device("cpu"))
+
+
+def file(number, kind="JPEG", mode="RGB", **options):
+    """Return a part of a photograph as an encoded file."""
+    made = io.BytesIO()
+    Image.fromarray(PHOTO[number : 120 + 5 * number, 3 * number : 200]).convert(mode).save(made, kind, **options)
+    return made.getvalue()
+
+
+OTHERS = {
+    "png": file(3, "PNG"),
+    "progressive": file(4, progressive=True),
+    "CMYK": file(5, mode="CMYK"),
+    "rotated": file(6, exif=ROTATED),
+}
+"""Images that the host decodes."""
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Pack photographs, grey ones, those of OTHERS, and one whose last third is missing, which is sample 2."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "source" / "train" / "ant").mkdir(parents=True)
+    files = [file(0), file(1, mode="L"), file(2)[: -len(file(2)) // 3], *OTHERS.values(), file(7), file(8)]
+    for number, data in enumerate(files):
+        (folder / "source" / "train" / "ant" / f"{number}.jpg").write_bytes(data)
+    pack(folder / "source", folder / "packed", decode_images=False)
+    return folder / "packed"
+
+
+def batches(packed, transform, **settings):
+    shards = ShardSet.open(packed, "train")
+    loader = TrainLoader(shards, transform, order=SampleOrder(0, len(shards)), batch_size=16, **settings)
+    filled = iter(loader)
+    return [next(filled) for _ in range(2)], loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at_once", [1, 1 << 27], ids=["one by one", "together"])
+def test_crops_and_order_are_those_of_the_host(packed, decoder, monkeypatch, workers, at_once):
+    monkeypatch.setattr(decoding, "_AT_ONCE", at_once)
+    views = [TrainTransform(48), TrainTransform(32, interpolation="bilinear", flip=1.0)]
+    wanted, host = batches(packed, views, bad_sample="skip", workers=workers)
+    found, loader = batches(packed, views, bad_sample="skip", workers=workers, decoder=decoder)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.labels, theirs.labels)
+        for images, expected in zip((ours.images, *ours.further), (theirs.images, *theirs.further), strict=True):
+            difference = (images.int() - expected.int()).abs()
+            assert difference.max() <= LEVELS, difference.flatten(1).amax(1)
+            assert images.float().std() > 1, "images are flat"
+    assert loader.skipped == host.skipped
+    assert loader.skipped.times
+
+
+def test_policies_follow_on_the_device(packed, decoder):
+    transform = TrainTransform(48, policy=parse_policy("rand-m9-n2-p1"))
+    wanted, _ = batches(packed, transform, bad_sample="skip")
+    found, _ = batches(packed, transform, bad_sample="skip", decoder=decoder)
+    differing = (found[0].images.int() - wanted[0].images.int()).abs() > LEVELS
+    assert differing.float().mean() < 0.1  # where a threshold lies between two levels
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_host_decodes_what_gpus_do_not(name):
+    assert gpu_size(OTHERS[name]) is None
+    assert gpu_size(file(0)) == (120, 200)
+    assert gpu_size(file(0)[:400]) is None
+    assert gpu_size(file(1, mode="L")) == (124, 197)
+
+
+def test_damaged_image_is_named(packed, decoder):
+    with pytest.raises(DataError, match=r"sample 'train-0.*/0000000\d' of .*; replace it"):
+        batches(packed, TrainTransform(48), decoder=decoder)
+
+
+def test_missing_torchcodec_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    with pytest.raises(RecipeError, match=r"needs torchcodec 0\.16 or newer, which cannot be imported"):
+        decoding.DeviceDecoder(torch.device("cpu"))

@@ -16,7 +16,7 @@ from sklearn.datasets import load_sample_images
 
 from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform, pack, parse_policy
 from vitpar.data import device_decoding as decoding
-from vitpar.data.images import gpu_size
+from vitpar.data.images import opened
 from vitpar.errors import DataError, RecipeError
 
 PHOTO = load_sample_images().images[0]
@@ -111,10 +111,9 @@ def test_policies_follow_on_the_device(packed, decoder):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_host_decodes_what_gpus_do_not(name):
-    assert gpu_size(OTHERS[name]) is None
-    assert gpu_size(file(0)) == (120, 200)
-    assert gpu_size(file(0)[:400]) is None
-    assert gpu_size(file(1, mode="L")) == (124, 197)
+    assert not opened(OTHERS[name]).for_gpu
+    assert opened(file(0)).for_gpu
+    assert opened(file(1, mode="L")).for_gpu
 
 
 def test_damaged_image_is_named(packed, decoder):

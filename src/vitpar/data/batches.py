@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.device_decoding import DeviceDecoder
-from vitpar.data.images import BadImage, BadSample
+from vitpar.data.images import BadImage, BadSample, EncodedImage
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
@@ -74,7 +74,7 @@ class BatchJob:
     """Crops of the images of this rank's rows."""
     missing: int = 0
     """Rows whose crops are still to be made."""
-    encoded: dict[int, bytes] = field(default_factory=dict)
+    encoded: dict[int, EncodedImage] = field(default_factory=dict)
     """JPEGs that the device decodes, by their places among this rank's rows."""
     skipped: list[str] = field(default_factory=list)
     """Message for each sample that was skipped."""

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.images import gpu_size
+from vitpar.data.images import EncodedImage
 from vitpar.data.transforms.choices import Crops, draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import TrainTransform
@@ -54,19 +53,20 @@ class DeviceDecoder:
         """Text that names it for a reader."""
 
     def crops(
-        self, encoded: Mapping[int, bytes], views: Sequence[View]
+        self, encoded: Mapping[int, EncodedImage], views: Sequence[View]
     ) -> tuple[list[list[tuple[list[int], Tensor]]], list[int]]:
         """Decode JPEGs, and crop them for each view.
 
-        encoded: JPEGs with a `gpu_size`, by their rows of the batch.
+        encoded: JPEGs `for_gpu`, by their rows of the batch.
 
         Returns for each view rows and their crops on the device, uint8 [rows, 3, size, size], and the rows of JPEGs
         that could not be decoded, with those that were to be decoded at the same time.
         """
         made, failed = [list[tuple[list[int], Tensor]]() for _ in views], list[int]()
         with self._alone, self._streaming():
-            for rows, sizes in _groups(encoded):
-                data = [torch.frombuffer(bytearray(encoded[row]), dtype=torch.uint8) for row in rows]
+            for rows in _groups(encoded):
+                data = [torch.frombuffer(bytearray(encoded[row].data), dtype=torch.uint8) for row in rows]
+                heights, widths = np.array([encoded[row].shape for row in rows]).T
                 try:
                     images = self._decode(data, mode="RGB", device=self._device)
                 except (RuntimeError, ValueError):
@@ -74,7 +74,7 @@ class DeviceDecoder:
                     continue
                 for view, parts in zip(views, made, strict=True):
                     assert isinstance(view.transform, TrainTransform)
-                    drawn = draw_crops(view.transform, view.draws.of(np.array(rows)), *sizes)
+                    drawn = draw_crops(view.transform, view.draws.of(np.array(rows)), heights, widths)
                     parts.append((rows, _crops(view.transform, images, drawn)))
         return made, failed
 
@@ -99,19 +99,17 @@ class DeviceDecoder:
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
 
-def _groups(encoded: Mapping[int, bytes]) -> Iterator[tuple[list[int], NDArray[np.int64]]]:
-    """Yield rows that are decoded at once, with the heights and widths of their images, int64 [2, rows]."""
-    rows, sizes, decoded = list[int](), list[tuple[int, int]](), 0
-    for row, data in sorted(encoded.items()):
-        size = gpu_size(data)
-        assert size is not None, f"row {row} is for the host"
-        decoded += 3 * size[0] * size[1]
+def _groups(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
+    """Yield rows that are decoded at once."""
+    rows, decoded = list[int](), 0
+    for row, image in sorted(encoded.items()):
+        size = 3 * image.width * image.height
+        decoded += size
         if rows and decoded > _AT_ONCE:
-            yield rows, np.array(sizes).T
-            rows, sizes, decoded = [], [], 3 * size[0] * size[1]
+            yield rows
+            rows, decoded = [], size
         rows.append(row)
-        sizes.append(size)
-    yield rows, np.array(sizes).T
+    yield rows
 
 
 def _crops(settings: TrainSettings, images: Sequence[Tensor], drawn: Crops) -> Tensor:

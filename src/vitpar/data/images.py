@@ -39,6 +39,7 @@ FILE_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".tif", ".tiff", ".web
 """Suffixes of image files in a source folder, in lower case."""
 
 _ORIENTATION = 0x0112  # Exif tag
+_LYING = (5, 6, 7, 8)  # orientations that exchange width and height
 _EXIF, _SCAN, _BASELINE = 0xE1, 0xDA, 0xC0  # markers of a JPEG's segments
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of the segments that have its size
 
@@ -62,9 +63,11 @@ def image_type(data: bytes) -> str | None:
     return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
-class _Header(NamedTuple):
-    """Facts in the header of an encoded image."""
+class EncodedImage(NamedTuple):
+    """Encoded image and the facts in its header. `opened` makes it."""
 
+    data: bytes
+    """The complete file."""
     kind: str
     """One of IMAGE_TYPES."""
     width: int
@@ -76,46 +79,74 @@ class _Header(NamedTuple):
     simple: bool = False
     """Whether it is a baseline JPEG of one or three components, whose header is whole."""
 
+    @property
+    def halved(self) -> bool:
+        """Whether it is a JPEG that is decoded at half its width and height."""
+        return 3 * self.width * self.height > MAX_DECODED_BYTES
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Height and width of the decoded image; None where only decoding tells."""
+        if self.orientation is None or self.halved:
+            return None
+        return (self.width, self.height) if self.orientation in _LYING else (self.height, self.width)
+
+    @property
+    def for_gpu(self) -> bool:
+        """Whether GPUs decode it: an upright baseline JPEG, grey or in colour, of its full size."""
+        return self.simple and self.orientation == 1 and not self.halved
+
+    def decoded(self, *, strict: bool = False) -> NDArray[np.uint8]:
+        """Return the pixels of `decode`."""
+        if simplejpeg is not None and self.kind == "jpg":
+            half = {"min_width": -(-self.width // 2), "min_height": -(-self.height // 2), "min_factor": 2}
+            try:
+                pixels = simplejpeg.decode_jpeg(self.data, strict=True, **(half if self.halved else {}))
+                return _upright(pixels, self.orientation or 1)
+            except ValueError as error:
+                if strict and _is_common(self.data):
+                    raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+        try:
+            with _opened(self.data, self.kind) as image:
+                if self.halved:
+                    image.draft(image.mode, (self.width // 2, self.height // 2))
+                known = self.orientation
+                return _upright(_rgb(image), _noted(image.getexif) if known is None else known)
+        except Exception as error:  # damaged bytes make decoders raise nearly anything
+            raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+
 
 def image_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels as stored, from the header alone; Exif orientation is not applied.
 
+    Raises BadImage as `opened` does.
+    """
+    image = opened(data)
+    return image.width, image.height
+
+
+def opened(data: bytes) -> EncodedImage:
+    """Read the header of an encoded image.
+
     Raises BadImage, also for a JPEG of more than MAX_PIXELS pixels, and for an image of another type that decodes to
     more than MAX_DECODED_BYTES.
     """
-    header = _header(data)
-    return header.width, header.height
-
-
-def gpu_size(data: bytes) -> tuple[int, int] | None:
-    """Return the height and width of an image that GPUs decode, and else None.
-
-    These are upright baseline JPEGs, grey or in colour, of at most MAX_DECODED_BYTES.
-    """
-    header = _jpeg_header(data) if image_type(data) == "jpg" else None
-    if header is None or not header.simple or header.orientation != 1:
-        return None
-    return (header.height, header.width) if 3 * header.height * header.width <= MAX_DECODED_BYTES else None
-
-
-def _header(data: bytes) -> _Header:
-    """Return the facts in the header of an image. Raises BadImage as `image_size` does."""
     if (kind := image_type(data)) is None:
         raise BadImage("its image format is unknown")
     try:
-        header = _jpeg_header(data) if kind == "jpg" else None
-        if header is None:
+        found = _jpeg_header(data) if kind == "jpg" else None
+        if found is None:
             with _opened(data, kind) as image:
-                header = _Header(kind, *image.size, _noted(image.getexif) if kind == "jpg" else None)
+                found = EncodedImage(data, kind, *image.size, _noted(image.getexif) if kind == "jpg" else None)
     except Exception as error:  # damaged bytes make decoders raise nearly anything
         raise BadImage(f"its header cannot be read ({_reason(error)})") from error
     most = MAX_PIXELS if kind == "jpg" else MAX_DECODED_BYTES // 3
-    if header.width * header.height > most:
-        raise BadImage(f"it has {header.width} x {header.height} pixels, more than {most:,}")
-    return header
+    if found.width * found.height > most:
+        raise BadImage(f"it has {found.width} x {found.height} pixels, more than {most:,}")
+    return found
 
 
-def _jpeg_header(data: bytes) -> _Header | None:
+def _jpeg_header(data: bytes) -> EncodedImage | None:
     """Read the header of a JPEG in one walk over its segments; None if it is damaged or of a rare kind.
 
     Decoding threads hold Python's lock meanwhile.
@@ -124,7 +155,7 @@ def _jpeg_header(data: bytes) -> _Header | None:
     while place < len(data) - 8 and data[place - 1] == 0xFF:
         marker, length = data[place], data[place + 1] << 8 | data[place + 2]
         if marker == _SCAN:
-            return _Header("jpg", *size, orientation, simple) if all(size) else None
+            return EncodedImage(data, "jpg", *size, orientation, simple) if all(size) else None
         if marker in _FRAMES:
             size = data[place + 6] << 8 | data[place + 7], data[place + 4] << 8 | data[place + 5]
             simple = marker == _BASELINE and data[place + 8] in (1, 3)
@@ -163,22 +194,7 @@ def decode(data: bytes, *, strict: bool = False) -> NDArray[np.uint8]:
 
     Raises BadImage.
     """
-    kind, width, height, orientation, _ = _header(data)
-    halved = 3 * width * height > MAX_DECODED_BYTES
-    if simplejpeg is not None and kind == "jpg":
-        least = {"min_width": -(-width // 2), "min_height": -(-height // 2), "min_factor": 2} if halved else {}
-        try:
-            return _upright(simplejpeg.decode_jpeg(data, strict=True, **least), orientation or 1)
-        except ValueError as error:
-            if strict and _is_common(data):
-                raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
-    try:
-        with _opened(data, kind) as image:
-            if halved:
-                image.draft(image.mode, (width // 2, height // 2))
-            return _upright(_rgb(image), _noted(image.getexif) if orientation is None else orientation)
-    except Exception as error:  # damaged bytes make decoders raise nearly anything
-        raise BadImage(f"it cannot be decoded ({_reason(error)})") from error
+    return opened(data).decoded(strict=strict)
 
 
 def _is_common(data: bytes) -> bool:
@@ -190,7 +206,7 @@ def _is_common(data: bytes) -> bool:
 
 def _upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     """Rotate and mirror pixels according to an Exif orientation."""
-    if orientation in (5, 6, 7, 8):
+    if orientation in _LYING:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.batches import Batch, BatchJob, Labelled, LoaderSettings, Skipped, Transform, View
+from vitpar.data.batches import Batch, BatchJob, Encoded, Labelled, LoaderSettings, Skipped, Transform, View
 from vitpar.data.cache import CachedSet
-from vitpar.data.images import BadImage, decode, gpu_size
+from vitpar.data.images import BadImage, EncodedImage, opened
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
@@ -36,7 +36,7 @@ from vitpar.models import IGNORED
 
 _PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
-_DECODED_BYTES = 1 << 22  # decoded images that wait for their crop, which is drawn for several at once
+_DECODED_BYTES = 1 << 22  # decoded images that wait until the crops of several are drawn at once
 _DRAWING_THREADS = 2  # most that draw for a GPU which has the images: its kernels are started under the same lock
 _VIEW = 0x71E3  # separates the random numbers of further views from other hashes of the key
 
@@ -210,60 +210,75 @@ class Loader:
 
         on_host: also those that the device could decode, which are else only read.
         """
-        images: dict[int, NDArray[np.uint8]] = {}
+        ready, held = dict[int, EncodedImage | NDArray[np.uint8]](), 0
         for place in places:
-            row = self.rows[place]
-            sample = int(job.samples[row])
+            sample = int(job.samples[self.rows[place]])
             if sample == IGNORED:
                 continue
             try:
-                image = self._decoded(job, place, sample, on_host)
+                image = self._opened(job.source, sample)
             except BadImage as error:
-                problem = job.source.complaint(sample, error)
-                if self.bad_sample == "fail":
-                    raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
-                job.labels[row] = IGNORED
-                job.skipped.append(problem)
+                self._leave_out(job, place, error)
                 continue
-            if image is not None:
-                images[place] = image
-            if sum(image.nbytes for image in images.values()) > _DECODED_BYTES:
-                _crop(job, images)
-                images = {}
-        if images:
-            _crop(job, images)
+            if isinstance(image, EncodedImage) and image.for_gpu and not on_host:
+                job.encoded[place] = image
+                continue
+            ready[place] = image
+            held += image.nbytes if isinstance(image, np.ndarray) else 0
+            if held > _DECODED_BYTES:
+                self._crop(job, ready)
+                ready, held = {}, 0
+        if ready:
+            self._crop(job, ready)
 
-    def _decoded(self, job: BatchJob, place: int, sample: int, on_host: bool) -> NDArray[np.uint8] | None:
-        """Return the decoded image, uint8 [height, width, 3]; None if it is noted for the device to decode.
+    def _opened(self, source: Encoded, sample: int) -> EncodedImage | NDArray[np.uint8]:
+        """Return an image with its header read; decoded if it is in the cache or only decoding tells its shape.
 
-        No transform writes to it, since it may be cached.
+        No transform writes to pixels, since they may be cached.
         """
-        image = self._cache.get(sample) if self._cache else None
-        if image is None:
-            data = job.source.read(sample)
-            if not on_host and gpu_size(data):
-                job.encoded[place] = data
-                return None
-            image = decode(data, strict=not job.source.checked)
-            if self._cache:
-                self._cache.put(sample, image)
-        return image
+        cached = self._cache.get(sample) if self._cache else None
+        if cached is not None:
+            return cached
+        image = opened(source.read(sample))
+        return image if image.shape else self._decoded(source, sample, image)
+
+    def _decoded(self, source: Encoded, sample: int, image: EncodedImage) -> NDArray[np.uint8]:
+        pixels = image.decoded(strict=not source.checked)
+        if self._cache:
+            self._cache.put(sample, pixels)
+        return pixels
+
+    def _crop(self, job: BatchJob, images: dict[int, EncodedImage | NDArray[np.uint8]]) -> None:
+        """Make the crops of images, each as soon as it is decoded."""
+        shapes, places = np.array([(image.shape or ())[:2] for image in images.values()]), np.array([*images])
+        boxes = [view.transform.boxes(view.draws.of(places), shapes) for view in job.views]
+        for (place, image), *own in zip(images.items(), *boxes, strict=True):
+            if isinstance(image, EncodedImage):
+                try:
+                    shape, image = image.shape, self._decoded(job.source, int(job.samples[self.rows[place]]), image)
+                    if image.shape[:2] != shape:
+                        raise BadImage("it has another size than its header says")
+                except BadImage as error:
+                    self._leave_out(job, place, error)
+                    continue
+            for view, box in zip(job.views, own, strict=True):
+                assert isinstance(view.images, Tensor)
+                view.images.numpy()[place] = view.transform.crop(image, box)
+
+    def _leave_out(self, job: BatchJob, place: int, error: BadImage) -> None:
+        """Note a bad sample. Raises DataError if it is not to be skipped."""
+        row = self.rows[place]
+        problem = job.source.complaint(int(job.samples[row]), error)
+        if self.bad_sample == "fail":
+            raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
+        job.labels[row] = IGNORED
+        job.skipped.append(problem)
 
 
 def _compute_alone() -> None:
     """Let the calling thread compute without helpers: teams of several threads would take the cores from each other."""
     torch.get_num_threads()  # otherwise the thread's first large operation sets the number again, to the program's
     torch.set_num_threads(1)
-
-
-def _crop(job: BatchJob, images: dict[int, NDArray[np.uint8]]) -> None:
-    """Make the crops of decoded images, by their places among this rank's rows."""
-    for view in job.views:
-        assert isinstance(view.images, Tensor)
-        pixels = view.images.numpy()
-        crops = view.transform.crops([*images.values()], view.draws.of(np.array([*images])))
-        for place, crop in zip(images, crops, strict=True):
-            pixels[place] = crop
 
 
 class TrainLoader(Loader):

@@ -10,7 +10,7 @@ more than 32,768 values start a team of OpenMP threads for each thread that call
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ from vitpar.data.transforms.settings import EvalSettings, TrainSettings
 from vitpar.limits import MAX_DECODED_BYTES
 
 _BY_TORCH = ("bicubic", "bilinear")
+Box = tuple[int, int, int, int, int]
+"""Part of an image, as (top, left, height, width), and 1 if it is flipped, else 0."""
 
 
 def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Interpolation) -> Tensor:
@@ -59,26 +61,30 @@ class TrainTransform(TrainSettings):
         images: n images, uint8 [height, width, 3], of any sizes.
         keys: random keys of the samples, int64 [n].
         """
-        draws = Draws(keys)
-        crops = torch.from_numpy(np.stack([*self.crops(images, draws)]))
+        draws, shapes = Draws(keys), np.array([image.shape[:2] for image in images])
+        boxes = self.boxes(draws, shapes)
+        crops = torch.from_numpy(np.stack([self.crop(*pair) for pair in zip(images, boxes, strict=True)]))
         work = self.work(draws)
         return DrawnBatch(crops, work, self).made() if work else crops
 
-    def crops(self, images: Sequence[NDArray[np.uint8]], draws: Draws) -> Iterator[NDArray[np.uint8]]:
-        """Yield the crop of each image, flipped or not, uint8 [3, size, size].
+    def boxes(self, draws: Draws, shapes: NDArray[np.int64]) -> list[Box]:
+        """Return the part of each image that is cropped.
 
         draws: random numbers of these images.
+        shapes: heights and widths, int64 [n, 2].
         """
-        heights, widths = np.array([image.shape[:2] for image in images]).T
-        drawn = draw_crops(self, draws, heights, widths)
-        boxes = np.stack([drawn.top, drawn.left, drawn.height, drawn.width], 1).tolist()
-        for image, (top, left, height, width), flip in zip(images, boxes, drawn.flips.tolist(), strict=True):
-            if self.padding is None:
-                part = image[top : top + height, left : left + width]
-                pixels = resize(part, self.size, self.size, self.interpolation).numpy()
-            else:
-                pixels = self._padded(image, top, left)
-            yield pixels[:, :, ::-1] if flip else pixels
+        drawn = draw_crops(self, draws, *shapes.T)
+        return [*map(tuple, np.stack([*vars(drawn).values()], 1).tolist())]
+
+    def crop(self, image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
+        """Return the crop of an image, flipped or not, uint8 [3, size, size]."""
+        top, left, height, width, flip = box
+        if self.padding is None:
+            part = image[top : top + height, left : left + width]
+            pixels = resize(part, self.size, self.size, self.interpolation).numpy()
+        else:
+            pixels = self._padded(image, top, left)
+        return pixels[:, :, ::-1] if flip else pixels
 
     def work(self, draws: Draws) -> Work:
         """Return what to do with the crops, from the same random numbers."""
@@ -137,9 +143,13 @@ class EvalTransform(EvalSettings):
         top, left = (round((side - self.size) / 2) for side in pixels.shape[1:])
         return pixels[:, top : top + self.size, left : left + self.size]
 
-    def crops(self, images: Sequence[NDArray[np.uint8]], draws: Draws) -> Iterator[NDArray[np.uint8]]:
-        """Yield each image, transformed. Draws nothing."""
-        return (self(image).numpy() for image in images)
+    def boxes(self, draws: Draws, shapes: NDArray[np.int64]) -> list[Box]:
+        """Return a part for each image that stands for all of it. Draws nothing."""
+        return [(0, 0, height, width, 0) for height, width in shapes.tolist()]
+
+    def crop(self, image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
+        """Return the image, transformed."""
+        return self(image).numpy()
 
     def work(self, draws: Draws) -> Work:
         """Return nothing: what to do with the images of `crops`."""

@@ -20,6 +20,7 @@ from vitpar.data.transforms.settings import EvalSettings, TrainSettings
 from vitpar.data.transforms.stored_crops import padded_crops, resized_crops
 
 _WORD = 8  # bytes of a number
+_ZEROS = np.zeros(_WORD, np.uint8)  # fill the last word of an array
 _PIXELS = {"cpu": 1 << 15, "cuda": 1 << 21}
 """Pixels of images that are changed at once: on a CPU so few that its cache holds all steps of a change, on a GPU so
 many that it is busy, in about 400 MB."""
@@ -76,7 +77,7 @@ class DrawnBatch:
             self._layout.append((name, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]))
             for tensor in tensors:
                 raw = tensor.view(-1).view(torch.uint8).numpy()
-                parts.append(np.pad(raw, (0, -len(raw) % _WORD)))
+                parts += [raw, _ZEROS[: -len(raw) % _WORD]]
         self._packed = torch.from_numpy(np.concatenate(parts))
 
     def made(self, sent: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Tensor:

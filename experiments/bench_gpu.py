@@ -35,6 +35,7 @@ import os
 import sys
 import traceback
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -112,7 +113,13 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--attention", choices=("auto", *ATTENTION_KERNELS["cuda"]), default="auto", help="as train.attention (auto)"
     )
-    made.add_argument("--workers", type=int, metavar="N", help="decoding threads (default: one a core, but one)")
+    made.add_argument(
+        "--workers", type=int, nargs="+", metavar="N", help="decoding threads (default: one a core, but one)"
+    )
+    made.add_argument(
+        "--augment", nargs="+", choices=("crop", "rand"), default=["crop"], help="of section input (crop)"
+    )
+    made.add_argument("--decode", nargs="+", choices=("host", "device"), default=["host"], help="as data.decode (host)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--tiny", action="store_true", help=f"{TINY_MODEL} cut to {TINY}: only to see the program run")
     options = made.parse_args()
@@ -219,25 +226,36 @@ def ours(run: Run, config: ViTConfig, batch_size: int, *, with_input: bool) -> N
     told = ", ".join(f"{name} {time:.2f}" for name, time in parts.items())
     run.row("phases", [named(config, batch_size), told], model=config.name, batch_size=batch_size, ms=parts)
     if with_input:
-        attempt(run, "input", 45, config, batch_size, partial(jpeg, step=step, batch=batch))
+        attempt(
+            run,
+            "input",
+            45 * len(run.options.augment) * len(run.options.decode),
+            config,
+            batch_size,
+            partial(jpeg, step=step, batch=batch),
+        )
 
 
 def jpeg(run: Run, config: ViTConfig, size: int, *, step: Any, batch: tuple[Tensor, Tensor]) -> None:
-    """Measure how much slower the model trains on JPEG files than on a batch in memory."""
+    """Measure how much slower the model trains on JPEG files than on a batch in memory, by the way to prepare them."""
     try:
-        from bench.jpeg_input import beside_synthetic
+        from bench.jpeg_input import Feed, beside_synthetic
     except ImportError as error:
         run.leave_out(f"input, {config.name}", f"there is no {error.name}")
         return
-    tiny = run.options.tiny
-    workers = run.options.workers or max(1, (os.cpu_count() or 2) - 1)
-    sizes = {"steps": 2, "rounds": 2, "photographs": 20} if tiny else {"steps": 30, "rounds": 3, "photographs": 3000}
-    found = beside_synthetic(step, batch, run.device, workers=workers, **sizes)
-    seconds = found["seconds"]
-    rates = [Spread.of([size / s for s in seconds[name]]).text(1) for name in ("synthetic", "JPEG")]
-    kept = ratio(seconds["synthetic"], seconds["JPEG"])
-    cells = [named(config, size), *rates, kept.text(3), "≥ 0.97", f"{found['input_alone']:.0f} ({workers} threads)"]
-    run.row("input", cells, model=config.name, batch_size=size, **found)
+    options = run.options
+    workers = options.workers or [max(1, (os.cpu_count() or 2) - 1)]
+    ways = product(options.decode, options.augment, workers)  # what needs torchcodec comes last
+    feeds = [Feed(threads, name == "rand", decode) for decode, name, threads in ways]
+    sizes = {"steps": 30, "rounds": 2, "photographs": 3000}
+    if options.tiny:
+        sizes = {"steps": 2, "rounds": 2, "photographs": 20}
+    for feed, found in beside_synthetic(step, batch, run.device, feeds, **sizes):
+        seconds = found["seconds"]
+        rates = [Spread.of([size / s for s in seconds[name]]).text(1) for name in ("synthetic", "JPEG")]
+        kept = ratio(seconds["synthetic"], seconds["JPEG"])
+        cells = [named(config, size), feed.name, *rates, kept.text(3), "≥ 0.95", f"{found['input_alone']:.0f}"]
+        run.row("input", cells, model=config.name, batch_size=size, feed=feed.name, **found)
 
 
 def float8(run: Run, config: ViTConfig, batch_size: int) -> None:

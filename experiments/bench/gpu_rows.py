@@ -23,7 +23,8 @@ COLUMNS = {
     ),
     "phases": ("model", "ms of a step"),
     "input": (
-        *("model", "synthetic, images/s", "JPEG, images/s", "JPEG over synthetic", "target", "input alone, images/s"),
+        *("model", "input", "synthetic, images/s", "JPEG, images/s", "JPEG over synthetic", "target"),
+        "input alone, images/s",
     ),
     "fp8": (
         *("model", "bf16, ms", "fp8, ms", "fp8 over bf16", "bf16, GiB", "fp8, GiB", "last loss, bf16"),

@@ -22,7 +22,7 @@ COMMAND_LETTERS = 2000
 """Longest command of a call."""
 PACKAGES = (
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions"),
-    *("webdataset", "braceexpand", "simplejpeg", "tomli_w"),
+    *("webdataset", "braceexpand", "simplejpeg", "tomli_w", "torchcodec"),
 )
 """Packages that vitpar needs and the machine lacks."""
 PRESENT = (

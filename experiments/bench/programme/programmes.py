@@ -155,6 +155,7 @@ def planner(name: str, limit: float, prediction: str, *words: str, small: tuple[
 
 STEPS = ("--sections", "vitpar", "--steps", "6", "--models")
 INPUT = ("--sections", "vitpar", "input", "--steps", "6", "--batch-size", "256")
+WAYS = ("--workers", "4", "8", "15", "--augment", "crop", "rand", "--decode", "host", "device")
 SHALLOW = ("--set", "model.depth=2", "--set", "model.decoder_depth=1")
 BERT, T5, MAE = (
     ("--task", "mlm", "--num-classes", "30522", "--model"),
@@ -269,6 +270,15 @@ PROGRAMMES: dict[str, tuple[Call, ...]] = {
     "C": (
         Call(((bench("JPEG", 150, "at most 1.03", *INPUT, "--models", BASE),), *PLANNER)),
         Call((*SMALL_IMAGES, (peers(LARGE, 130, "timm takes 1.1 to 1.25 times as long"),))),
+    ),
+    # Input: by threads, with and without RandAugment, decoded on the host and on the GPU.
+    "I": (
+        Call(
+            (
+                (tests("tests", 60, "all pass", "decoding or synchronises", "tests/data/test_device_decoding.py"),),
+                (bench("JPEG", 420, "at most 1.05 with 15 threads", *INPUT, *WAYS, "--models", BASE),),
+            )
+        ),
     ),
     # Quality: the small model to the end of the time.
     "D": (Call(((cifar(560, "top-1 91 to 93 % after about 500 epochs"),),)),),

@@ -170,7 +170,7 @@ def _turns(runs: Runs) -> Iterator[str]:
         for row in _found(runs, job).get(other, ()):
             first, second = row["seconds"].values()
             times = (f"{1e3 * median(seconds):.1f}" for seconds in (first, second))
-            rows.append([job, _named(row), *times, _over(second, first), runs[job]["prediction"]])
+            rows.append([row.get("feed", job), _named(row), *times, _over(second, first), runs[job]["prediction"]])
     yield from table(("comparison", "model, batch", "without, ms", "with, ms", "with over without", "predicted"), rows)
 
 

@@ -87,7 +87,7 @@ def batches(packed, transform, **settings):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at_once", [1, 1 << 27], ids=["one by one", "together"])
 def test_crops_and_order_are_those_of_the_host(packed, decoder, monkeypatch, workers, at_once):
-    monkeypatch.setattr(decoding, "_AT_ONCE", at_once)
+    monkeypatch.setattr(decoding, "GPU_DECODED_BYTES", at_once)
     views = [TrainTransform(48), TrainTransform(32, interpolation="bilinear", flip=1.0)]
     wanted, host = batches(packed, views, bad_sample="skip", workers=workers)
     found, loader = batches(packed, views, bad_sample="skip", workers=workers, decoder=decoder, device=DEVICE)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitpar.data.images import EncodedImage
+from vitpar.data.images import GPU_DECODED_BYTES, EncodedImage
 from vitpar.data.transforms.choices import Crops, draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import TrainTransform
@@ -26,8 +26,6 @@ from vitpar.errors import RecipeError
 
 if TYPE_CHECKING:
     from vitpar.data.batches import View
-
-_AT_ONCE = 1 << 27  # bytes of decoded images, which bounds the memory on the device
 
 
 class DeviceDecoder:
@@ -105,7 +103,7 @@ def _groups(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
     for row, image in sorted(encoded.items()):
         size = 3 * image.width * image.height
         decoded += size
-        if rows and decoded > _AT_ONCE:
+        if rows and decoded > GPU_DECODED_BYTES:
             yield rows
             rows, decoded = [], size
         rows.append(row)

@@ -44,6 +44,8 @@ _EXIF, _SCAN, _BASELINE = 0xE1, 0xDA, 0xC0  # markers of a JPEG's segments
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # markers of the segments that have its size
 
 
+GPU_DECODED_BYTES = 1 << 27
+"""Most bytes of decoded images that a GPU makes at a time, unless one image has more."""
 BadSample = Literal["fail", "skip"]
 """Treatment of a bad sample: "fail" raises DataError, "skip" leaves it out and counts it."""
 

@@ -23,7 +23,7 @@ _WORD = 8  # bytes of a number
 _ZEROS = np.zeros(_WORD, np.uint8)  # fill the last word of an array
 _PIXELS = {"cpu": 1 << 15, "cuda": 1 << 21}
 """Pixels of images that are changed at once: on a CPU so few that its cache holds all steps of a change, on a GPU so
-many that it is busy, in about 400 MB."""
+many that it is busy, in up to 330 MB."""
 
 Work = list[tuple[str, tuple[NDArray[Any], ...]]]
 """Parts of the work for a batch, in order: the name of a change and its arrays, of which the first numbers images."""

@@ -1,0 +1,53 @@
+"""Lines of each part of the project: none grows beyond its row."""
+
+from collections import Counter
+
+from helpers.paths import ROOT
+
+MOST = {
+    "cli": 7_054,
+    "experiments": 11_079,
+    "src/vitpar": 1_713,
+    "src/vitpar/bench": 822,
+    "src/vitpar/check": 1_125,
+    "src/vitpar/checkpoint": 1_069,
+    "src/vitpar/data": 9_056,
+    "src/vitpar/kernels": 398,
+    "src/vitpar/launch": 1_876,
+    "src/vitpar/models": 8_928,
+    "src/vitpar/pages": 902,
+    "src/vitpar/parallel": 3_274,
+    "src/vitpar/planner": 11_745,
+    "src/vitpar/runs": 1_952,
+    "src/vitpar/strategy": 3_693,
+    "src/vitpar/tasks": 2_358,
+    "src/vitpar/training": 10_468,
+    "src/vitpar/weights": 2_385,
+    "tests": 46_923,
+}
+"""Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
+
+Who makes a part smaller lowers its row. Who raises a row lowers another one by as much in the same commit.
+"""
+KINDS = (".py", ".js", ".css", ".html")
+
+
+def lines_of_parts() -> Counter[str]:
+    """Return the physical lines of each part."""
+    lines = Counter[str]()
+    for top in ("cli", "experiments", "src", "tests"):
+        for path in (ROOT / top).rglob("*.*"):
+            if path.suffix in KINDS and "results" not in path.parts:
+                folders = path.relative_to(ROOT).parts[:-1]
+                lines["/".join(folders[:3]) if top == "src" else top] += len(path.read_text().splitlines())
+    return lines
+
+
+def test_no_part_is_larger_than_its_row() -> None:
+    over = [
+        f"{part} has {number - MOST.get(part, 0):,} lines more than its row in tests/test_size.py: remove as many, or "
+        "lower another row by as many"
+        for part, number in lines_of_parts().items()
+        if number > MOST.get(part, 0)
+    ]
+    assert not over, "\n".join(over)

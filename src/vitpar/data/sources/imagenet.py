@@ -4,16 +4,16 @@ It consists of a tar file with one tar file per class, a tar file of validation 
 their labels.
 """
 
+import io
 import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from vitpar.data.sources.matlab import read_table
 from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
 from vitpar.data.tar import Readable, members, open_tar, unpacked
 from vitpar.errors import DataError
@@ -74,10 +74,10 @@ def _kit(path: Path) -> _Kit:
     if missing is not None:
         raise DataError(f"'{path}' has no {missing}: fetch it again")
     try:
-        rows = read_table(files[_TABLE], "synsets", ("ILSVRC2012_ID", "WNID", "words", "num_children"))
+        rows = _synsets(files[_TABLE])
         # Rows with children are groups of synsets and have no images.
-        known = sorted((row for row in rows if not row["num_children"]), key=lambda row: str(row["WNID"]))
-        classes = [str(row["WNID"]) for row in known]
+        known = sorted((row for row in rows if not row["num_children"]), key=lambda row: row["WNID"])
+        classes = [row["WNID"] for row in known]
         wrong = next((synset for synset in classes if not _SYNSET.fullmatch(synset)), None)
         if wrong is not None or len(set(classes)) < len(classes) or not 0 < len(classes) <= MAX_CLASSES:
             raise ValueError("its classes lack WordNet IDs or repeat them")
@@ -88,7 +88,24 @@ def _kit(path: Path) -> _Kit:
         truth = [place[int(line)] for line in files[_TRUTH].split()]
     except (ValueError, KeyError):
         raise DataError(f"{_TRUTH} in '{path}' has a line that is not a class of {_TABLE}: fetch it again") from None
-    return _Kit(classes, [str(row["words"]) for row in known], truth)
+    return _Kit(classes, [row["words"] for row in known], truth)
+
+
+def _synsets(table: bytes) -> list[dict[str, Any]]:
+    """Return the rows of the table of synsets, by the names of its columns.
+
+    Raises ValueError for another kind of file, a damaged one, and one without this table.
+    """
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise DataError("ImageNet's archives need SciPy: pip install -e '.[imagenet]'") from None
+    columns = {"ILSVRC2012_ID": int, "WNID": str, "words": str, "num_children": int}
+    try:
+        rows = np.atleast_1d(loadmat(io.BytesIO(table), variable_names=["synsets"], simplify_cells=True)["synsets"])
+        return [{name: kind(row[name]) for name, kind in columns.items()} for row in rows]
+    except Exception as error:  # damaged bytes make it raise nearly anything
+        raise ValueError(f"its table of synsets cannot be read: {error}") from error
 
 
 def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> SourceSplit:

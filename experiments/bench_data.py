@@ -4,7 +4,6 @@
     python experiments/bench_data.py --images PATH/TO/JPEGS        # your own; a few hundred suffice
     python experiments/bench_data.py --small data_shards/cifar10   # only small images, a packed data set
     python experiments/bench_data.py --small data_shards/cifar10 --device cuda   # by the clock, on a GPU only
-    python experiments/bench_data.py --threads                     # by the clock, on a quiet machine: decoding threads
 
 Small images come first: decoded, from the cache, or held as with data.cache 'device'. Then photographs:
 
@@ -69,8 +68,6 @@ TRANSFORMS = {
 """Augmentation by name, and the device that takes the images: one that is not the CPU does what follows the crop."""
 THREADS, SMALL_BATCH, SETTLING = 2, 512, 6
 """Threads of a loader of small images, its batch size, and the batches that it delivers before it is timed."""
-SIDES, CLOCKED_BATCH = (32, 64, 96, 128, 224), 128
-"""Sides of images, and the batch size, of `by_threads`."""
 LOOKS, SPIED = 300, 8
 """Looks of py-spy in a second, and seconds for which it looks."""
 SIDE = 256
@@ -82,7 +79,6 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--images", type=Path, metavar="FOLDER", help="JPEG files, also in folders (made up)")
     options.add_argument("--small", type=Path, metavar="FOLDER", help="packed images of one small size (made up)")
-    options.add_argument("--threads", action="store_true", help="only: images of several sizes by decoding threads")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="which changes small images (cpu)")
     options.add_argument("--decode", nargs=2, metavar=("FOLDER", "NAME"), help="only: decode packed images, for py-spy")
     given = options.parse_args()
@@ -96,9 +92,6 @@ def main() -> int:
         if given.small is None or not torch.cuda.is_available():
             options.error("--device cuda needs --small and a GPU: name packed images, or leave it out")
         small_images_on_gpu(report, given.small)
-        return 0
-    if given.threads:
-        by_threads(report)
         return 0
     with tempfile.TemporaryDirectory() as place:
         if given.small is None:
@@ -219,50 +212,6 @@ def small_images(report: Report, packed: Path) -> None:
         measured.append({"augmentation": augmented, "rates": rates})
     heads = ("augmentation", *loaders, "held over decoded", "over cached")
     report.show(f"images/s of a core, {side} pixels, {THREADS} threads", heads, rows, measured)
-
-
-def by_threads(report: Report) -> None:
-    """Measure the images of a second of the clock by size and by threads, decoded and held."""
-    rows, measured = [], []
-    for side in SIDES:
-        with tempfile.TemporaryDirectory() as place:
-            write_resized(Path(place), side)
-            shards, stored = decoded(Path(place) / "packed")
-            for augmented, transform in list(small_transforms(side).items())[:2]:
-                common: dict[str, Any] = {"order": SampleOrder(0, len(shards)), "batch_size": CLOCKED_BATCH}
-                loaders: dict[tuple[str, int], TrainLoader] = {}
-                for threads in (0, 1, THREADS):
-                    for name, kept in (("decoded", None), ("held", stored)):
-                        loaders[name, threads] = TrainLoader(shards, transform, stored=kept, workers=threads, **common)
-                rounds = [*turns({key: partial(clocked, loader) for key, loader in loaders.items()}, ROUNDS)]
-                rates = {key: [of_round[key] for of_round in rounds] for key in loaders}
-                rows.append([str(side), augmented, *(Spread.of(rates[key]).text(0) for key in sorted(rates)[::-1])])
-                named = {f"{name}, {threads}": found for (name, threads), found in rates.items()}
-                measured.append({"side": side, "augmentation": augmented, "rates": named})
-    heads = (f"{name}, {threads} threads" for name, threads in sorted(rates)[::-1])
-    report.show("images/s by the clock", ("pixels a side", "augmentation", *heads), rows, measured)
-
-
-def clocked(loader: TrainLoader) -> float:
-    """Return images per second of the clock, after the first batches."""
-    with closing(iter(loader)) as stream:
-        for _ in itertools.islice(stream, SETTLING):
-            pass
-        begun, done = time.perf_counter(), 0
-        while time.perf_counter() - begun < SECONDS:
-            done += len(next(stream).labels)
-        return done / (time.perf_counter() - begun)
-
-
-def write_resized(folder: Path, side: int) -> None:
-    """Write a data set of 640 JPEG files of one size, packed."""
-    write_photographs(folder / "source", 64)
-    for number in range(640):
-        path = folder / "images" / str(number % 10) / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with Image.open(next((folder / "source" / "train").glob(f"*/{number % 64}.jpg"))) as image:
-            image.resize((side, side), Image.Resampling.BICUBIC).save(path, quality=90)
-    pack(folder / "images", folder / "packed", val_fraction=0)
 
 
 def small_images_on_gpu(report: Report, packed: Path) -> None:

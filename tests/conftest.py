@@ -1,8 +1,10 @@
 """Fixtures shared by several test files."""
 
+import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
+
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds of each test that takes one or more, by its ID, on two cores with three tests at a time."""
+
+LONGEST, UNKNOWN = 5, 20
+"""Seconds of the longest test that `make test` runs, and of a slow test that is not in the file."""
 
 # `--hypothesis-profile first` reports the first counterexample: searching for a shorter one can take minutes.
 settings.register_profile("patient", deadline=None)  # a busy machine is slow, not wrong
@@ -103,15 +111,37 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return check
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the tests with the longest time limits first: the end of a run does not wait for one of them."""
-    usual = int(config.getini("timeout"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that records durations."""
+    parser.addoption("--record-durations", action="store_true", help=f"write the seconds of tests to {DURATIONS.name}")
 
-    def limit(item: pytest.Item) -> int:
-        mark = item.get_closest_marker("timeout")
-        return max(usual, mark.args[0]) if mark else usual
 
-    items.sort(key=limit, reverse=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not to run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that took longer than LONGEST as slow, and start the files with the longest tests first.
+
+    Tests of a file stay together, since they share what its fixtures make.
+    """
+    seconds, longest = json.loads(DURATIONS.read_text()), Counter[Path]()
+    for item in items:
+        if seconds.get(item.nodeid, 0) > LONGEST:
+            item.add_marker("slow")
+        known = seconds.get(item.nodeid, UNKNOWN if item.get_closest_marker("slow") else 0)
+        longest[item.path] = max(longest[item.path], known)
+    items.sort(key=lambda item: -longest[item.path])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Record the durations of the tests that ran, if that is wanted."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not session.config.getoption("--record-durations"):
+        return
+    spent = Counter[str]()
+    for report in (one for kind in ("", "passed", "failed", "error") for one in reporter.stats.get(kind, ())):
+        spent[report.nodeid] += report.duration
+    seconds = json.loads(DURATIONS.read_text()) | {nodeid: round(duration) for nodeid, duration in spent.items()}
+    kept = {nodeid: duration for nodeid, duration in sorted(seconds.items()) if duration}
+    DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)

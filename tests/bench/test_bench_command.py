@@ -103,7 +103,6 @@ def test_real_input_is_compared_with_synthetic_input_per_repeat(one: tuple[Bench
 def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None:
     found, folder = one
     assert found.kernels is not None
-    assert PRODUCTS & {kernel.name for kernel in found.kernels[:12]}
     assert [k.seconds for k in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
     assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.02
     products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]

@@ -81,7 +81,7 @@ CODES = {
 """Exit codes of the commands that end otherwise than with 0. They are the last of their block."""
 VARYING = r"^(pictures/\S+)? +\w+ +[\d.]+ %$|^step [\d,]+/.*$|(?<= ranks of ).*$|^dp2$"
 """Output that is not compared: the classes of a picture depend on the weights, lines of progress on the clock,
-and the name of the processor and the plan that is fastest on it on the machine."""
+the processor's name and its fastest plan on the machine."""
 EXPECTED = {
     r"^(mkdir|cp|cd|tar|export|trap|set)\b|^python -c|^vitpar predict .*> ": "",
     r"^python (block|experiments/)|^torchrun .*block.py": r"^ended: \w+|^written |^\| dp1 \|",

@@ -6,12 +6,12 @@ from helpers.paths import ROOT
 
 MOST = {
     "cli": 7_054,
-    "experiments": 11_028,
+    "experiments": 11_030,
     "src/vitpar": 1_713,
     "src/vitpar/bench": 822,
     "src/vitpar/check": 1_125,
     "src/vitpar/checkpoint": 1_069,
-    "src/vitpar/data": 8_912,
+    "src/vitpar/data": 8_911,
     "src/vitpar/kernels": 398,
     "src/vitpar/launch": 1_876,
     "src/vitpar/models": 8_928,
@@ -20,10 +20,10 @@ MOST = {
     "src/vitpar/planner": 11_745,
     "src/vitpar/runs": 1_952,
     "src/vitpar/strategy": 3_693,
-    "src/vitpar/tasks": 2_358,
-    "src/vitpar/training": 10_468,
+    "src/vitpar/tasks": 2_359,
+    "src/vitpar/training": 10_467,
     "src/vitpar/weights": 2_385,
-    "tests": 46_929,
+    "tests": 46_928,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 
@@ -45,8 +45,8 @@ def lines_of_parts() -> Counter[str]:
 
 def test_no_part_is_larger_than_its_row() -> None:
     over = [
-        f"{part} has {number - MOST.get(part, 0):,} lines more than its row in tests/test_size.py: remove as many, or "
-        "lower another row by as many"
+        f"{part} is over its row in tests/test_size.py: remove {number - MOST.get(part, 0):,} of its lines, or lower "
+        "another row by as many and raise this one"
         for part, number in lines_of_parts().items()
         if number > MOST.get(part, 0)
     ]

@@ -77,13 +77,15 @@ def beside_synthetic(
     """
     size = len(batch[1])
     with tempfile.TemporaryDirectory() as folder:
-        images, packed = Path(folder, "images"), Path(folder, "packed")
-        mean_bytes = write_photographs(images, photographs)
-        pack(images, packed, workers=max(feed.workers for feed in feeds))
+        photos, packed = Path(folder, "images"), Path(folder, "packed")
+        mean_bytes = write_photographs(photos, photographs)
+        pack(photos, packed, workers=max(feed.workers for feed in feeds))
         for feed in feeds:
             recipe = feed.recipe(packed, size)
             given = ImageInput(recipe, step.model, task_of(recipe, step.model.config.num_classes))
-            with closing(iter(given.train_batches(open_split(recipe, "train")))) as batches:
+            images = open_split(recipe, "train")
+            given.cache(images)
+            with closing(iter(given.train_batches(images))) as batches:
 
                 def real(given: ImageInput = given, batches: Iterator[Batch] = batches) -> None:
                     for _ in range(steps):

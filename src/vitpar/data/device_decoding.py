@@ -48,7 +48,6 @@ class DeviceDecoder:
         self._decode, self._device, self._alone = decode_jpeg, device, Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.words = f"torchcodec {version('torchcodec')} on {device}: pixels differ from the host's in the last bits"
-        """Text that names it for a reader."""
 
     def crops(
         self, encoded: Mapping[int, EncodedImage], views: Sequence[View]

@@ -88,7 +88,7 @@ class EncodedImage(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Height and width of the decoded image; None where only decoding tells."""
+        """Height and width after decoding; None if they are known only then."""
         if self.orientation is None or self.halved:
             return None
         return (self.width, self.height) if self.orientation in _LYING else (self.height, self.width)

@@ -232,7 +232,7 @@ class Loader:
             self._crop(job, ready)
 
     def _opened(self, source: Encoded, sample: int) -> EncodedImage | NDArray[np.uint8]:
-        """Return an image with its header read; decoded if it is in the cache or only decoding tells its shape.
+        """Return an image whose header is read, or its pixels if they are cached or its shape is known only then.
 
         No transform writes to pixels, since they may be cached.
         """

@@ -115,7 +115,7 @@ class ImageInput:
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
-        self._decoder = DeviceDecoder(model.device) if recipe.data.decode == "device" else None
+        self._decoder: DeviceDecoder | None = None
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
@@ -153,7 +153,8 @@ class ImageInput:
         Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
         self._use_threads(small=are_small(train))
-        if self._decoder:
+        if self._recipe.data.decode == "device":  # not in an evaluation, which needs no torchcodec
+            self._decoder = DeviceDecoder(self._model.device)
             return f"JPEGs are decoded by {self._decoder.words}"
         packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:

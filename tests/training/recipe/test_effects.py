@@ -48,7 +48,7 @@ WITHOUT = [
         r"^data\.bad_sample is 'skip', but data\.cache 'device' decodes all",
     ),
     (["data.cache=device", "data.cache_gb=2"], r"cache_gb is 2.0, which does nothing with data\.cache 'device'"),
-    (["data.decode=device", "data.cache=memory"], r"^data\.decode is 'device', which decodes for crops that are"),
+    (["data.decode=device", "data.cache=memory"], r"^data\.decode is 'device', which needs data\.cache none"),
     (["data.decode=device", "data.crop_padding=4"], r"^data\.decode is 'device'"),
     (["train.ema_warmup=true"], r"ema_warmup is true, which does nothing without train\.ema_decay"),
     (["train.freeze=blocks[0]"], r"^train\.freeze: 'blocks\[0\]' is not a layer selector"),

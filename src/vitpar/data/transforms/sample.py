@@ -152,7 +152,7 @@ class EvalTransform(EvalSettings):
         return self(image).numpy()
 
     def work(self, draws: Draws) -> Work:
-        """Return nothing: what to do with the images of `crops`."""
+        """Return nothing: images are complete after `crop`."""
         return []
 
     changes = False

@@ -157,8 +157,7 @@ EFFECTS: tuple[Effect[Recipe], ...] = (
     Effect(
         ("data.decode",),
         lambda recipe: recipe.data.cache == "none" and recipe.data.crop_padding is None,
-        "{key} is '{value}', which decodes for crops that are resized, anew in each epoch: leave it out, or "
-        "data.crop_padding and data.cache",
+        "{key} is '{value}', which needs data.cache none and no data.crop_padding: leave it out, or change these",
     ),
     Effect(
         ("data.bad_sample",),

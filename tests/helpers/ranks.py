@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,10 +104,20 @@ class RankPool:
         return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
 
     def close(self) -> None:
-        """Kill all ranks."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        """End all ranks: they see a closed pipe, and what does not leave by itself is killed."""
+        self._signal(signal.SIGCONT)
+        for end in self._ends:
+            end.close()
+        _end(self._processes)
+
+
+def _end(processes: Iterable[BaseProcess], patience: float = 5.0) -> None:
+    """Wait for processes that should end, for `patience` seconds in all, and kill the others."""
+    latest = time.monotonic() + patience
+    for process in processes:
+        process.join(max(latest - time.monotonic(), 0))
+        process.kill()
+        process.join()
 
 
 def free_port() -> str:
@@ -142,8 +154,8 @@ def in_forks(
             values.append(value)
     finally:
         for fork, _ in forks:
-            fork.kill()
-            fork.join()
+            fork.terminate()
+        _end(fork for fork, _ in forks)
     return values
 
 

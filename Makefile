@@ -13,7 +13,8 @@ INSTALL  := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/co
 PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 # A thread for each process: several tests run at once, and threads of one that wait for each other take the cores of the next.
-PYTEST   := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
+# Bytecode is written, whatever the environment says: hundreds of processes load the same modules.
+PYTEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
 
 .PHONY: help setup demo test test-slow test-tools test-full test-torch test-decode test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help

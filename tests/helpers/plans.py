@@ -299,11 +299,11 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
 
     goals: what a case covers, such as its features
     """
-    waiting = [(case, frozenset(goals(case))) for case in cases]
-    missing = frozenset().union(*(reached for _, reached in waiting))
+    waiting = [(case, frozenset(goals(case)), case.ranks) for case in cases]
+    missing = frozenset().union(*(reached for _, reached, _ in waiting))
     found = []
     while missing:
-        best, reached = max(waiting, key=lambda pair: len(missing & pair[1]) / pair[0].ranks)
+        best, reached, _ = max(waiting, key=lambda item: len(missing & item[1]) / item[2])
         missing -= reached
         found.append(best)
     return found

@@ -1,6 +1,7 @@
 """Smallest plans with chosen features of the support matrix, and few of them that cover every pair of features."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import combinations as pairs_of
 from typing import Any
 
@@ -26,6 +27,7 @@ def smallest_plan(data: str, tensor: str, schedule: str, checkpoint: str) -> tup
     return mesh + "".join(flags), fields
 
 
+@cache
 def ranks_of(choice: tuple[str, ...]) -> int:
     """Return the ranks of the smallest plan with these features; a precision is ignored."""
     return parse(smallest_plan(*choice[: len(STRUCTURE)])[0]).world_size

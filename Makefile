@@ -14,9 +14,11 @@ PROGRAMME  ?= A
 GPU_PYTHON ?= python3.12
 # A thread for each process: several tests run at once, and threads of one that wait for each other take the cores of the next.
 # Bytecode is written, whatever the environment says: hundreds of processes load the same modules.
-PYTEST   := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
+SETTINGS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
+PYTEST   := -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
+QUICK    := not slow and not soak and not tools and not clusters and not engines
 
-.PHONY: help setup demo test test-slow test-tools test-full test-torch test-decode test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
+.PHONY: help setup demo test test-slow test-tools test-full coverage test-torch test-decode test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
 .DEFAULT_GOAL := help
 
 help:            ## Show this list
@@ -42,13 +44,18 @@ demo: $(READY) data_shards/digits/dataset.json  ## Train a ViT on real digits: 8
 	$(BIN)/vitpar train --mesh pp2xtp2xdp2 --microbatches 2 --recipe experiments/digits.toml --device cpu
 
 test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
-	$(PYTEST) -m 'not slow and not soak and not tools and not clusters and not engines'
+	$(SETTINGS) $(BIN)/python $(PYTEST) -m '$(QUICK)'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
-	$(PYTEST) -m 'slow and not soak'
+	$(SETTINGS) $(BIN)/python $(PYTEST) -m 'slow and not soak'
 
 test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harness, and the documentation site
-	$(PYTEST) -m tools tests/experiments
+	$(SETTINGS) $(BIN)/python $(PYTEST) -m tools tests/experiments
+
+coverage: $(READY)  ## Lines of the source that `make test` runs, in all of its processes
+	$(BIN)/coverage erase
+	$(SETTINGS) $(BIN)/coverage run $(PYTEST) -m '$(QUICK)'
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
 
 # In an environment of its own, which uses the packages of the other: Ray and SkyPilot ask for many.
 ENGINES := $(VENV)-engines
@@ -62,7 +69,7 @@ test-engines: $(READY)  ## Run the examples for Ray, Lightning, Accelerate, Kube
 	$(ENGINES)/bin/python -m pytest -m engines tests/engines
 
 test-full: $(READY)  ## What test, test-slow and test-tools run, at once, the longest tests first
-	$(PYTEST) -m 'not soak and not clusters and not engines'
+	$(SETTINGS) $(BIN)/python $(PYTEST) -m 'not soak and not clusters and not engines'
 
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }

@@ -15,7 +15,7 @@ GPU_PYTHON ?= python3.12
 # A thread for each process: several tests run at once, and threads of one that wait for each other take the cores of the next.
 # Bytecode is written, whatever the environment says: hundreds of processes load the same modules.
 SETTINGS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1
-PYTEST   := -m pytest --numprocesses $(PARALLEL) --dist worksteal --durations 20
+PYTEST   := -m pytest --numprocesses $(PARALLEL) --dist loadfile --no-loadscope-reorder --durations 20
 QUICK    := not slow and not soak and not tools and not clusters and not engines
 
 .PHONY: help setup demo test test-slow test-tools test-full coverage test-torch test-decode test-engines test-clusters soak fuzz mutations lint docs bench bench-data bench-checkpoint bench-planner bench-peers bench-gpu gpu-bundle dry-bench clean
@@ -47,7 +47,7 @@ test: $(READY)   ## Test every feature once, PARALLEL=3 at a time
 	$(SETTINGS) $(BIN)/python $(PYTEST) -m '$(QUICK)'
 
 test-slow: $(READY)  ## The slow tests: more plans, kills and hangs, compiled blocks
-	$(SETTINGS) $(BIN)/python $(PYTEST) -m 'slow and not soak'
+	$(SETTINGS) $(BIN)/python $(PYTEST) --hypothesis-profile many -m 'slow and not soak'
 
 test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harness, and the documentation site
 	$(SETTINGS) $(BIN)/python $(PYTEST) -m tools tests/experiments
@@ -69,7 +69,7 @@ test-engines: $(READY)  ## Run the examples for Ray, Lightning, Accelerate, Kube
 	$(ENGINES)/bin/python -m pytest -m engines tests/engines
 
 test-full: $(READY)  ## What test, test-slow and test-tools run, at once, the longest tests first
-	$(SETTINGS) $(BIN)/python $(PYTEST) -m 'not soak and not clusters and not engines'
+	$(SETTINGS) $(BIN)/python $(PYTEST) --hypothesis-profile many -m 'not soak and not clusters and not engines'
 
 test-torch:      ## All tests on another version of torch: make test-torch VERSION=2.15.0 (about 6 GB)
 	@test -n "$(VERSION)" || { echo "VERSION is missing: make test-torch VERSION=2.15.0"; exit 2; }
@@ -86,7 +86,7 @@ test-clusters: $(READY)  ## Real launchers on two hosts in this machine: OpenMPI
 	$(BIN)/python -m pytest -m clusters -rpsfE --no-fold-skipped tests/clusters
 
 soak: $(READY)   ## Hours of tests: 200 faults, searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
-	$(BIN)/python -m pytest -m soak tests
+	$(BIN)/python -m pytest --hypothesis-profile many -m soak tests
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 
 fuzz: $(READY)   ## Hostile input for every reader of files, URLs and ports, ten minutes

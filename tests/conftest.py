@@ -1,5 +1,6 @@
 """Fixtures shared by several test files."""
 
+import gc
 import json
 import os
 import shlex
@@ -14,20 +15,25 @@ from hypothesis import Phase, settings
 from helpers import command_line
 from helpers.browser import Browser, browser
 from helpers.command_line import Command, Refused, refusal, run, stop_servers
+from helpers.cpu_seconds import cpu_seconds
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
 
-DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds of each test that takes one or more, by its ID, on two cores with three tests at a time."""
+SECONDS = Path(__file__).with_name("seconds.json")
+"""CPU seconds of each test that takes 0.1 or more, by its ID, with those of the processes that it starts."""
 
-LONGEST, UNKNOWN = 5, 20
-"""Seconds of the longest test that `make test` runs, and of a slow test that is not in the file."""
+CPU = pytest.StashKey[float]()
+"""CPU seconds up to the end of the last test."""
+LIMITS = {"slow": 3.0, "soak": 20.0}
+"""CPU seconds of one test function in `make test` and in `make test-full`; its further rows have the mark."""
 
-# `--hypothesis-profile first` reports the first counterexample: searching for a shorter one can take minutes.
-settings.register_profile("patient", deadline=None)  # a busy machine is slow, not wrong
-settings.load_profile("patient")
-settings.register_profile("first", phases=(Phase.explicit, Phase.generate), deadline=None)
+# A busy machine is slow, not wrong: examples have no deadline. `--hypothesis-profile first` reports the first
+# counterexample: searching for a shorter one can take minutes.
+settings.register_profile("few", deadline=None, max_examples=25)
+settings.register_profile("many", deadline=None)
+settings.register_profile("first", deadline=None, phases=(Phase.explicit, Phase.generate))
+settings.load_profile("few")
 
 
 @pytest.fixture(scope="session")
@@ -112,42 +118,51 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that records durations."""
-    parser.addoption("--record-durations", action="store_true", help=f"write the seconds of tests to {DURATIONS.name}")
+    """Add the option that records seconds."""
+    parser.addoption("--record-seconds", action="store_true", help=f"write the CPU seconds of tests to {SECONDS.name}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not to run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that took longer than LONGEST as slow, and start the files with the longest tests first.
+    """Mark rows of test functions that exceed LIMITS, and start the files that take longest first.
 
     Tests of a file stay together, since they share what its fixtures make.
     """
-    seconds, longest = json.loads(DURATIONS.read_text()), Counter[Path]()
-    for item in items:
-        if seconds.get(item.nodeid, 0) > LONGEST:
-            item.add_marker("slow")
-        known = seconds.get(item.nodeid, UNKNOWN if item.get_closest_marker("slow") else 0)
-        longest[item.path] = max(longest[item.path], known)
-    items.sort(key=lambda item: -longest[item.path])
+    seconds, functions, files = json.loads(SECONDS.read_text()), Counter[tuple[str, str]](), Counter[Path]()
+    for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
+        taken, function = seconds.get(item.nodeid, 0.0), item.nodeid.partition("[")[0]
+        files[item.path] += taken
+        for mark, most in LIMITS.items():
+            if not any(map(item.get_closest_marker, (mark, "soak", "each_row"))):
+                functions[function, mark] += taken
+                if functions[function, mark] > most:
+                    item.add_marker(mark)
+    items.sort(key=lambda item: -files[item.path])
+    gc.freeze()  # a collection of garbage then does not visit the objects of all modules
+    if items:
+        items[0].session.stash[CPU] = cpu_seconds()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Record the durations of the tests that ran, if that is wanted."""
+    """Record the seconds of the tests that ran, if that is wanted."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or not session.config.getoption("--record-durations"):
+    if reporter is None or not session.config.getoption("--record-seconds"):
         return
     spent = Counter[str]()
-    for report in (one for kind in ("", "passed", "failed", "error") for one in reporter.stats.get(kind, ())):
-        spent[report.nodeid] += report.duration
-    seconds = json.loads(DURATIONS.read_text()) | {nodeid: round(duration) for nodeid, duration in spent.items()}
-    kept = {nodeid: duration for nodeid, duration in sorted(seconds.items()) if duration}
-    DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
+    for report in (report for kind in ("", "failed", "error") for report in reporter.stats.get(kind, ())):
+        spent[report.nodeid] += dict(report.user_properties).get("cpu", 0.0)
+    seconds = json.loads(SECONDS.read_text()) | {nodeid: round(cpu, 1) for nodeid, cpu in spent.items()}
+    kept = {nodeid: cpu for nodeid, cpu in sorted(seconds.items()) if cpu}
+    SECONDS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """Leave a process group that a test left behind, and fail that test rather than those after it."""
+    """Note a test's CPU seconds, if wanted; fail it if it left a process group behind, rather than those after it."""
     yield
+    if item.config.getoption("--record-seconds"):
+        before, item.session.stash[CPU] = item.session.stash.get(CPU, 0.0), cpu_seconds()
+        item.user_properties.append(("cpu", item.session.stash[CPU] - before))
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         leave()

@@ -192,6 +192,27 @@ def _run_once(end: Connection, environment: dict[str, str], function: Callable[.
     signal.pause()  # its parent ends it: others may still need its store
 
 
+def _one_gloo_device() -> None:
+    """Let all process groups of this process share a device of gloo: each device has a thread that polls."""
+    from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+    device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+    class Sharing(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: Any) -> ProcessGroupGloo:
+            options = ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            return ProcessGroupGloo(store, rank, size, options)
+
+        def __instancecheck__(cls, group: Any) -> bool:
+            return isinstance(group, ProcessGroupGloo)
+
+    class OneDevice(metaclass=Sharing):
+        """A ProcessGroupGloo of that device."""
+
+    distributed_c10d.ProcessGroupGloo = OneDevice
+
+
 def _serve(rank: int, size: int, port: int, end: Connection) -> None:
     import torch
 
@@ -200,6 +221,7 @@ def _serve(rank: int, size: int, port: int, end: Connection) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    _one_gloo_device()
     device = join(World(rank, size, rank, size, "torchrun", "127.0.0.1", port), "cpu", timeout=60.0)
     while True:
         try:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,14 @@ CASES = (
     *(Case(SOME_OFFLOADED, {"optimizer.name": name}, waits=math.inf) for name in ("adamw", "muon", "adafactor")),
     Case("fsdp2+offload", waits=math.inf),
 )
+QUICK = (
+    Case("dp1", DROPS),
+    Case("dp1", {**AUGMENTED, "augment.policy": "rand-m9-n30-p1-mstd0.5"}),
+    Case("dp1", SCALED, waits=1),
+    Case("fsdp2", DROPS),
+    Case("tp2+sp", DROPS),
+    Case("pp2", DROPS, rank=0),
+)
 FAULTY = tuple(Case("dp1", fault=fault) for fault in FAULTS)
 PROGRAM = """
 import json, sys
@@ -74,11 +83,11 @@ run_cases(library, [Case(**fields) for fields in json.load(sys.stdin)])
 
 
 @pytest.fixture(scope="session")
-def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """Return the error of each case by name. All cases run in one process with a simulated GPU."""
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """Return the error of each chosen case by name. All run in one process with a simulated GPU."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler: c++, g++, clang++, or the one that CXX names")
-    cache = getattr(pytestconfig, "cache", None)  # None if pytest's cache is disabled
+    cache = getattr(request.config, "cache", None)  # None if pytest's cache is disabled
     library = build(tmp_path_factory.mktemp("fake_cuda") if cache is None else cache.mkdir("fake_cuda"))
     paths = [
         *(str(ROOT / folder) for folder in ("src", "cli", "tests", "experiments")),
@@ -86,18 +95,24 @@ def errors(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     ]
     ours = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, str(library)]
-    cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY)])
+    chosen = {str(item.callspec.params["case"]) for item in request.session.items if item.path == Path(__file__)}
+    cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY) if str(case) in chosen])
     done = subprocess.run(command, env={**os.environ, **ours}, input=cases, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.each_row
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow], id=str(case)) for case in CASES]
+)
 def test_step_never_leaves_the_device(case: Case, errors: dict[str, str | None]) -> None:
     error = errors[str(case)]
     assert error is None, error
 
 
+@pytest.mark.slow
+@pytest.mark.each_row
 @pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.fault)
 def test_planted_fault_is_detected(case: Case, errors: dict[str, str | None]) -> None:
     assert case.fault is not None

@@ -18,6 +18,7 @@ from vitpar.training import step
 from vitpar.training.optim.norms import clip_
 
 
+@pytest.mark.each_row
 @pytest.mark.parametrize("case", tiers(CASES))
 def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     """All ranks must agree on the result, which covers gradients, updates, averages and the gradient norm."""

@@ -116,11 +116,7 @@ class Resolved(Exception):
 
 @pytest.mark.parametrize("command", ["train", "check", "bench", "eval", "profile"])
 def test_all_commands_resolve_the_precision(
-    command: str,
-    place: Path,
-    default_run: tuple[Path, str],
-    one_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vitpar.training.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train

@@ -132,31 +132,12 @@ def test_own_model_needs_a_classifier(tmp_path: Path, monkeypatch: pytest.Monkey
                 classifiers(config)
 
 
-def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Command) -> None:
+def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Command, refused: Refused) -> None:
     pack_small(place / "whole")
     for split in ("train", "val"):
-        words = (
-            "--data",
-            "whole/packed",
-            "--data-split",
-            split,
-            "--checkpoint",
-            "weights",
-            "--out",
-            f"{split}.parquet",
-        )
+        words = f"--data whole/packed --data-split {split} --checkpoint weights --out {split}.parquet".split()
         assert vitpar("features", *words).returncode == 0
-    words = (
-        "probe",
-        "train.parquet",
-        "val.parquet",
-        "--rates",
-        "0.01,1,5",
-        "--neighbours",
-        "1,5",
-        "--epochs",
-        "50",
-    )
+    words = ["probe", "train.parquet", "val.parquet", "--rates", "0.01,1,5", "--neighbours", "1,5", "--epochs", "50"]
     done = vitpar(*words, "--out", "probed", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -168,9 +149,12 @@ def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Com
     shown = vitpar(*words)
     assert ("others may be better" in shown.stderr) == (best["rate"] in (0.01, 5))
     assert "linear, rate 5" in shown.stdout and "best" in shown.stdout and "1 neighbour " in shown.stdout
-    refused = vitpar(*words, "--out", "probed")
-    assert refused.returncode == 2 and "'probed' exists and is not empty" in refused.stderr
-    refused = vitpar("probe", "train.parquet", "val.parquet", "--neighbours", "1,1000")
-    assert refused.returncode == 2 and "--neighbours is '1,1000', but 'train.parquet' has" in refused.stderr
-    refused = vitpar("probe", "train.parquet", "gone.parquet", "--rates", "a")
-    assert refused.returncode == 2 and "--rates is 'a': give numbers above 0" in refused.stderr
+    rows = [
+        ((*words[1:], "--out", "probed"), "'probed' exists and is not empty"),
+        (
+            ["train.parquet", "val.parquet", "--neighbours", "1,1000"],
+            "--neighbours is '1,1000', but 'train.parquet' has",
+        ),
+        (["train.parquet", "gone.parquet", "--rates", "a"], "--rates is 'a': give numbers above 0"),
+    ]
+    refused(place, rows, "probe")

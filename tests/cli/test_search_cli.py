@@ -117,10 +117,8 @@ def test_search_says_how_long_a_training_takes_and_what_would_help(run: Run, tmp
     assert re.search(r"\nwhat would help\n.*\n +-\d.* devices that compute twice as fast ", words)
     assert "--epochs 90" in words.partition("train   ")[2]
     waiting = run(*H100, "--epochs", "90", "--images-per-second", "1000", "--roles", "dp")
-    assert (
-        "samples; evaluation and checkpoints not included" in waiting
-        and "input      the hosts prepare 1,000 " in waiting
-    )
+    assert "samples; evaluation and checkpoints not included" in waiting
+    assert "input      the hosts prepare 1,000 " in waiting
     sheet = tmp_path / "ours.toml"
     text = (ROOT / "examples/clusters/4x8xH100-ethernet.toml").read_text()
     sheet.write_text(text.replace("[host]", "[host]\nimages_per_second = 1000"))
@@ -154,39 +152,38 @@ def test_every_batch_size_has_a_row(run: Run) -> None:
 def test_table_compares_clusters_models_and_sizes(run: Run, tmp_path: Path) -> None:
     slow = (ROOT / "examples/clusters/4x8xH100-ethernet.toml").read_text()
     file = tmp_path / "slow.toml"
-    file.write_text(slow.replace("nodes = 4\ndevices_per_node = 8", "nodes = 2\ndevices_per_node = 2"))
-    models, clusters = "vit_tiny_patch16_224,vit_huge_patch14_224", f"2x2xH100,{file},1xRTX3090"
-    given = ("--cluster", clusters, "--model", models, "--image-size", "224,336", "--batch-size", "64")
-    found = json.loads(run(*given, "--memory", "4GB", "--json", "--epochs", "1"))
-    rows = {(row["model"][4:8], row["image_size"], row["cluster"]): row for row in found["rows"]}
-    assert len(rows) == 12 and "times are estimates: nothing was measured" in found["notes"]
+    file.write_text(slow.replace("nodes = 4\ndevices_per_node = 8", "nodes = 1\ndevices_per_node = 2"))
+    models, clusters = "vit_tiny_patch16_224,vit_large_patch16_224", f"1xH100,{file}"
+    given = ("--cluster", clusters, "--model", models, "--image-size", "224,336", "--batch-size", "16")
+    found = json.loads(run(*given, "--memory", "2GB", "--json", "--epochs", "1"))
+    rows = {(row["model"].split("_")[1], row["image_size"], row["cluster"]): row for row in found["rows"]}
+    assert len(rows) == 8 and "times are estimates: nothing was measured" in found["notes"]
     for size in (224, 336):
-        fast, ethernet = (rows["tiny", size, name] for name in ("2x2xH100", "slow"))
-        assert fast["devices"] == ethernet["devices"] == 4
-        assert fast["images_per_second"] > ethernet["images_per_second"] > 0
-        assert fast["training"]["device_hours"] == pytest.approx(4 / 3600 * fast["training"]["seconds"])
-        assert "no plan fits into 4 GB per rank" in rows["huge", size, "1xRTX3090"]["why"]
-    assert rows["tiny", 224, "slow"]["images_per_second"] > rows["tiny", 336, "slow"]["images_per_second"]
-    words = run(*given, "--memory", "4GB", "--epochs", "1")
-    assert words.count("no plan fits into 4 GB per rank\n") == sum("why" in row for row in found["rows"])
-    for title in ("vit_tiny_patch16_224, 224 pixels", "vit_huge_patch14_224, 336 pixels"):
+        one, two = (rows["tiny", size, name] for name in ("1xH100", "slow"))
+        assert (one["devices"], two["devices"]) == (1, 2)
+        assert two["training"]["device_hours"] == pytest.approx(2 / 3600 * two["training"]["seconds"])
+        assert "no plan fits into 2 GB per rank" in rows["large", size, "1xH100"]["why"]
+    assert rows["tiny", 224, "slow"]["images_per_second"] > rows["tiny", 336, "slow"]["images_per_second"] > 0
+    words = run(*given, "--memory", "2GB", "--epochs", "1")
+    assert words.count("no plan fits into 2 GB per rank\n") == sum("why" in row for row in found["rows"])
+    for title in ("vit_tiny_patch16_224, 224 pixels", "vit_large_patch16_224, 336 pixels"):
         assert f"\n{title}\n" in words
     assert words.count("times are estimates") == 1 and "; computing" in words
 
 
 def test_combinations_that_no_model_or_device_allows_are_rows(run: Run) -> None:
-    given = (
+    given = [
         "--cluster",
-        "8xH100,8xA100",
+        "2xH100,2xA100",
         "--model",
         "vit_huge_patch14_224",
         "--batch-size",
         "64",
         "--image-size",
         "224",
-    )
+    ]
     rows = json.loads(run(*given, "--precision", "fp8", "--json"))["rows"]
-    assert "why" not in rows[0] and "8xA100 has no rate of float8" in rows[1]["why"]
+    assert "why" not in rows[0] and "2xA100 has no rate of float8" in rows[1]["why"]
     rows = json.loads(run(*given[:-1], "224,384", "--precision", "bf16", "--json"))["rows"]
     assert [row["image_size"] for row in rows] == [224, 224, 384, 384]
     assert all("patches of 14 pixels do not tile images of 384" in row["why"] for row in rows[2:])
@@ -241,12 +238,8 @@ def test_load_by_other_programs_is_reported(
     ("arguments", "sentence"),
     [
         (("--memory", "24"), "--memory 24 is not a size: use a number and a unit"),
-        (("--memory", "1MB"), "no plan fits into 1 MB per rank"),
         (("--batch-size", "a"), "--batch-size a is not a number: use 256"),
-        (("--without", "magic"), "unknown flag 'magic': use sp"),
-        (("--roles", "dp,zp"), "unknown role 'zp': use pp"),
         (("--hardware", "x.json"), "both --cluster and a profile are given"),
-        (("--ranks", "9"), "9 ranks do not fit the 8 devices"),
         (("--set", "train.seed=3"), "--set train.seed changes nothing in a search"),
         (("--image-size", "0"), "--image-size is 0: use 1 to"),
         (("--cluster", "8xH100,9xnone"), "unknown cluster '9xnone'"),

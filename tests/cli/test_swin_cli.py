@@ -1,18 +1,16 @@
 """A Swin Transformer on the command line: train, resume under another plan, evaluate, import weights, plan, bench."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.command_line import Command, Refused, printed, refusal
+from helpers.command_line import Command
 from helpers.foreign_models import timm_swin
 from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import CLASSES, VAL
 from vitpar import model_config
-from vitpar_cli.plan import plan
 
 SIZES = {
     "patch_size": 1,
@@ -79,23 +77,3 @@ def test_timms_weights_are_imported_and_trained(place: Path, vitpar: Command) ->
     done = vitpar("train", *words)
     assert done.returncode == 0, done.stderr
     assert "parameters are loaded from" in (place / "begun" / "log.txt").read_text()
-
-
-MISFITS = [
-    (["--mesh", "tp4"], "tp4 does not divide the 2 heads of stage1 of swin_custom: give them another strategy, as "),
-    (["--mesh", "pp1: stage4=dp2, *=tp2"], "swin_custom has no blocks called 'stage4'"),
-    (["--set", "model.image_size=12"], "windows of 2x2 do not tile the 3x3 tokens of stage 3 of swin_custom"),
-]
-
-
-def test_plans_and_models_that_do_not_fit_are_refused_before_launch(place: Path, refused: Refused) -> None:
-    refused(place, MISFITS, "train", "--recipe", "recipe.toml")
-
-
-def test_suggested_plan_is_accepted(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(place)
-    found = re.search(r"as in '(.+)'", refusal(["plan", "tp4", "--recipe", "recipe.toml"], monkeypatch, capsys))
-    assert found is not None
-    assert "blocks 0-1: dp4" in printed(plan, found[1], "--recipe", "recipe.toml")

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from helpers.tiny_images import write_tree
-from vitpar.data import (
-    EvalLoader,
-    EvalTransform,
-    SampleOrder,
-    ShardSet,
-    TrainTransform,
-    pack,
-    parse_policy,
-)
+from vitpar.data import EvalLoader, EvalTransform, SampleOrder, ShardSet, TrainTransform, pack, parse_policy
 from vitpar.data import TrainLoader as Loader
 from vitpar.data.images import decode
 from vitpar.data.randomness import hash_numbers
@@ -52,12 +44,10 @@ def damaged(tmp_path):
     """Pack data, then damage training samples 4 and 11 and validation sample 2."""
     write_tree(tmp_path / "source")
     pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
-    for split, numbers in (("train", (4, 11)), ("val", (2,))):
+    for split, i in (("train", 4), ("train", 11), ("val", 2)):
         shards = ShardSet.open(tmp_path / "packed", split)
-        for i in numbers:
-            data = shards.read(i)
-            path = tmp_path / "packed" / shards.name(i).split("/")[0]
-            path.write_bytes(path.read_bytes().replace(data, data[:20] + b"\0" * (len(data) - 20)))
+        path, data = tmp_path / "packed" / shards.name(i).split("/")[0], shards.read(i)
+        path.write_bytes(path.read_bytes().replace(data, data[:20] + b"\0" * (len(data) - 20)))
     return tmp_path / "packed"
 
 

@@ -168,6 +168,7 @@ def test_normalisation_matches_torchvision() -> None:
     images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
     expected = torchvision.transforms.Normalize(MEAN, STD)(F.convert_image_dtype(images, torch.float32))
     torch.testing.assert_close(Normalize(MEAN, STD)(images), expected, atol=2e-6, rtol=0)
+    assert Normalize(MEAN, STD)(images, torch.bfloat16).dtype == torch.bfloat16
 
 
 # random erasing

@@ -101,11 +101,7 @@ def test_search_is_never_worse_than_galvatrons_plans_under_its_cost_model(
 
 @pytest.mark.parametrize(
     ("model", "file"),
-    [
-        ("bert_large", BERT_LARGE | {"chunks": 4}),
-        ("t5_3b", T5_3B),
-        ("swin_huge48_patch4_window7_224", SWIN_HUGE),
-    ],
+    [("bert_large", BERT_LARGE | {"chunks": 4}), ("t5_3b", T5_3B), ("swin_huge48_patch4_window7_224", SWIN_HUGE)],
     ids=["bert", "t5", "swin"],
 )
 def test_search_beats_shipped_plans_under_vitpars_prices(tmp_path: Path, model: str, file: dict[str, Any]) -> None:

@@ -14,16 +14,12 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, load_share, others_share
+from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, others_share
 from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.report.accuracy import AccuracyRow, accuracy, measured_before
 from vitpar.strategy import parse, validate
-
-
-def test_cpu_speed_probe_takes_a_fraction_of_a_second() -> None:
-    assert 0 < CpuSpeedProbe().read() < 1
 
 
 @pytest.fixture
@@ -140,13 +136,6 @@ def test_other_programs_share_is_what_ranks_did_not_use(tmp_path: Path, monkeypa
     assert others_share([("here", *used), ("there", *used)]) == pytest.approx(9.5 / 20), "each machine by itself"
     assert others_share([("here", 8.0, 4.5, 20.0)] * 2) == 0.0, "ticks are rounded"
     assert others_share([("here", 0.01, 0.0, 0.02)]) is None, "too short to tell"
-
-
-def test_missing_proc_stat_counters_give_none(tmp_path: Path) -> None:
-    assert CoreUse.read(tmp_path / "none") is None
-    assert CoreUse.read(stat(tmp_path, 0, 0)) is None
-    load = load_share()
-    assert load is None or 0 <= load <= 1
 
 
 class Unsteady(PlanRunner):

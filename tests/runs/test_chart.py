@@ -63,11 +63,6 @@ def test_long_lines_of_a_chart_keep_the_same_steps() -> None:
     assert lines[0]["y"][kept.index(1235)] == 40 and lines[1]["y"][kept.index(4322)] == -40
 
 
-def test_huge_steps_are_exact() -> None:
-    for first in (2**53 - 1, 10**30):
-        assert drawn(line(0, [1.0], first=first))["lines"][0]["x"]["step"] == [int(float(first))]
-
-
 def test_lines_that_coincide_have_different_widths() -> None:
     y = [3.0, 2.0, 1.0]
 

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from helpers.run_folders import eval_row, train_row
-from vitpar.runs import lines, metrics
+from vitpar.runs import metrics
 from vitpar.runs.metrics import read_metrics
 
 
@@ -105,9 +104,3 @@ def test_a_run_without_rows_has_empty_columns(tmp_path: Path) -> None:
         columns = (*found.train.values(), *found.eval.values())
         assert found.steps == 0 and all(len(column) == 0 for column in columns)
         assert set(found.train) == {*metrics.TRAIN, "hours"} and set(found.eval) == {*metrics.EVAL, "samples", "hours"}
-
-
-def test_too_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_TEXT_BYTES", 10)
-    with pytest.raises(OSError, match="more than 10 bytes"):
-        read_metrics(written(tmp_path / "m", train_row(1)))

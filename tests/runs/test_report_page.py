@@ -15,7 +15,7 @@ from vitpar.errors import DataError
 from vitpar.pages import plotly
 from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
-from vitpar.runs.page import MOST_RUNS, report
+from vitpar.runs.page import report
 from vitpar_cli.report import report as write_report
 
 CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Samples/s")
@@ -151,25 +151,6 @@ def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
         assert page.text.count(hostile) > 5
 
 
-def long_run(folder: Path, steps: int) -> Path:
-    """Write a run whose metrics are noise, so that no drawing is simpler than others, with many checkpoints."""
-    row = (
-        '{"kind":"train","step":%d,"samples":%d,"loss":%.4f,"lr":%.4g,"grad_norm":%.4f,"loss_scale":%.1f,"step_ms":%.3f,'
-        '"data_ms":%.3f,"images_per_second":%.2f,"mfu":%.4f,"memory_bytes":%d}'
-    )
-    noise = np.abs(np.random.default_rng(0).normal(size=(steps, 9)))
-    scales = np.array([2, 1e-3, 1, 1024, 100, 10, 1000, 0.1, 1e9])
-    rows = (row % (step, 128 * step, *values) for step, values in enumerate((noise * scales).tolist(), start=1))
-    saves = [f"saving step {step}: x" for step in range(100, steps + 1, 100)]
-    return write_run(folder, rows, log=[start_line("dp2", steps), *saves, "done  x"])
-
-
-def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    assert 2e6 < len(page_of(long_run(tmp_path / "one", 100_000))[1].encode()) < 3e6
-    runs = [RunRecord(long_run(tmp_path / "many", 10_000))] * MOST_RUNS
-    assert len(report(runs).encode()) < 6e6
-
-
 ODD: dict[str, tuple[list[Any], str]] = {
     "none": ([], "No step has been recorded yet."),
     "one": ([train_row(1)], "steps 1 of 60"),
@@ -196,16 +177,6 @@ def test_odd_runs_have_good_pages(kind: str, tmp_path: Path) -> None:
     page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
     assert expected in page.text
     assert data_of(html)["colours"]
-
-
-def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
-    lines = [
-        line
-        for step in range(1, 3001)
-        for line in (f"resuming from x: {step} steps done", start_line("dp2", 3001), f"saving step {step}: x")
-    ]
-    page, html = page_of(write_run(tmp_path / "mine", usual_rows(3001), log=lines))
-    assert len(html) < 2_500_000 and "2,995 earlier; after step 2,996 under dp2" in page.text
 
 
 def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:

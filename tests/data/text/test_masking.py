@@ -91,30 +91,6 @@ def test_whole_words_are_chosen_together_in_random_order_until_the_rate():
     assert share > 0.98 and abs((targets != -1).sum() / plain.sum() - 0.15) < 0.01
 
 
-def test_proportions_are_those_of_transformers(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from helpers.tiny_text import write_tokenizer
-    from vitpar.data.text import open_tokenizer
-
-    library = write_tokenizer(tmp_path / "tokenizer.json", "bert")
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
-    ours = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert {ours.specials.all} == {tuple(sorted(theirs.all_special_ids))}
-    ids = np.random.default_rng(0).integers(0, ours.vocab_size, (400, 64))
-    special = np.array([theirs.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids.tolist()])
-    collator = transformers.DataCollatorForLanguageModeling(theirs, mlm_probability=0.15)
-    torch.manual_seed(0)
-    results = [mlm(ids, np.full(400, 64), np.arange(400), ours.specials, ours.vocab_size)]
-    pair = collator.torch_mask_tokens(torch.tensor(ids), torch.tensor(special, dtype=torch.bool))
-    results.append(tuple(part.numpy() for part in pair))
-    for inputs, targets in results:
-        chosen = targets >= 0
-        assert not (chosen & (special == 1)).any()
-        assert within(int(chosen.sum()), int((special == 0).sum()), 0.15)
-        assert within(int((inputs[chosen] == ours.specials.mask).sum()), int(chosen.sum()), 0.8)
-
-
 def test_inputs_and_targets_of_spans_give_the_text_back():
     ids, lengths, keys = batch(600, 50, seed=4)
     found = spans(ids, lengths, keys, SPECIALS)

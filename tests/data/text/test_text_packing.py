@@ -106,14 +106,6 @@ def test_ends_of_lines_are_kept_and_blank_lines_of_any_length_separate(tmp_path,
     assert found(f"{blank}\n{blank}", "file") == [] and found(f"{blank}a", "file") == [f"{blank}a"]
 
 
-def test_val_of_a_single_document_is_its_last_sequences(tmp_path):
-    (tmp_path / "corpus.txt").write_text("".join(map(chr, range(32, 127))))
-    pack_text(tmp_path / "corpus.txt", tmp_path / "packed", 10, val_fraction=0.25)
-    expected = [bytes(range(start, min(start + 10, 127))) for start in range(32, 127, 10)]
-    assert sequences(tmp_path / "packed", "val") == expected[-3:]
-    assert sorted(sequences(tmp_path / "packed", "train")) == expected[:-3]
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bert"])
 def test_sequences_may_continue_over_documents(tmp_path, kind):
     source, tokenizer = write_corpus(tmp_path, "jsonl", TEXTS), "bytes"
@@ -160,7 +152,7 @@ def test_splits_are_those_of_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("work", "time"), [*(("train: kB of text", time) for time in (2, 3, 4, 5)), ("train", 3), ("val", 1)]
+    ("work", "time"), [("train: kB of text", 2), ("train: kB of text", 5), ("train", 3), ("val", 1)]
 )
 def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, work, time):
     """Documents take several pieces, so some interruptions are within one."""

@@ -1,4 +1,4 @@
-"""Shards, indexes and streams made to train silently on damaged data."""
+"""Images, shards, indexes and streams made to run code, to exhaust memory, or to train on damaged data."""
 
 import io
 import os

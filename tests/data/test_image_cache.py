@@ -168,14 +168,6 @@ def test_threads_and_ranks_that_store_at_once_do_not_overwrite_each_other() -> N
     assert first.stored == sum(-(-image(i).nbytes // 256) * 256 for i in held), "each is stored once"
 
 
-def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
-    part = ImageCache([2], ROOM).part(0)
-    part.put(0, np.zeros((1, 65536, 3), np.uint8))
-    part.put(1, np.full((65535, 1, 3), 3, np.uint8))
-    found = part.get(1)
-    assert part.get(0) is None and found is not None and found.shape == (65535, 1, 3) and found.min() == 3
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_are_found_in_every_epoch(tmp_path: Path, workers: int) -> None:
     data = packed_small(tmp_path)

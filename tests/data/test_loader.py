@@ -168,13 +168,6 @@ def test_evaluation_covers_every_sample_once(val, parts, batch_size, workers):
     assert torch.equal(images[:9], alone) and not images[9:].any()
 
 
-def test_padding_reads_no_image(val, monkeypatch):
-    read, original = [], ShardSet.read
-    monkeypatch.setattr(ShardSet, "read", lambda self, i: (read.append(i), original(self, i))[1])
-    list(EvalLoader(val, EVAL, batch_size=16))
-    assert sorted(read) == list(range(9))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_sample_error_names_the_sample(damaged, workers):
     shards = ShardSet.open(damaged, "train")

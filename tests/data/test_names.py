@@ -1,4 +1,4 @@
-"""Names of classes from every source: kept if they are UTF-8 and distinct, refused in a sentence if not."""
+"""Names of classes: read from every source, refused if they are not distinct, and matched with a model's."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Failures and cost of a training: the interval between checkpoints, the expected time, and what commands print."""
+"""Duration, failures and cost of a training: steps, images, intervals of checkpoints, and what commands print."""
 
 import json
 import math

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import vitpar.planner.measure.clock as timing
 import vitpar.planner.measure.model as profiling
-from helpers.command_line import refusal
 from helpers.mae_models import mae
 from helpers.text_models import bert, t5
 from vitpar.errors import PlannerError
@@ -220,10 +219,3 @@ def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatc
             flash.clear()
     finally:
         use_attention(None)
-
-
-def test_unavailable_attention_is_refused_before_profiling(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["profile", "model", "--model", "vit_tiny_patch16_224", "--set", "train.attention=cudnn", "--device", "cpu"]
-    assert "train.attention 'cudnn' does not run on a cpu device" in refusal(words, monkeypatch, capsys)

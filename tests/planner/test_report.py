@@ -168,15 +168,6 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
         assert f'"{key}"' in json_words
 
 
-def test_reasons_within_the_uncertainty_are_marked(found: Findings) -> None:
-    (reason, *_) = [r for r in found.reasons if r.price and r.price.memory_bytes <= found.budget and "fewer" in r.why]
-    best = found.result.plans[0].images_per_second
-    assert reason.price is not None
-    apart = 1 - reason.price.images_per_second / best
-    assert found.why(reason).endswith("≈") == (apart < BANDS[False, True].share)
-    assert not replace(found, budget=1.0).why(reason).endswith("≈"), "what does not fit is not nearly as good"
-
-
 def test_the_chart_has_every_plan_of_the_table(found: Findings) -> None:
     """A search whose time is over has no frontier; the plans of the table are drawn nevertheless."""
     searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=("ckpt",)), costs_of())

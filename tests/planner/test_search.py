@@ -1,15 +1,12 @@
 """The search compared with exhaustive enumeration, on small models and clusters drawn by hypothesis."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.searches import EVERYTHING, assert_as_fast, assert_bounds_hold, runs, splits
-from vitpar.errors import StrategyError
+from helpers.searches import EVERYTHING, assert_as_fast, assert_bounds_hold, every_plan
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
@@ -20,7 +17,7 @@ from vitpar.planner.profile.profiles import LayerProfile, Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan, Strategy, validate
+from vitpar.strategy import Plan, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.strategy.support import refuse_clashes
 
@@ -70,37 +67,6 @@ def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, p
         cpu = {"device": "cpu", "cores": cores, "processes": processes, "layers": layers}
         model = model.model_copy(update=cpu)
     return LayerCosts(config, hardware, model)
-
-
-def every_plan(space: Space, batch_size: int, host: bool = True) -> Iterator[Plan]:
-    """Yield every plan of `space` by plain loops.
-
-    host: whether there is host memory to offload to
-    """
-    depth = space.config.depth
-    for pipeline in space.pipelines():
-        strategies = [s for s in space.strategies(space.ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
-        strategies = [s for s in strategies if host or not s.offload]
-        for microbatches in range(1, batch_size + 1):
-            for layers, split in _assignments(pipeline, strategies, depth):
-                plan = replace(pipeline, layers=layers, split=split, microbatches=microbatches)
-                try:
-                    yield validate(plan, space.config, batch_size)
-                except StrategyError:
-                    continue
-
-
-def _assignments(pipeline: Plan, strategies: list[Strategy], depth: int) -> Iterator[tuple]:
-    if pipeline.virtual_stages > 1:
-        yield from (((("*", strategy),), "even") for strategy in strategies)
-        return
-    for split in splits(depth, pipeline.num_stages):
-        ends = [sum(split[:n]) for n in range(len(split) + 1)]
-        for choice in product(*(list(runs(start, end, strategies)) for start, end in pairwise(ends))):
-            layers = tuple(group for run in choice for group in run)
-            if len({strategy for _, strategy in layers}) == 1:
-                layers = (("*", layers[0][1]),)
-            yield layers, split if len(split) > 1 else "even"
 
 
 ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsdp"), ("pp", "dp", "fsdp"), ("pp", "tp"))

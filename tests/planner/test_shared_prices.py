@@ -58,13 +58,6 @@ def test_stages_that_share_a_matrix_add_its_gradients_once_a_step(
     assert tied.memory == apart.memory, "each layer has a tensor of its own"
 
 
-def test_search_gives_layers_that_share_one_strategy() -> None:
-    found = vitpar.search(WIDE, cluster="2x2xL40S", batch_size=BATCH)
-    for one in found.plans:
-        validate(one.plan, WIDE, BATCH)
-    assert any(not one.plan.is_uniform for one in found.plans)
-
-
 @pytest.mark.parametrize(
     ("model", "gigabytes", "words", "microbatches"),
     [("bert_large", 4, "dp8+zero2", 2), ("t5_large", 4, "tp2xdp4+zero2", 8)],

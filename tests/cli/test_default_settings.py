@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from helpers.command_line import Command, Refused, printed
-from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN
 from vitpar.errors import DataError
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
@@ -48,15 +47,6 @@ def test_data_without_a_recipe_trains_with_the_defaults(default_run: tuple[Path,
     assert words.count(f"defaults for {IMAGES} images") == 1
     assert "mixup 0.8 or CutMix 1" in words and "precision  fp32 (auto)" in words
     assert f"warning: the batch of 40 samples is larger than the training set of {IMAGES}" in words
-
-
-@pytest.mark.slow
-def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
-    folder, _ = default_run
-    done = vitpar("train", "--recipe", "run/recipe.toml", "--run-dir", "again")
-    assert done.returncode == 0, done.stderr
-    assert losses_of(place / "again") == losses_of(folder) and "defaults for" not in done.stdout
-    assert read_recipe(place / "again" / "recipe.toml") == read_recipe(folder / "recipe.toml")
 
 
 def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:

@@ -1,4 +1,4 @@
-"""Console output of `vitpar train`, on a terminal and in a file."""
+"""Console output of `vitpar train`, on a terminal and in a file, and the sparkline of its loss."""
 
 import io
 import math

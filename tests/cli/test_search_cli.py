@@ -86,9 +86,8 @@ def test_search_writes_a_plan_a_report_and_a_trace(run: Run, tmp_path: Path, mon
     assert f"--mesh {plan} --batch-size 256" in found["train"]
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_plans_are_not_truncated_at_any_width(run: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_plans_are_not_truncated_on_a_narrow_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
     arguments = (*H100, "--memory", "1GB", "--without", "1f1b,gpipe")
     words = run(*arguments)
     found = json.loads(run(*arguments, "--json"))

@@ -1,30 +1,24 @@
-"""A Swin Transformer on the command line: train, resume under another plan, evaluate, import weights, plan, bench."""
+"""A Swin Transformer on the command line: train, resume under another plan, evaluate."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.command_line import Command
-from helpers.foreign_models import timm_swin
 from helpers.run_folder import losses_of, rows_of
-from helpers.small_data import CLASSES, VAL
-from vitpar import model_config
+from helpers.small_data import VAL
 
-SIZES = {
-    "patch_size": 1,
-    "image_size": 8,
-    "window_size": 2,
-    "embed_dim": 8,
-    "depths": [2, 2, 2],
-    "num_heads": [2, 4, 4],
-}
-RECIPE = f"""
+RECIPE = """
 [model]
 name = "swin_custom"
 drop_path = 0.1
-{chr(10).join(f"{name} = {value}" for name, value in SIZES.items())}
+patch_size = 1
+image_size = 8
+window_size = 2
+embed_dim = 8
+depths = [2, 2, 2]
+num_heads = [2, 4, 4]
 
 [data]
 path = "data"
@@ -43,14 +37,6 @@ keep = 0
 """
 
 
-@pytest.fixture(scope="module")
-def place(place: Path) -> Path:
-    """Return a folder with packed data, a recipe, and weights of timm as a pickle of tensors."""
-    config = model_config("swin_custom", num_classes=CLASSES, **SIZES)
-    torch.save(timm_swin(config).state_dict(), place / "swin.pth")
-    return place
-
-
 @pytest.mark.slow
 def test_run_resumes_under_another_plan_and_is_evaluated(place: Path, vitpar: Command) -> None:
     words = ("train", "--recipe", "recipe.toml", "--mesh")
@@ -67,13 +53,3 @@ def test_run_resumes_under_another_plan_and_is_evaluated(place: Path, vitpar: Co
     found = json.loads(evaluated.stdout)
     assert found["samples"] == VAL
     assert found["loss"] == pytest.approx(rows_of(place / "resumed", "eval")[-1]["loss"], rel=1e-4)
-
-
-def test_timms_weights_are_imported_and_trained(place: Path, vitpar: Command) -> None:
-    done = vitpar("checkpoint", "import", "swin.pth", "--out", "imported", "--image-size", "8", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["format"] == "timm"
-    words = ("--recipe", "recipe.toml", "--weights", "imported", "--set", "train.steps=1", "--run-dir", "begun")
-    done = vitpar("train", *words)
-    assert done.returncode == 0, done.stderr
-    assert "parameters are loaded from" in (place / "begun" / "log.txt").read_text()

@@ -11,12 +11,9 @@ import pytest
 
 from helpers.html_pages import Page, data_of
 from helpers.run_folders import eval_row, start_line, train_row, write_run
-from vitpar.errors import DataError
-from vitpar.pages import plotly
 from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.page import report
-from vitpar_cli.report import report as write_report
 
 CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Samples/s")
 SCRIPTS = 3  # one that runs, two of data
@@ -219,13 +216,3 @@ def test_states_and_waits_follow_from_the_files(tmp_path: Path) -> None:
     rows = [train_row(1, step_ms=200.0, data_ms=50.0), train_row(2, data_ms=10.0), train_row(3, data_ms=150.0)]
     share = waiting_share(RunRecord(write_run(tmp_path / "waits", [*rows, train_row(4, step_ms=50.0, data_ms=99.0)])))
     np.testing.assert_allclose(share, [0.25, 0.8, 0.8, 1.0])
-
-
-def test_without_plotly_a_report_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "mine", [train_row(1)])
-    monkeypatch.setattr(plotly, "find_spec", lambda name: None)
-    plotly.library.cache_clear()
-    for live in (False, True):
-        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install -e '\.\[report\]'"):
-            write_report([run], out=None if live else tmp_path / "page.html", live=live)
-    assert not (tmp_path / "page.html").exists()

@@ -229,21 +229,6 @@ stage 0 │  0     2   │  1     3   │
 stage 1 │  4     6   │  5     7   │
         └────────────┴────────────┘
 """,
-    # Data-parallel parts are stacked if they are too wide.
-    ("dp4xtp2", 30): """
-       tp 0  tp 1
-     ┌────────────┐
-dp 0 │  0     1   │
-dp 1 │  2     3   │
-""",
-    ("tp8+3d", 80): """
-        i 0        i 1
-      k 0  k 1   k 0  k 1
-    ┌──────────┬──────────┐
-j 0 │  0    1  │  4    5  │
-j 1 │  2    3  │  6    7  │
-    └──────────┴──────────┘
-""",
     ("tp12+2.5d", 30): """
            j 0  j 1
          ┌──────────┐
@@ -264,13 +249,6 @@ embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
 0         tp4xdp2     0 2 4 6 | 1 3 5 7
 2-3       tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7
 *         tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7
-""",
-    ("pp1: 0=tp8xdp8, *=fsdp64+ckpt.selective+offload", 40): """
-ranks; | separates parts of the batch
-0  tp8xdp8
-  0 8 … 56 | 1 9 … 57 | 2 10 … 58 | …
-*  fsdp64+ckpt.selective+offload
-  0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | …
 """,
     # Many ranks are summarised by axis.
     ("tp4xpp2xdp32+2d", 40): """

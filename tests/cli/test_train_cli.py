@@ -148,31 +148,6 @@ def test_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command
     assert any(name in done.stderr for name in spoilt)
 
 
-@pytest.mark.slow
-def test_skipped_bad_images_are_counted_equally_under_every_mesh(
-    place: Path, spoilt: list[str], vitpar: Command
-) -> None:
-    assert TRAIN * CLASSES <= 5 * 8 < 2 * TRAIN * CLASSES  # 5 steps are slightly more than one epoch
-    runs = {}
-    for mesh in ("dp1", "dp2"):
-        words = ("--mesh", mesh, "--run-dir", f"skip-{mesh}", "--steps", "5", "--set", "data.bad_sample=skip")
-        done = vitpar("train", "--recipe", "recipe.toml", "--data", "spoilt", *words)
-        assert done.returncode == 0, done.stderr
-        runs[mesh] = place / f"skip-{mesh}"
-        notes = [
-            line.split(" ", 2)[2] for line in (runs[mesh] / "log.txt").read_text().splitlines() if "warning" in line
-        ]
-        assert [note.partition(":")[2].partition(":")[0] for note in notes] == [" validation"] * 2 + [" training"]
-        assert "1 image skipped: sample '" in notes[0] and spoilt[2] in notes[0]
-        assert re.search("images skipped [234] times: sample '", notes[-1])
-        assert all(name in notes[-1] for name in spoilt[:2])
-        assert " ".join(notes[-1].removeprefix("warning: ").split()) in " ".join(done.stdout.split())
-        assert [row["samples"] for row in rows_of(runs[mesh], "eval")] == [VAL - 1] * 2
-    assert losses_of(runs["dp2"]) == pytest.approx(losses_of(runs["dp1"]), rel=1e-5)
-    notes = [(run / "log.txt").read_text().splitlines()[-2].split(" ", 2)[2] for run in runs.values()]
-    assert notes[0] == notes[1]
-
-
 # bad input
 
 

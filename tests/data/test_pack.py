@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +80,6 @@ def test_webdataset_reads_the_shards(tmp_path):
         found[image] = int(sample["cls"])
         assert Image.open(io.BytesIO(image)).format == ("JPEG" if "jpg" in sample else "PNG")
     assert found == labels
-
-
-def test_same_input_packs_to_the_same_bytes(tmp_path, monkeypatch):
-    write_classes(tmp_path / "source", 8)
-    pack(tmp_path / "source", tmp_path / "a", shard_samples=5)
-    monkeypatch.setattr(time, "time", lambda: 2e9)
-    pack(tmp_path / "source", tmp_path / "b", shard_samples=5)
-    pack(tmp_path / "source", tmp_path / "c", shard_samples=5, seed=1)
-
-    assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert files(tmp_path / "a")["train-000000.tar"] != files(tmp_path / "c")["train-000000.tar"]
 
 
 def test_training_shards_mix_classes_and_val_keeps_the_order(tmp_path):

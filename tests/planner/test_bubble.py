@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vitpar.planner.cost.pipeline import CrossTraffic, duration, idle_share, replay
+from vitpar.planner.cost.pipeline import CrossTraffic, duration, replay
 from vitpar.strategy import Plan, parse
 from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
@@ -32,24 +32,6 @@ def test_replayed_bubble_matches_the_closed_forms(ranks: int, rounds: int) -> No
     assert waiting(piped(ranks, "zbvzerobubble", 2), m) == ranks - 1
     # (p - 1)·(F&B + B - 3W), if forward and backward of a pair run one after the other (table in DeepSeek's DualPipe).
     assert waiting(piped(ranks, "dualpipev", 2), m) == 2 * (ranks - 1)
-
-
-@pytest.mark.parametrize(
-    ("plan", "microbatches", "share"),
-    [
-        (parse("dp8"), 4, 0),
-        (piped(2, "gpipe"), 4, 1 / 5),
-        (piped(4, "1f1b"), 8, 3 / 11),
-        (piped(4, "1f1b"), 9, 3 / 12),
-        (piped(4, "interleaved1f1b", 2), 8, 3 / 19),
-        (piped(2, "interleavedzerobubble", 2), 4, 1 / 25),
-        (piped(4, "zbvzerobubble", 2), 4, 6 / 30),  # too few micro-batches to fill the V
-        (piped(4, "dualpipev", 2), 8, 6 / 54),
-    ],
-    ids=str,
-)
-def test_idle_share_of_a_plan(plan: Plan, microbatches: int, share: float) -> None:
-    assert idle_share(plan, microbatches) == pytest.approx(share)
 
 
 def actions(text: str) -> list[list[ActionPart]]:

@@ -136,18 +136,3 @@ def test_more_stages_than_fit_are_gathered_again() -> None:
     fields = {"schedule": "interleaved1f1b", "microbatches": 4}
     assert ONCE in words_of("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
     assert "3 of a rank's stages at a time" in words_of("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [
-        ("dp4", {}),
-        ("dp4+ckpt", {"+ckpt": "recompute their forward in"}),
-        ("tp4+ckpt", {"+ckpt": "recompute their forward, including tp communication, in"}),
-        ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
-    ],
-)
-def test_flags_are_described(strategy: str, flags: dict[str, str]) -> None:
-    found = {flag.flag: flag.effect for flag in told(strategy).flags}
-    assert list(found) == list(flags)
-    assert all(words in found[flag] for flag, words in flags.items())

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from helpers.command_line import Command, Refused
+from helpers.command_line import Refused, printed
 from vitpar.planner.goodput import Conditions, duration, goodput, interval
 from vitpar.planner.training_time import HostInput, figure, training_length, training_time
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar_cli.plan import plan
+from vitpar_cli.scaling import scaling
+from vitpar_cli.search import search
 
 HOUR = 3600.0
 
@@ -67,17 +70,18 @@ PLAN = "plan fsdp8 --model vit_small_patch16_224 --batch-size 256 --cluster 8xH1
 SCALING = "scaling --model vit_small_patch16_224 --batch-size 256 --cluster 2xH100 --set train.steps=1000"
 
 
-def test_commands_tell_failures_and_cost(vitpar: Command) -> None:
-    done = vitpar(*PLAN.split(), "--mtbf", "100", "--price", "2.5", "--stall", "3", "--restart", "300")
-    (failures,) = (line for line in done.stdout.splitlines() if line.startswith("failures"))
-    assert failures.startswith("failures   one in 12.5 hours on 8 devices; with a checkpoint every "), done.stderr
-    assert "of the time is useful" in failures and "\ncost       " in done.stdout
-    found = json.loads(vitpar(*PLAN.split(), "--price", "2.5", "--json").stdout)["predicted"]["training"]
+def test_commands_tell_failures_and_cost() -> None:
+    words = PLAN.split()[1:]
+    shown = printed(plan, *words, "--mtbf", "100", "--price", "2.5", "--stall", "3", "--restart", "300")
+    (failures,) = (line for line in shown.splitlines() if line.startswith("failures"))
+    assert failures.startswith("failures   one in 12.5 hours on 8 devices; with a checkpoint every ")
+    assert "of the time is useful" in failures and "\ncost       " in shown
+    found = json.loads(printed(plan, *words, "--price", "2.5", "--json"))["predicted"]["training"]
     assert found["goodput"]["cost"] == pytest.approx(2.5 * found["device_hours"])
-    done = vitpar(*SCALING.split(), "--price", "2", "--mtbf", "1000")
-    assert "useful" in done.stdout and "cost" in done.stdout, done.stderr
-    table = vitpar(*PLAN.replace("plan fsdp8", "search").split(), "--cluster", "8xH100,4xH100", "--price", "2")
-    assert "days in all" in table.stdout and "cost" in table.stdout, table.stderr
+    shown = printed(scaling, *SCALING.split()[1:], "--price", "2", "--mtbf", "1000")
+    assert "useful" in shown and "cost" in shown
+    table = printed(search, *words[1:], "--cluster", "2xH100,1xH100", "--price", "2")
+    assert "days in all" in table and "cost" in table
 
 
 def test_options_without_effect_are_refused(tmp_path: Path, refused: Refused) -> None:

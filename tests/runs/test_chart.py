@@ -109,15 +109,6 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
     assert training["name"] == "training" and training["y"][0] == 50 and len(html) == len(found) == 10
 
 
-def test_the_description_names_the_key_points() -> None:
-    html = html_of(Chart("Loss", [line(0, [3.0, np.nan, 1.0, 2.0]), line(1, [np.nan] * 4)], ".2f"))
-    first = (
-        "run 1: first 3.00 at step 1, lowest 1.00 at step 3, highest 3.00 at step 1, last 2.00 at step 4, missing 1."
-    )
-    assert f'aria-label="Loss. {first} run 2: missing 4."' in html
-    assert "<td>run 1</td><td>3.00 at step 1</td><td>1.00 at step 3</td>" in html and "<td></td><td>4</td>" in html
-
-
 def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:
     for kind in KINDS:
         for theme in (0, 1):  # light and dark

@@ -179,16 +179,9 @@ def test_folder_of_images_is_packed_once(
 ) -> None:
     photos, target = tmp_path / "photos", tmp_path / "data_shards" / "photos"
     shutil.copytree(place / "source" / "train", photos)
-    refused(
-        tmp_path,
-        [
-            (["--task", "mlm"], "pack photos data_shards/photos` and give"),
-            (["--dry-run"], "pack photos data_shards/photos` and give data_shards/photos"),
-        ],
-        "train",
-        "--data",
-        "photos",
-    )
+    words = "pack photos data_shards/photos` and give"
+    rows = [(["--task", "mlm"], words), (["--dry-run"], f"{words} data_shards/photos")]
+    refused(tmp_path, rows, "train", "--data", "photos")
     for change, said in (
         (lambda: None, "packing    photos into data_shards/photos\n"),
         (lambda: None, "packed from photos before; no file has changed since"),

@@ -144,17 +144,10 @@ def test_header_describes_the_run(plain: Shown) -> None:
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:
     settings = {
-        "data.path": "x",
-        "model.name": "vit_nano_patch2_8",
-        "train.precision": "bf16",
-        "optimizer.betas": [0.9, 0.95],
-        "augment.color_jitter": 0.3,
-        "train.ema_decay": 0.9999,
-        "train.compile": False,
-        "train.attention": "math",
-        "lr_schedule.min_lr": 1e-6,
-        "train.image_sizes": "4 until 40 %",
-        "train.drop_path_schedule": "late(after=5 epochs)",
+        **{"data.path": "x", "model.name": "vit_nano_patch2_8", "train.precision": "bf16"},
+        **{"optimizer.betas": [0.9, 0.95], "augment.color_jitter": 0.3, "train.ema_decay": 0.9999},
+        **{"train.compile": False, "train.attention": "math", "lr_schedule.min_lr": 1e-6},
+        **{"train.image_sizes": "4 until 40 %", "train.drop_path_schedule": "late(after=5 epochs)"},
     }
     lines = plain.start(recipe_for(50_000, settings), SettingsOrigin(50_000, automatic_precision=True)).splitlines()
     begin = lines.index("settings   defaults for 50,000 images (docs/defaults.md)")

@@ -171,19 +171,10 @@ def test_table_compares_clusters_models_and_sizes(run: Run, tmp_path: Path) -> N
 
 
 def test_combinations_that_no_model_or_device_allows_are_rows(run: Run) -> None:
-    given = [
-        "--cluster",
-        "2xH100,2xA100",
-        "--model",
-        "vit_huge_patch14_224",
-        "--batch-size",
-        "64",
-        "--image-size",
-        "224",
-    ]
-    rows = json.loads(run(*given, "--precision", "fp8", "--json"))["rows"]
+    given = ("--cluster", "2xH100,2xA100", "--model", "vit_huge_patch14_224", "--batch-size", "64", "--image-size")
+    rows = json.loads(run(*given, "224", "--precision", "fp8", "--json"))["rows"]
     assert "why" not in rows[0] and "2xA100 has no rate of float8" in rows[1]["why"]
-    rows = json.loads(run(*given[:-1], "224,384", "--precision", "bf16", "--json"))["rows"]
+    rows = json.loads(run(*given, "224,384", "--precision", "bf16", "--json"))["rows"]
     assert [row["image_size"] for row in rows] == [224, 224, 384, 384]
     assert all("patches of 14 pixels do not tile images of 384" in row["why"] for row in rows[2:])
 

@@ -131,6 +131,18 @@ def test_eval_repeats_the_last_evaluation(place: Path, alone_run: Path, vitpar: 
     assert "prefetch = 2" in (copy / "recipe.toml").read_text()
 
 
+@pytest.mark.slow
+def test_check_passes_and_fails(vitpar: Command) -> None:
+    done = vitpar("check", "--mesh", "dp2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"] and 0 < result["worst"]["error"] < result["worst"]["allowed"]
+    assert "data order" in result["unchecked"]
+    strict = vitpar("check", "--recipe", "recipe.toml", "--mesh", "dp2", "--tolerance", "1e-12")
+    assert strict.returncode == 1
+    assert "FAILED" in strict.stdout and "Traceback" not in strict.stderr
+
+
 # bad images
 
 

@@ -117,10 +117,7 @@ def test_option_values_have_recipe_types() -> None:
     given = {"split": "5,7", "weights": Path("w"), "data": Path("d"), "steps": 3, "debug_checks": True}
     found = {key: value for key, value in settings(train, left_out | given).items() if value is not None}
     assert found == {
-        "parallel.split": [5, 7],
-        "model.weights": "w",
-        "data.path": "d",
-        "train.steps": 3,
+        **{"parallel.split": [5, 7], "model.weights": "w", "data.path": "d", "train.steps": 3},
         "faults.debug_checks": True,
     }
     assert settings(train, {**left_out, "debug_checks": False, "split": "even"})["faults.debug_checks"] is None

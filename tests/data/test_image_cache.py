@@ -1,5 +1,6 @@
 """Cache of decoded images: batches as without it, one copy for all ranks of a machine, and bounded memory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -166,6 +167,47 @@ def test_threads_and_ranks_that_store_at_once_do_not_overwrite_each_other() -> N
     assert not wrong and len(held) > 200
     assert all(np.array_equal(ranks[2].get(i), image(i)) for i in held)
     assert first.stored == sum(-(-image(i).nbytes // 256) * 256 for i in held), "each is stored once"
+
+
+def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
+    part = ImageCache([2], ROOM).part(0)
+    part.put(0, np.zeros((1, 65536, 3), np.uint8))
+    part.put(1, np.full((65535, 1, 3), 3, np.uint8))
+    found = part.get(1)
+    assert part.get(0) is None and found is not None and found.shape == (65535, 1, 3) and found.min() == 3
+
+
+def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> None:
+    cache = ImageCache([4], 1 << 34)
+    assert cache.path is not None
+
+    path = cache.path
+
+    def used() -> int:
+        return os.stat(path).st_blocks * 512
+
+    assert used() < 1 << 16
+    cache.put(0, np.ones((600, 600, 3), np.uint8))
+    assert 600 * 600 * 3 <= used() < 600 * 600 * 3 + (1 << 22)
+    number = os.stat(path).st_ino
+    del cache
+    assert not os.path.exists(path) or os.stat(path).st_ino != number
+
+
+def test_storing_waits_for_other_ranks() -> None:
+    cache = ImageCache([2], ROOM)
+    cache.put(0, image(0))
+    assert cache.path is not None
+    with Path(cache.path).open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        storing = threading.Thread(target=cache.put, args=(1, image(1)))
+        storing.start()
+        storing.join(0.2)
+        assert storing.is_alive() and cache.get(1) is None
+        assert cache.get(0) is not None, "reading waits for nobody"
+    storing.join()
+    found = cache.get(1)
+    assert found is not None and np.array_equal(found, image(1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

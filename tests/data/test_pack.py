@@ -321,6 +321,18 @@ def test_full_disk_is_reported_and_leaves_no_data_set(tmp_path):
     assert not (tmp_path / "packed").exists()
 
 
+def test_destination_filled_by_others_is_left_alone(tmp_path):
+    write_classes(tmp_path / "source", 6)
+
+    def fill(split: str, done: int, total: int) -> None:
+        (tmp_path / "packed").mkdir(exist_ok=True)
+        (tmp_path / "packed" / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(DataError, match="is not empty and not a data set"):
+        pack(tmp_path / "source", tmp_path / "packed", progress=fill)
+    assert (tmp_path / "packed" / "thesis.txt").read_text() == "years of work"
+
+
 def test_leftovers_of_another_source_are_not_used(tmp_path):
     """This holds even if the other source has the same names and labels."""
     for name, first in (("a", 0), ("b", 500)):

@@ -29,16 +29,8 @@ def test_found_plans_are_listed_with_their_speed() -> None:
 def test_search_respects_its_options() -> None:
     found = vitpar.search(
         "vit_small_patch16_224",
-        cluster="8xH100",
-        ranks=4,
-        batch_size=(32, 64),
-        precision="fp32",
-        compiled=False,
-        memory=6e9,
-        microbatches=4,
-        roles=("pp", "dp"),
-        without=("gpipe", "ckpt"),
-        seconds=2,
+        **{"cluster": "8xH100", "ranks": 4, "batch_size": (32, 64), "precision": "fp32", "compiled": False},
+        **{"memory": 6e9, "microbatches": 4, "roles": ("pp", "dp"), "without": ("gpipe", "ckpt"), "seconds": 2},
     )
     for one in found.plans:
         assert one.plan.world_size == 4 and one.plan.microbatches == 4 and one.batch_size in (32, 64)

@@ -33,12 +33,7 @@ CPU = torch.device("cpu")
 
 def tiny(**options: Any) -> ViTConfig:
     sizes = {
-        "patch_size": 4,
-        "image_size": 8,
-        "channels": 1,
-        "embed_dim": 32,
-        "depth": 2,
-        "num_heads": 4,
+        **{"patch_size": 4, "image_size": 8, "channels": 1, "embed_dim": 32, "depth": 2, "num_heads": 4},
         "num_classes": 5,
     }
     return model_config("vit_custom", **{**sizes, **options})

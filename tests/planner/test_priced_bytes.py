@@ -34,14 +34,8 @@ CONFIG = model_config(
 )
 SWIN = model_config(
     "swin_custom",
-    patch_size=2,
-    image_size=8,
-    window_size=2,
-    embed_dim=16,
-    depths=(2, 2),
-    num_heads=(4, 4),
-    mlp_ratio=2.0,
-    num_classes=4,
+    **{"patch_size": 2, "image_size": 8, "window_size": 2, "embed_dim": 16, "depths": (2, 2), "num_heads": (4, 4)},
+    **{"mlp_ratio": 2.0, "num_classes": 4},
 )
 NOTHING = 1e-15
 

@@ -150,12 +150,7 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
     html = page(found, 2)
     words = Page(html).text
     for said in (
-        "vitpar 1.2.3",
-        ORIGIN.command,
-        "bf16",
-        "batch 256",
-        "MFU",
-        f"{BANDS[False, True].runs} published runs",
+        *("vitpar 1.2.3", ORIGIN.command, "bf16", "batch 256", "MFU", f"{BANDS[False, True].runs} published runs"),
         "vitpar train --mesh plan.json",
     ):
         assert said in words, said

@@ -120,14 +120,8 @@ BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
 
 SWIN = model_config(
     "swin_custom",
-    patch_size=2,
-    image_size=16,
-    window_size=2,
-    embed_dim=24,
-    depths=(2, 1, 1),
-    num_heads=(4, 12, 12),
-    mlp_ratio=2.5,
-    num_classes=7,
+    **{"patch_size": 2, "image_size": 16, "window_size": 2, "embed_dim": 24, "depths": (2, 1, 1)},
+    **{"num_heads": (4, 12, 12), "mlp_ratio": 2.5, "num_classes": 7},
 )
 SWIN_BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     4: [

@@ -58,19 +58,11 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
     run = write_run(tmp_path / "mine", usual_rows(), mesh="dp2", attention={"backend": "math"}, compiled=False)
     page, html = page_of(run)
     for words in (
-        "complete",
-        "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %",
-        "87.0 % after step 60",
-        "1,280 samples/s on average",
-        "1 GB at most on rank 0",
-        "2 ranks of cpu (2 cores)",
+        *("complete", "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %", "87.0 % after step 60"),
+        *("1,280 samples/s on average", "1 GB at most on rank 0", "2 ranks of cpu (2 cores)"),
         "1,437 training and 360 validation images",
-        f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json",
-        "started by vitpar train --mesh dp2",
-        "torch 2.13.0",
-        "Plan dp2 0 dp 0 1 dp 1",
-        "train steps = 60 complete recipe [model]",
-        "attention math",
+        *(f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json", "started by vitpar train --mesh dp2"),
+        *("torch 2.13.0", "Plan dp2 0 dp 0 1 dp 1", "train steps = 60 complete recipe [model]", "attention math"),
         "not compiled",
     ):
         assert words in page.text, words

@@ -53,22 +53,10 @@ def test_imported_files_give_the_expected_plan(file: str, text: str, fields: dic
 def test_export_writes_every_key() -> None:
     plan = replace(parse("pp2: embed=fsdp6, 0-2=tp2xdp3+zero2+ckpt, 3-4=tp6, head=fsdp6"), microbatches=4)
     assert to_galvatron(plan, 5, 48) == {
-        "pp_deg": 2,
-        "tp_sizes_enc": "2,2,2,6,6",
-        "tp_consecutive_flags": "0,0,0,1,1",
-        "dp_types_enc": "0,0,0,0,0",
-        "use_sp": "0,0,0,0,0",
-        "checkpoint": "1,1,1,0,0",
-        "global_bsz": 48,
-        "chunks": 4,
-        "pp_division": "3,2",
-        "pipeline_type": "pipedream_flush",
-        "default_dp_type": "zero2",
-        "vtp": 1,
-        "vsp": 0,
-        "embed_sdp": 1,
-        "cp_sizes_enc": "1,1,1,1,1",
-        "vcp": 1,
+        **{"pp_deg": 2, "tp_sizes_enc": "2,2,2,6,6", "tp_consecutive_flags": "0,0,0,1,1"},
+        **{"dp_types_enc": "0,0,0,0,0", "use_sp": "0,0,0,0,0", "checkpoint": "1,1,1,0,0", "global_bsz": 48},
+        **{"chunks": 4, "pp_division": "3,2", "pipeline_type": "pipedream_flush", "default_dp_type": "zero2"},
+        **{"vtp": 1, "vsp": 0, "embed_sdp": 1, "cp_sizes_enc": "1,1,1,1,1", "vcp": 1},
     }
 
 

@@ -132,17 +132,7 @@ MODELS = {
 }
 DATA = ("", "xdp2", "xfsdp2", "xdp2xfsdp3")
 TENSOR = (
-    "tp2",
-    "tp4",
-    "tp3",
-    "tp8",
-    "tp2+sp",
-    "tp4+sp",
-    "tp4+2d",
-    "tp9+2d",
-    "tp16+2d",
-    "tp8+2.5d",
-    "tp8+3d",
+    *("tp2", "tp4", "tp3", "tp8", "tp2+sp", "tp4+sp", "tp4+2d", "tp9+2d", "tp16+2d", "tp8+2.5d", "tp8+3d"),
     "tp27+3d",
 )
 FLAGS = ("", "+ckpt", "+offload", "+zero1")

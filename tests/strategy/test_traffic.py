@@ -28,14 +28,8 @@ CONFIG = model_config(
 
 SWIN = model_config(
     "swin_custom",
-    patch_size=2,
-    image_size=16,
-    window_size=2,
-    embed_dim=24,
-    depths=(2, 1, 2),
-    num_heads=(4, 4, 8),
-    mlp_ratio=2.5,
-    num_classes=3,
+    **{"patch_size": 2, "image_size": 16, "window_size": 2, "embed_dim": 24, "depths": (2, 1, 2)},
+    **{"num_heads": (4, 4, 8), "mlp_ratio": 2.5, "num_classes": 3},
 )
 
 

@@ -55,9 +55,8 @@ def test_plan_shows_ranks_stages_batch_and_communication(run: Run) -> None:
 
 def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
     lines = squeezed(run("pp1: 0-3=tp8+3d, *=tp4xdp2+sp", *BASE, "--modules"))
-    assert any(
-        line.startswith("+sp split the samples of a micro-batch where Megatron splits the sequence") for line in lines
-    )
+    split = "+sp split the samples of a micro-batch where Megatron splits the sequence"
+    assert any(line.startswith(split) for line in lines)
     at = lines.index("modules of blocks 0-3: tp8+3d")
     assert lines[at + 3].split()[:2] == ["norm1", "SplitNorm"]
     assert lines[at + 5].startswith("attn.qkv Linear3D j Shard(0) j Shard(0) all-gather /")
@@ -69,9 +68,8 @@ def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
     record = json.loads(run("tp2", *BASE, "--modules", "--json"))["modules"]
     assert [layer["layers"][0] for layer in record] == ["embed", "blocks.0", "head"]
     fc1 = next(row for row in record[1]["modules"] if row["module"] == "mlp.fc1")
-    assert [fc1[key] for key in ("style", "weight", "before", "after")] == [
-        *("ColumnLinear", "Shard(0)", "– / all-reduce", "")
-    ]
+    found = [fc1[key] for key in ("style", "weight", "before", "after")]
+    assert found == ["ColumnLinear", "Shard(0)", "– / all-reduce", ""]
     assert "no layer has tensor parallelism" in run("dp2", *BASE, "--modules")
 
 

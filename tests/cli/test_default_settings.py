@@ -78,9 +78,6 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     refused(place, rows, "train", "--data", "data")
 
 
-# precision
-
-
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a machine whose only device is a GPU that computes in bf16."""

@@ -131,15 +131,13 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
     assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
     assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
-    padded = read_recipe(
-        None, {"data.path": "x", "train.steps": 1, "data.crop_padding": 4, "augment.policy": "cifar10"}
-    )
+    named = {"data.path": "x", "train.steps": 1}
+    padded = read_recipe(None, {**named, "data.crop_padding": 4, "augment.policy": "cifar10"})
     assert augment_words(padded) == "crop with padding 4, flip 0.5, cifar10"
-    decaying = read_recipe(None, {"data.path": "x", "train.steps": 1, "optimizer.weight_decay_end": 0.4})
+    decaying = read_recipe(None, {**named, "optimizer.weight_decay_end": 0.4})
     assert optimizer_words(decaying) == "adamw, weight decay 0.05 to 0.4, gradients clipped at norm 1"
     taught = {"distill.teacher": "runs/one", "distill.kind": "logits", "distill.tau": 3, "distill.plan": "fsdp"}
-    words = teacher_words(read_recipe(None, {"data.path": "x", "train.steps": 1, **taught}))
-    assert words == "runs/one under fsdp: logits targets, alpha 0.5, tau 3"
+    assert teacher_words(read_recipe(None, named | taught)) == "runs/one under fsdp: logits targets, alpha 0.5, tau 3"
 
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:

@@ -219,45 +219,43 @@ def test_load_by_other_programs_is_reported(
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
     assert sentence in words if sentence else "cores" not in words
-    assert accuracy_json([AccuracyRow(predicted, measured)], costs, load)["others_share"] == (
-        load if others is None else others
-    )
+    shown = accuracy_json([AccuracyRow(predicted, measured)], costs, load)
+    assert shown["others_share"] == (load if others is None else others)
+
+
+INVALID = [
+    (("--memory", "24"), "--memory 24 is not a size: use a number and a unit"),
+    (("--batch-size", "a"), "--batch-size a is not a number: use 256"),
+    (("--hardware", "x.json"), "both --cluster and a profile are given"),
+    (("--set", "train.seed=3"), "--set train.seed changes nothing in a search"),
+    (("--image-size", "0"), "--image-size is 0: use 1 to"),
+    (("--cluster", "8xH100,9xnone"), "unknown cluster '9xnone'"),
+    (("--model", "vit_small_patch16_224,vit_none"), "unknown model 'vit_none'"),
+    (("--cluster", "8xH100,8xA100", "--out", "plan.json"), "--out is of one search, but several clusters"),
+    (("--image-size", "224,384", "--report", "r.html"), "--report is of one search, but several clusters"),
+    (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
+    (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: give a file in"),
+]
+"""Options of a search on a cluster, and what is said."""
+WITHOUT_EFFECT: list[tuple[Any, tuple[str, ...], str]] = [
+    (search, ("--num-classes", "5"), "--num-classes is given without --cluster"),
+    (search, ("--image-size", "8,16"), "profiles are of one model: add --cluster"),
+    (validate, ("--microbatches", "2"), "--microbatches is given, but these plans have their own"),
+    (validate, ("plan.json", "--microbatches", "2"), "--microbatches is given, but these plans have their own"),
+    (validate, ("dp2", "--out", "no/rows.json"), "cannot write no/rows.json"),
+    (validate, (), "cannot read the hardware profile hardware.json"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--memory", "24"), "--memory 24 is not a size: use a number and a unit"),
-        (("--batch-size", "a"), "--batch-size a is not a number: use 256"),
-        (("--hardware", "x.json"), "both --cluster and a profile are given"),
-        (("--set", "train.seed=3"), "--set train.seed changes nothing in a search"),
-        (("--image-size", "0"), "--image-size is 0: use 1 to"),
-        (("--cluster", "8xH100,9xnone"), "unknown cluster '9xnone'"),
-        (("--model", "vit_small_patch16_224,vit_none"), "unknown model 'vit_none'"),
-        (("--cluster", "8xH100,8xA100", "--out", "plan.json"), "--out is of one search, but several clusters"),
-        (("--image-size", "224,384", "--report", "r.html"), "--report is of one search, but several clusters"),
-        (("--cluster", "8xA100", "--precision", "fp8"), "8xA100 has no rate of float8 matrix products: plan for bf16"),
-        (("--out", "no/such/folder/plan.json"), "cannot write no/such/folder/plan.json: give a file in"),
-    ],
+    ("command", "words", "sentence"), [*((search, (*H100, *words), said) for words, said in INVALID), *WITHOUT_EFFECT]
 )
-def test_invalid_search_options_are_refused(run: Run, arguments: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        run(*H100, *arguments)
-
-
-def test_options_without_effect_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_are_refused(
+    command: Any, words: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    rows: list[tuple[Any, tuple[str, ...], str]] = [
-        (search, ("--num-classes", "5"), "--num-classes is given without --cluster"),
-        (search, ("--image-size", "8,16"), "profiles are of one model: add --cluster"),
-        (validate, ("--microbatches", "2"), "--microbatches is given, but these plans have their own"),
-        (validate, ("plan.json", "--microbatches", "2"), "--microbatches is given, but these plans have their own"),
-        (validate, ("dp2", "--out", "no/rows.json"), r"cannot write no/rows\.json"),
-        (validate, (), "cannot read the hardware profile hardware.json"),
-    ]
-    for command, words, sentence in rows:
-        with pytest.raises(PlannerError, match=sentence):
-            printed(command, *words)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        printed(command, *words)
 
 
 def test_accuracy_uses_absolute_errors() -> None:

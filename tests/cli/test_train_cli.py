@@ -143,9 +143,6 @@ def test_check_passes_and_fails(vitpar: Command) -> None:
     assert "FAILED" in strict.stdout and "Traceback" not in strict.stderr
 
 
-# bad images
-
-
 @pytest.fixture(scope="module")
 def spoilt(place: Path) -> list[str]:
     """Copy the data to `place`/spoilt and damage two training images and one validation image. Return their names."""
@@ -158,9 +155,6 @@ def test_bad_image_ends_the_run_with_its_name(spoilt: list[str], vitpar: Command
     assert done.returncode == 2
     assert done.stderr.startswith("error: sample '") and done.stderr.count("\n") == 1
     assert any(name in done.stderr for name in spoilt)
-
-
-# bad input
 
 
 BAD_INPUT = [
@@ -217,6 +211,3 @@ OTHER_COMMANDS = [
 
 def test_other_commands_refuse_invalid_input(place: Path, refused: Refused, alone_run: Path) -> None:
     refused(place, OTHER_COMMANDS)
-
-
-# help

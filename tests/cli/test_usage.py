@@ -71,10 +71,8 @@ def test_home_folder_is_expanded_in_every_option(
         (tmp_path / "plan.json").unlink()
     printed, _ = said(["train", "--set", "data.path=~/images", "--dry-run"], monkeypatch, capsys)
     assert f"no data set at '{tmp_path}/images'" in printed
-    assert said(["report", "b\udce4r"], monkeypatch, capsys) == (
-        "error: the name 'b\\udce4r' is not UTF-8: rename it\n",
-        2,
-    )
+    sentence = "error: the name 'b\\udce4r' is not UTF-8: rename it\n"
+    assert said(["report", "b\udce4r"], monkeypatch, capsys) == (sentence, 2)
 
 
 def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,9 +60,8 @@ def test_names_in_label_members_become_classes(tmp_path):
     train = ShardSet.open(tmp_path, "train")
     assert train.classes == ("cat", "dog") and train.labels.tolist() == [1, 0]
     assert [train.read(0), train.read(1)] == [encoded(0), encoded(1, "JPEG")] and not list(verify(tmp_path))
-    write_tar(
-        tmp_path / "y.tar", ("0.png", encoded(0)), ("0.cls.txt", b"dog\n"), ("1.png", encoded(1)), ("1.cls.txt", b"ant")
-    )
+    members = [("0.png", encoded(0)), ("0.cls.txt", b"dog\n"), ("1.png", encoded(1)), ("1.cls.txt", b"ant")]
+    write_tar(tmp_path / "y.tar", *members)
     index(tmp_path, splits={"train": "y.tar"})
     assert ShardSet.open(tmp_path, "train").classes == ("ant", "dog")
     write_tar(tmp_path / "z.tar", ("0.png", encoded(0)), ("0.cls", b"1"))

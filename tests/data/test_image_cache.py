@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from helpers.small_data import damage
 from helpers.small_data import pack_small as packed_small
-from helpers.tiny_images import write_tree
 from vitpar.data import (
     Batch,
     EvalLoader,
@@ -25,7 +24,6 @@ from vitpar.data import (
     TrainLoader,
     TrainTransform,
     decoded_bytes,
-    pack,
 )
 from vitpar.data.images import decode
 from vitpar.errors import DataError
@@ -33,15 +31,6 @@ from vitpar.errors import DataError
 # Some crops are not resized, so that their pixels are views of the cached image.
 TRAIN, EVAL = TrainTransform(10, scale=(0.5, 1.0), erase=0.5), EvalTransform(10, crop_pct=1.0)
 ROOM = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pack 21 training and 9 validation images of 12 x 10 pixels."""
-    folder = tmp_path_factory.mktemp("data")
-    write_tree(folder / "source")
-    pack(folder / "source", folder / "packed", shard_samples=8)
-    return folder / "packed"
 
 
 def counted(shards: ShardSet) -> list[int]:

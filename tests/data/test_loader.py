@@ -21,15 +21,6 @@ TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """Pack 21 training and 9 validation images of 3 classes."""
-    folder = tmp_path_factory.mktemp("data")
-    write_tree(folder / "source")
-    pack(folder / "source", folder / "packed", shard_samples=8)
-    return folder / "packed"
-
-
-@pytest.fixture(scope="module")
 def train(packed):
     return ShardSet.open(packed, "train")
 

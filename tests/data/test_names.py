@@ -28,12 +28,8 @@ Source = Callable[[Path, Sequence[str], Encode], Sequence[str]]
 
 BEAR, OTHER, DOG = "Bär", "Bör", "Hund"
 NFC, NFD = "\u00e9lan", "e\u0301lan"
-NOT_UTF8, REPEATED, NO_NAME, CONTROL = (
-    "is not UTF-8",
-    "two classes are called",
-    "has no name",
-    "has a control character",
-)
+NOT_UTF8, REPEATED = "is not UTF-8", "two classes are called"
+NO_NAME, CONTROL = "has no name", "has a control character"
 CASES: dict[str, tuple[Sequence[str], str, str | None]] = {
     "utf-8": ((BEAR, OTHER, DOG), "utf-8", None),
     "mark": ((BEAR, OTHER, DOG), "utf-8-sig", None),

@@ -63,10 +63,8 @@ def test_images_and_labels_come_back_unchanged(tmp_path, write):
     manifest = pack(tmp_path / "source", tmp_path / "packed", shard_samples=4)
     assert packed_labels(tmp_path / "packed") == labels
     assert tuple(manifest.classes) == CLASSES
-    assert [shard.samples for shard in manifest.splits["train"].shards][:2] == [
-        4,
-        4 if manifest.splits["train"].samples > 7 else 2,
-    ]
+    train = manifest.splits["train"]
+    assert [shard.samples for shard in train.shards][:2] == [4, 4 if train.samples > 7 else 2]
 
 
 def test_webdataset_reads_the_shards(tmp_path):
@@ -314,10 +312,8 @@ def test_full_disk_is_reported_and_leaves_no_data_set(tmp_path):
     """
     arguments = [sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "packed"), "50"]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    assert (
-        done.stdout.startswith("DataError cannot write")
-        and "File too large; rerun the command to resume" in done.stdout
-    )
+    assert done.stdout.startswith("DataError cannot write")
+    assert "File too large; rerun the command to resume" in done.stdout
     assert not (tmp_path / "packed").exists()
 
 

@@ -24,9 +24,6 @@ def packed_images(folder, split):
     return sorted((shards.label(i), shards.read(i)) for i in range(len(shards)))
 
 
-# TFRecords.
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
 def test_tfrecords_are_packed_unchanged(tmp_path, first, packed):
@@ -59,9 +56,6 @@ def test_bad_tfrecords_are_refused(tmp_path, change, message):
         path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=message):
         open_source(tmp_path / "source")
-
-
-# CIFAR in its four forms.
 
 
 def write_archive(path, files):
@@ -120,9 +114,6 @@ def test_damaged_cifar_is_refused(tmp_path, name, data, message):
     (tmp_path / "cifar.tar.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match="is not a valid tar file"):
         open_source(tmp_path / "cifar.tar.gz")
-
-
-# Parquet.
 
 
 def write_parquet(folder, named=True, data=True):
@@ -188,9 +179,6 @@ def test_bad_parquet_is_refused(tmp_path):
     parquet.write_table(pa.table({"picture": [b"x"], "label": [0]}), path)
     with pytest.raises(DataError, match="has the columns picture, label: it needs `image`"):
         open_source(tmp_path / "source")
-
-
-# CSV.
 
 
 def write_list(folder, rows, names=("path", "label", "split")):

@@ -72,9 +72,6 @@ def stream_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("vitpar-stream", "vitpar-decode"))]
 
 
-# order
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle_buffer", [0, 1, 6, 1000])
 def test_pass_over_http_has_every_sample_once(address: str, workers: int, shuffle_buffer: int) -> None:
@@ -187,9 +184,6 @@ def test_labels_are_read_from_json(tmp_path: Path) -> None:
         loaded(stream(str(tmp_path / "a.tar"), labels=Labels.parse("json")), 1)
 
 
-# what may be opened
-
-
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
@@ -245,9 +239,6 @@ def test_google_storage_is_read_with_its_command_line_tool(
     assert len(labels_of(loaded(stream(url, allow_pipe=True), 7, batch_size=1, workers=0))) == 7
     assert (tmp_path / "words").read_text().splitlines() == ["cat", url]
     assert not (tmp_path / "pwned").exists()
-
-
-# faults
 
 
 @pytest.fixture

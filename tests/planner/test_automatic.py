@@ -92,11 +92,9 @@ PLANS = (
 
 @pytest.mark.parametrize("asked", PLANS, ids=str)
 def test_recipe_under_a_plan_reproduces_the_plan(asked: Plan) -> None:
-    recipe = read_recipe(
-        None, {"data.path": "x", "train.steps": 1, "train.batch_size": 32, "communication.bucket_cap_mb": 5}
-    )
+    named = {"data.path": "x", "train.steps": 1, "train.batch_size": 32}
+    recipe = read_recipe(None, named | {"communication.bucket_cap_mb": 5})
     plan = validate(asked, SMALL, 32)
     under = recipe.under(plan)
     assert under.plan(SMALL) == plan
-    again = read_recipe(None, {"data.path": "x", "train.steps": 1, "train.batch_size": 32})
-    assert again.under(plan).parallel == under.parallel
+    assert read_recipe(None, named).under(plan).parallel == under.parallel

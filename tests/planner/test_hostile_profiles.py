@@ -26,8 +26,6 @@ def refused(make: Callable[[], Any], message: str, kind: type[UserError] = Plann
     assert len(said) < 3 * MAX_QUOTED_CHARS + 400 and "\n" not in said
 
 
-# profiles
-
 HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias=True))
 
 
@@ -35,6 +33,10 @@ HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias
     ("change", "message"),
     [
         ({"ranks": 10**9}, "ranks: Input should be less than or equal to 65536"),
+        ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
+        ({"speed": 1}, "unknown key 'speed'"),
+        ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
+        ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
         ({"pipeline": float("nan")}, "pipeline: Input should be a finite number"),
         ({"overlap": {"compute": 1e300, "communication": 1}}, "overlap.compute: Input should be less than"),
         ({"copy": {"timings": [{"size": 1, "seconds": 1e-320, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
@@ -42,7 +44,7 @@ HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias
         ({"x" * 10**6: 1}, "unknown key 'x{198}…'"),
     ],
 )
-def test_oversized_hardware_profiles_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_hardware_profiles_are_refused_by_key(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE | change))
     refused(lambda: Hardware.read(path), f"is not a hardware profile, {message}")
@@ -54,17 +56,13 @@ def test_profile_with_an_invalid_model_is_refused(
     (tmp_path / "hardware.json").write_text(json.dumps(HARDWARE))
     write_profiles(tmp_path)
     profile = json.loads(import_model(tmp_path, vit_huge_32(), "fp32").model_dump_json())
-    for change, message in (
-        ({"depth": 10**9}, "depth of .* is 1000000000: it must be"),
-        ({"x": 1}, "unknown model field 'x'"),
-    ):
+    large = ({"depth": 10**9}, "depth of .* is 1000000000: it must be")
+    for change, message in (large, ({"x": 1}, "unknown model field 'x'")):
         (tmp_path / "model.json").write_text(json.dumps(profile | {"model": profile["model"] | change}))
         words = f"search --hardware {tmp_path}/hardware.json --model-profile {tmp_path}/model.json"
         said = refusal(words.split(), monkeypatch, capsys)
         assert re.search(f"does not describe a valid model: {message}", said), said
 
-
-# clusters
 
 CLUSTER = """
 nodes = 2
@@ -106,9 +104,6 @@ def test_too_many_devices_are_refused(tmp_path: Path) -> None:
     refused(lambda: find_cluster("99999x99xH100"), "9,899,901 ranks: use at most 65,536", StrategyError)
     refused(lambda: find_cluster("٣xH100"), "unknown cluster '٣xH100'")
     refused(lambda: find_cluster("8x" + "H" * 10**6), "unknown cluster '8xH+…'")
-
-
-# Galvatron's
 
 
 @pytest.mark.parametrize(

@@ -205,10 +205,8 @@ def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatc
     flash: list[bool] = []
     try:
         for name, told in (("math", "math"), ("auto", "torch's choice")):
-            named = replace(subject, attention=name)
-            found = profile_model(
-                named, CPU, clock, 1, lambda *_: flash.append(torch.backends.cuda.flash_sdp_enabled())
-            )
+            note = lambda *_: flash.append(torch.backends.cuda.flash_sdp_enabled())  # noqa: E731
+            found = profile_model(replace(subject, attention=name), CPU, clock, 1, note)
             assert found.measured["attention"] == told
             assert flash and set(flash) == {name == "auto"}
             flash.clear()

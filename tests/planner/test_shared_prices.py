@@ -46,10 +46,9 @@ def test_stages_that_share_a_matrix_add_its_gradients_once_a_step(
 ) -> None:
     """The sum takes as long as an all-reduce of this rank's shard. parts: shards of the matrix; 0 for no sum."""
     plan = validate(replace(parse(mesh), **more), WIDE, BATCH)
-    tied, apart = (
-        price(plan, estimated_costs(config, "2x2xL40S", "fp32"), BATCH) for config in (WIDE, Separate(**asdict(WIDE)))
-    )
-    links, shard = estimated_costs(WIDE, "2x2xL40S", "fp32").links, 4096 * 192 * 4 / (parts or 1)
+    every = [estimated_costs(config, "2x2xL40S", "fp32") for config in (WIDE, Separate(**asdict(WIDE)))]
+    tied, apart = (price(plan, costs, BATCH) for costs in every)
+    links, shard = every[0].links, 4096 * 192 * 4 / (parts or 1)
     group = sharing_group(plan, (0, plan.pipeline_degree - 1), 2)
     assert group.nodes == 2 or not parts
     expected = links.seconds("all_reduce", group, shard) if parts else 0.0

@@ -1,5 +1,6 @@
 """Prices of plans on clusters whose ranks share slow wires, compared with a replay of every rank's messages."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -121,14 +122,8 @@ def uniform_plans(costs: LayerCosts, batch_size: int) -> list[Plan]:
     ranks, found = costs.hardware.ranks, []
     for pp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= costs.config.num_blocks):
         size = ranks // pp
-        degrees = [
-            (a, b, size // a // b)
-            for a in range(1, size + 1)
-            if size % a == 0
-            for b in range(1, size + 1)
-            if size // a % b == 0
-        ]
-        for dp, fsdp, tp in degrees:
+        parts = [n for n in range(1, size + 1) if size % n == 0]
+        for dp, fsdp, tp in (degrees for degrees in product(parts, repeat=3) if math.prod(degrees) == size):
             axes = [f"{role}{n}" for role, n in (("dp", dp), ("fsdp", fsdp), ("tp", tp)) if n > 1] or ["dp1"]
             plan = parse("x".join([*([f"pp{pp}"] if pp > 1 else []), *axes]))
             for schedule, microbatches in product(("gpipe", "1f1b") if pp > 1 else ("1f1b",), MICROBATCHES):

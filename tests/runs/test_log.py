@@ -13,9 +13,8 @@ def log_of(path: Path, *lines: str) -> Path:
 
 
 def test_a_complete_run_ends_with_done(tmp_path: Path) -> None:
-    found = read_log(
-        log_of(tmp_path / "log", start_line("pp2: *=tp2, head=dp2", 1200), "saving step 1,200: x", "done  x")
-    )
+    lines = (start_line("pp2: *=tp2, head=dp2", 1200), "saving step 1,200: x", "done  x")
+    found = read_log(log_of(tmp_path / "log", *lines))
     (start,) = found.starts
     assert (start.plan, start.steps, start.batch_size, start.after) == ("pp2: *=tp2, head=dp2", 1200, 128, 0)
     assert (start.model, start.parameters, start.device) == ("vit_custom", 203_530, "cpu")

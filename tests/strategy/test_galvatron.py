@@ -82,11 +82,8 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int, tuple[int, ...]]:
 
     Returns (plan, number of blocks, batch size, numbers of the blocks without values in the file).
     """
-    depth, stage, zero = (
-        draw(st.integers(1, 9)),
-        draw(st.sampled_from([1, 2, 4, 6, 12, 15])),
-        draw(st.sampled_from([0, 2])),
-    )
+    depth, stage = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 4, 6, 12, 15]))
+    zero = draw(st.sampled_from([0, 2]))
     unlisted = (draw(st.integers(0, depth - 2)),) if depth > 1 and draw(st.booleans()) else ()
     pp = draw(st.integers(1, depth - len(unlisted)))
 

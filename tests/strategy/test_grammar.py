@@ -91,6 +91,7 @@ def test_canonical_form(text: str, canonical: str) -> None:
 FLAGS = "sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload"
 READ_AS = "an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
 ONE_X = "write one 'x' between two axes, as in dp2xtp2"
+ALIKE = "give all layers strategies of the same size"
 
 
 @pytest.mark.parametrize(
@@ -136,19 +137,6 @@ ONE_X = "write one 'x' between two axes, as in dp2xtp2"
         ("dp2+tp2", "unknown flag 'tp2' at…: axes are joined by 'x' and come before the flags, as in dp2xtp2+ckpt"),
         ("dp2xckpt", "'ckpt' at position 5 of 'dp2xckpt' is a flag, not an axis: write +ckpt at the end"),
         ("dp2xzero1", "'zero1' at position 5 of 'dp2xzero1' is a flag, not an axis: write +zero1 at the end"),
-    ],
-)
-def test_refusals_point_at_the_position(text: str, message: str) -> None:
-    with says(message):
-        parse(text)
-
-
-ALIKE = "give all layers strategies of the same size"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("pp2:", "empty group at position 5 of 'pp2:': write layers and their strategy, as in 0-11=dp2"),
         ("pp2: *=dp2,", "empty group at position 12 of 'pp2: *=dp2,': write layers and their strategy, as in 0-11=dp2"),
         ("pp2: dp2", "cannot read 'dp2' at position 6 of 'pp2: dp2': a group is layers=strategy, as in 0-11=dp2"),
@@ -164,7 +152,7 @@ ALIKE = "give all layers strategies of the same size"
         ("pp0: *=dp2", "the degree of 'pp' at position 1 of 'pp0: *=dp2' is 0: use 1 to 65,536"),
     ],
 )
-def test_invalid_layerwise_plans_are_refused(text: str, message: str) -> None:
+def test_refusals_point_at_the_position(text: str, message: str) -> None:
     with says(message):
         parse(text)
 

@@ -21,9 +21,6 @@ def refused(make: Callable[[], Any], message: str) -> str:
     return said
 
 
-# strings
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -64,12 +61,3 @@ def test_oversized_plan_fields_are_refused() -> None:
         refused(lambda number=number: batch_arithmetic(Plan(), number), "the batch size is .*: use 1 to 16,777,216")
     refused(lambda: Plan(split=(1,) * 1_025), "split has 1,025 stages: use at most 1,024")
     refused(lambda: Strategy((Axis("tp", 8),), "2.5d", HUGE), "needs tp to be 10+… times a square, not 8")
-
-
-# plan.json
-
-
-# Galvatron's
-
-
-# commands

@@ -15,6 +15,7 @@ from helpers.text_models import TokenLoss
 from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import given_sides, zero_sides
+from vitpar.models.lora import adapted
 from vitpar.models.loss import CrossEntropy
 from vitpar.strategy import token_layout
 from vitpar.strategy.layout import mesh_axes
@@ -48,10 +49,8 @@ def sent_by_a_layer(device: torch.device, mesh: str, layer: str, config: ModelCo
         x = torch.randn(shape) if config.input.dtype is None else torch.zeros(shape, dtype=torch.int64)
     axes = next(m.tensor_mesh for m in stage.layers()["blocks.1"].modules() if hasattr(m, "tensor_mesh"))
     names = {axes.get_group(axis).group_name: (axis, axes.get_group(axis).size()) for axis in axes.mesh_dim_names}
-    sides, rows, group = (
-        zero_sides(config, ROWS, "cpu"),
-        *(p[layer].row_range(ROWS) for p in (stage.rows, stage.group_rows)),
-    )
+    sides = zero_sides(config, ROWS, "cpu")
+    rows, group = (parts[layer].row_range(ROWS) for parts in (stage.rows, stage.group_rows))
     here, inside = slice(rows.start, rows.stop), slice(group.start, group.stop)
     with Sent() as forward:
         y = stage.layers()[layer](x, **given_sides(stage.layers()[layer], None, sides, here, inside))
@@ -75,6 +74,12 @@ HEADS: tuple[dict, ...] = ({}, {"pool": "avg", "representation_size": 12}, {"dis
 )
 def test_collectives_of_a_block_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
     assert_sent(mesh, "blocks.1", CONFIG, ranks)
+
+
+@pytest.mark.parametrize("mesh", ["tp8+3d", "tp8+3d+ckpt"])
+def test_collectives_of_a_block_with_adapters_match_the_table(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Those of some of its linear layers, of both roles; tests/planner/test_priced_bytes.py has the other modes."""
+    assert_sent(mesh, "blocks.1", adapted(CONFIG, 5, 8.0, ("qkv", "proj", "fc2")), ranks)
 
 
 @pytest.mark.parametrize("options", HEADS, ids=["token", "mean", "two tokens"])

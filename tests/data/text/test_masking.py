@@ -11,9 +11,8 @@ from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 
 VOCABULARY = 200
-SPECIALS = Specials(
-    pad=0, cls=1, sep=2, mask=3, eos=4, unk=5, sentinels=tuple(range(VOCABULARY - 1, VOCABULARY - 41, -1))
-)
+SENTINELS = tuple(range(VOCABULARY - 1, VOCABULARY - 41, -1))
+SPECIALS = Specials(pad=0, cls=1, sep=2, mask=3, eos=4, unk=5, sentinels=SENTINELS)
 PLAIN = sorted(set(range(VOCABULARY)) - set(SPECIALS.all))
 
 
@@ -64,11 +63,8 @@ def test_masks_depend_on_the_key_alone():
     part = mlm(ids[3:5], lengths[3:5], keys[3:5], SPECIALS, VOCABULARY)
     assert all(np.array_equal(a[3:5], b) for a, b in zip(whole, part, strict=True))
     assert not np.array_equal(whole[1], mlm(ids, lengths, keys + 1, SPECIALS, VOCABULARY)[1])
-    noise = spans(ids, lengths, keys, SPECIALS)
-    assert all(
-        np.array_equal(a[3:5], b)
-        for a, b in zip(noise, spans(ids[3:5], lengths[3:5], keys[3:5], SPECIALS), strict=True)
-    )
+    noise, part = (spans(ids[rows], lengths[rows], keys[rows], SPECIALS) for rows in (slice(None), slice(3, 5)))
+    assert all(np.array_equal(a[3:5], b) for a, b in zip(noise, part, strict=True))
 
 
 def test_whole_words_are_chosen_together_in_random_order_until_the_rate():

@@ -160,31 +160,23 @@ def test_refusals_name_the_layer(change: dict[str, Any], message: str) -> None:
         plan_from_json(data)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "the plan has no key 'vitpar_plan': add it, the value is a whole number"),
-        ('{"vitpar_plan": 1}', "the plan has no key 'layers': add it, the value is a list of at most 1,027 objects"),
-        ("[]", f"the plan is []: give an object with the {KEYS.replace('keys are', 'keys')}"),
-        ('{"pp": 1, "pp": 2}', "key 'pp' is repeated: give it once"),
-    ],
-)
-def test_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+FILES = [
+    (b"{}", "{path}: the plan has no key 'vitpar_plan': add it, the value is a whole number"),
+    (
+        b'{"vitpar_plan": 1}',
+        "{path}: the plan has no key 'layers': add it, …a list of at most 1,027 objects",
+    ),
+    (b"[]", f"{{path}}: the plan is []: give an object with the {KEYS.replace('keys are', 'keys')}"),
+    (b'{"pp": 1, "pp": 2}', "{path}: key 'pp' is repeated: give it once"),
+    *((content, "{path} is not JSON: …") for content in (b"", b'{"pp": ', b"\xff\xfe")),
+    (None, "cannot read the plan {path}: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), FILES)
+def test_file_that_is_not_a_plan_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(text)
-    with says(f"{path}: {message}"):
+    if content is not None:
+        path.write_bytes(content)
+    with says(message.format(path=path)):
         read_plan(path)
-
-
-@pytest.mark.parametrize("content", [b"", b'{"pp": ', b"\xff\xfe"])
-def test_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "plan.json"
-    path.write_bytes(content)
-    with pytest.raises(StrategyError) as caught:
-        read_plan(path)
-    assert str(caught.value).startswith(f"{path} is not JSON: ")
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"^cannot read the plan .*plan\.json: No such file or directory$"):
-        read_plan(tmp_path / "plan.json")

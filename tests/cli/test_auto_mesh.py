@@ -113,9 +113,8 @@ def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch:
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", profile)
-    recipe = read_recipe(
-        None, {"data.path": "x", "train.steps": 1, "model.name": config.name, "train.precision": "fp32"}
-    )
+    named = {"data.path": "x", "train.steps": 1, "model.name": config.name}
+    recipe = read_recipe(None, named).with_precision("fp32")
 
     def sources() -> int:
         before = len(measured)

@@ -1,8 +1,7 @@
-"""`vitpar plan`, and the parts of its output that `vitpar check` and `vitpar train` also print."""
+"""`vitpar plan`, its drawing of the ranks, and the parts of its output that other commands also print."""
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +14,10 @@ from vitpar.errors import PlannerError, StrategyError
 from vitpar.models import model_config
 from vitpar.planner.cost.price import price
 from vitpar.planner.sources import estimated_costs
-from vitpar.strategy import SCHEDULES, batch_arithmetic, parse, validate
+from vitpar.strategy import parse, validate
 from vitpar.strategy.plan_json import read_plan
-from vitpar_cli.check import _batch_that_divides
 from vitpar_cli.plan import plan
-from vitpar_cli.plan_words import batch_words, consecutive, layer_words, travel_words
-from vitpar_cli.rank_grid import draw_ranks
+from vitpar_cli.rank_grid import COLOURS, draw_ranks
 
 Run = Callable[..., str]
 
@@ -58,9 +55,8 @@ def test_plan_shows_ranks_stages_batch_and_communication(run: Run) -> None:
 
 def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
     lines = squeezed(run("pp1: 0-3=tp8+3d, *=tp4xdp2+sp", *BASE, "--modules"))
-    assert any(
-        line.startswith("+sp split the samples of a micro-batch where Megatron splits the sequence") for line in lines
-    )
+    split = "+sp split the samples of a micro-batch where Megatron splits the sequence"
+    assert any(line.startswith(split) for line in lines)
     at = lines.index("modules of blocks 0-3: tp8+3d")
     assert lines[at + 3].split()[:2] == ["norm1", "SplitNorm"]
     assert lines[at + 5].startswith("attn.qkv Linear3D j Shard(0) j Shard(0) all-gather /")
@@ -72,9 +68,8 @@ def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
     record = json.loads(run("tp2", *BASE, "--modules", "--json"))["modules"]
     assert [layer["layers"][0] for layer in record] == ["embed", "blocks.0", "head"]
     fc1 = next(row for row in record[1]["modules"] if row["module"] == "mlp.fc1")
-    assert [fc1[key] for key in ("style", "weight", "before", "after")] == [
-        *("ColumnLinear", "Shard(0)", "– / all-reduce", "")
-    ]
+    found = [fc1[key] for key in ("style", "weight", "before", "after")]
+    assert found == ["ColumnLinear", "Shard(0)", "– / all-reduce", ""]
     assert "no layer has tensor parallelism" in run("dp2", *BASE, "--modules")
 
 
@@ -165,43 +160,6 @@ def test_plans_come_from_options_recipes_and_files(run: Run, tmp_path: Path) -> 
     assert "1,024 ranks" in run("pp1: 0-3=fsdp1024, 4-7=tp2xfsdp512, *=dp64xtp16+2d", *thousand)
 
 
-def test_layers_travel_and_batch_in_words() -> None:
-    assert layer_words([("embed", "blocks.0", "blocks.1"), ("blocks.4", "head")]) == "embed, blocks 0-1, 4, head"
-    assert (layer_words([("blocks.3",)]), layer_words([("head",)])) == ("block 3", "head")
-    groups = [["embed"], ["blocks.0"], ["blocks.2", "blocks.3"], ["head"]]
-    assert consecutive(["embed", "blocks.0", "blocks.2", "blocks.3", "head"]) == groups
-    assert travel_words([0.25, 0.25]) == "a rank sends 25.0 % of each"
-    assert travel_words([0.5, 0.25]) == "a rank sends 25.0 % to 50.0 % of each"
-    batches = {
-        "dp1": "8 images",
-        "pp2": "8 images = 4 micro-batches x 2",
-        "dp2": "8 images = 2 data-parallel parts x 4",
-    }
-    assert {mesh: batch_words(batch_arithmetic(parse(mesh), 8), "image") for mesh in batches} == batches
-
-
-def test_help_names_all_schedules(run: Run) -> None:
-    shown = " ".join(run("--help").replace("│", " ").split())
-    assert all(schedule in shown for schedule in SCHEDULES)
-    assert '"pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt"' in shown
-
-
-@pytest.mark.parametrize(
-    ("strategy", "fields", "batch"),
-    [
-        ("dp3", {}, 18),
-        ("pp4", {"microbatches": 8}, 16),
-        ("dp3xtp4+sp", {}, 24),  # two images for each of the 12 batch parts
-        ("pp2: 0-3=tp6+sp, *=dp2xfsdp3", {"schedule": "gpipe"}, 48),
-        ("tp8+3d", {"microbatch_size": 2}, 16),
-    ],
-)
-def test_check_chooses_a_batch_that_the_plan_divides(strategy: str, fields: dict[str, object], batch: int) -> None:
-    asked = replace(parse(strategy), **fields)
-    assert _batch_that_divides(asked) == batch
-    validate(asked, model_config("vit_nano_patch4_16"), batch)
-
-
 H100 = ("--model", "vit_small_patch16_224", "--batch-size", "256", "--cluster", "8xH100")
 
 
@@ -234,11 +192,7 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
         (("dp2", "--memory", "4GB"), PlannerError, "--memory is given without a machine"),
         (("dp2", "--epochs", "3"), PlannerError, "--epochs is given without a machine"),
         (("dp16", *H100), PlannerError, "takes 16 ranks but 8xH100 has 8"),
-        (
-            ("dp2", "--hardware", "x.json", "--num-classes", "5"),
-            PlannerError,
-            "--num-classes is given without --cluster",
-        ),
+        (("dp2", "--hardware", "x.json", "--num-classes", "5"), PlannerError, "--num-classes is given without"),
         (("dp2", *H100, "--hardware", "x.json"), PlannerError, "both --cluster and a profile are given"),
     ],
 )
@@ -260,3 +214,75 @@ def test_classes_are_those_of_the_recipes_data_but_not_of_a_published_model(
     assert " 1,000 classes" in run("dp2", "--model", "vit_tiny_patch16_224")
     assert " 1,000 classes" in run("dp2", "--model", "vit_tiny_patch16_224", "--cluster", "2xH100")
     assert " 5 classes" in run("dp2", "--recipe", "digits", "--num-classes", "5")
+
+
+DRAWN = {
+    # Stages in rows, tensor-parallel ranks in a box.
+    ("pp2xtp2xdp2", 80): """
+             dp 0         dp 1
+          tp 0  tp 1   tp 0  tp 1
+        ┌────────────┬────────────┐
+stage 0 │  0     2   │  1     3   │
+        ├────────────┼────────────┤
+stage 1 │  4     6   │  5     7   │
+        └────────────┴────────────┘
+""",
+    ("tp12+2.5d", 30): """
+           j 0  j 1
+         ┌──────────┐
+d 0  i 0 │  0    1  │
+     i 1 │  2    3  │
+         ├──────────┤
+d 1  i 0 │  4    5  │
+     i 1 │  6    7  │
+         ├──────────┤
+d 2  i 0 │  8    9  │
+     i 1 │ 10   11  │
+         └──────────┘
+""",
+    # One line per strategy of a layerwise plan.
+    ("pp2: embed=fsdp8, 0=tp4xdp2, 1=fsdp8, 2-3=tp8+2.5d, *=tp2xdp4+sp", 80): """
+ranks of a stage, counted from 0; | separates parts of the batch
+embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
+0         tp4xdp2     0 2 4 6 | 1 3 5 7
+2-3       tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7
+*         tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7
+""",
+    # Many ranks are summarised by axis.
+    ("tp4xpp2xdp32+2d", 40): """
+i:    0 128 | 1 129 | 2 130 | 3 131 | …
+j:    0 64 | 1 65 | 2 66 | 3 67 | …
+pp:   0 32 | 1 33 | 2 34 | 3 35 | …
+dp:   0 1 … 31 | 32 33 … 63 | …
+""",
+}
+
+
+@pytest.mark.parametrize(("strategy", "width"), DRAWN)
+def test_ranks_are_drawn(strategy: str, width: int) -> None:
+    expected = DRAWN[strategy, width].splitlines()[1:]
+    assert str(draw_ranks(parse(strategy), width)).splitlines()[: len(expected)] == expected
+
+
+def test_colours_mark_parts_of_the_batch() -> None:
+    def colours(strategy: str) -> list[str]:
+        """Return the colours of the ranks, line by line."""
+        text = draw_ranks(parse(strategy), 80)
+        return [str(span.style) for span in text.spans if span.style in COLOURS]
+
+    assert colours("dp2xtp2") == ["cyan", "magenta"]
+    assert colours("tp4+2d") == ["cyan", "magenta"]  # the rows of the 2d grid split the batch
+    assert colours("dp2xtp4+2d") == ["cyan", "yellow", "magenta", "green"]
+    assert colours("pp1: 0=dp2xtp2, *=tp4") == ["cyan", "magenta", "cyan"]
+
+
+WIDE = "pp2: 0=tp8xdp8, 2=tp8xdp8, 4=tp8xdp8, 6=tp8xdp8, 8=tp8xdp8, 10=tp8xdp8, 12=tp8xdp8, *=tp64+2d+ckpt.selective"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_grid_keeps_to_its_width(width: int) -> None:
+    for strategy in (
+        *("dp8", "pp8", "tp8", "pp2xdp2xfsdp2xtp2", "pp4xtp4xdp4", "fsdp64", "pp2xdp64"),
+        *("tp4+2d", "pp2xdp2xtp16+2d", "tp27+3d", "dp2xtp64+3d", "tp18xdp2+2.5d", "pp1: 0=dp64, *=tp2xdp32", WIDE),
+    ):
+        assert max(map(len, str(draw_ranks(parse(strategy), width)).splitlines())) <= width, strategy

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from helpers.command_line import Command, Refused, printed
-from helpers.run_folder import losses_of
 from helpers.small_data import CLASSES, TRAIN
 from vitpar.errors import DataError
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
@@ -50,15 +49,6 @@ def test_data_without_a_recipe_trains_with_the_defaults(default_run: tuple[Path,
     assert f"warning: the batch of 40 samples is larger than the training set of {IMAGES}" in words
 
 
-@pytest.mark.slow
-def test_stored_recipe_repeats_the_run(place: Path, default_run: tuple[Path, str], vitpar: Command) -> None:
-    folder, _ = default_run
-    done = vitpar("train", "--recipe", "run/recipe.toml", "--run-dir", "again")
-    assert done.returncode == 0, done.stderr
-    assert losses_of(place / "again") == losses_of(folder) and "defaults for" not in done.stdout
-    assert read_recipe(place / "again" / "recipe.toml") == read_recipe(folder / "recipe.toml")
-
-
 def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.chdir(place)
     named = {"data.path": "data"}
@@ -88,9 +78,6 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     refused(place, rows, "train", "--data", "data")
 
 
-# precision
-
-
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a machine whose only device is a GPU that computes in bf16."""
@@ -116,11 +103,7 @@ class Resolved(Exception):
 
 @pytest.mark.parametrize("command", ["train", "check", "bench", "eval", "profile"])
 def test_all_commands_resolve_the_precision(
-    command: str,
-    place: Path,
-    default_run: tuple[Path, str],
-    one_gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vitpar.training.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
@@ -193,16 +176,9 @@ def test_folder_of_images_is_packed_once(
 ) -> None:
     photos, target = tmp_path / "photos", tmp_path / "data_shards" / "photos"
     shutil.copytree(place / "source" / "train", photos)
-    refused(
-        tmp_path,
-        [
-            (["--task", "mlm"], "pack photos data_shards/photos` and give"),
-            (["--dry-run"], "pack photos data_shards/photos` and give data_shards/photos"),
-        ],
-        "train",
-        "--data",
-        "photos",
-    )
+    words = "pack photos data_shards/photos` and give"
+    rows = [(["--task", "mlm"], words), (["--dry-run"], f"{words} data_shards/photos")]
+    refused(tmp_path, rows, "train", "--data", "photos")
     for change, said in (
         (lambda: None, "packing    photos into data_shards/photos\n"),
         (lambda: None, "packed from photos before; no file has changed since"),

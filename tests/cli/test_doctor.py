@@ -72,16 +72,8 @@ Change = Callable[[dict[str, Any]], None]
         (lambda r: r["local_world"].update(ok=False, error="x"), "error", "an all-reduce of two local ranks failed"),
         (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
         (lambda r: r.update(devices=[]), "warning", "an NVIDIA driver is loaded but torch sees no GPU (the driver may"),
-        (
-            lambda r: r["devices"][0].update(compute_capability=[7, 5]),
-            "warning",
-            "GPU 0 (H200, 7.5) is too old for fast",
-        ),
-        (
-            lambda r: r["limits"].update(open_files=256),
-            "warning",
-            "the limit of open files is 256: raise it with `ulimit",
-        ),
+        (lambda r: r["devices"][0].update(compute_capability=[7, 5]), "warning", "GPU 0 (H200, 7.5) is too old for"),
+        (lambda r: r["limits"].update(open_files=256), "warning", "the limit of open files is 256"),
         (lambda r: r["limits"].update(user_processes=64), "warning", "the limit of processes is 64: raise it with"),
         (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
         (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),

@@ -73,11 +73,8 @@ def test_data_sets_are_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for images in (shards, renumbered):
         (again,) = handed(monkeypatch, images).arguments
         assert isinstance(again, ShardSet) and again is not images
-        assert (again.classes, again.per_class, again.fingerprint) == (
-            images.classes,
-            images.per_class,
-            images.fingerprint,
-        )
+        for name in ("classes", "per_class", "fingerprint"):
+            assert getattr(again, name) == getattr(images, name), name
         assert again.labels.tolist() == images.labels.tolist() and again.read(0) == images.read(0)
     shards.fingerprint = "of other images"
     with pytest.raises(DataError, match="was replaced while the command started"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command
+from helpers.command_line import Command, Refused
 from helpers.paths import ROOT
 
 MODEL = ("--model", "own_model.py:Mixer")
@@ -30,27 +30,17 @@ def trained(place: Path, vitpar: Command) -> Path:
     return place / "run"
 
 
-def test_run_goes_on_under_another_plan_once_the_file_is_given(trained: Path, vitpar: Command) -> None:
-    more = ("--mesh", "fsdp2", "--steps", "6", "--allow-change", "train.steps")
-    refused = vitpar("train", "--resume", "run", *more)
-    assert refused.returncode == 2
-    assert "own_model.py:Mixer' is a model of your own, which only the command line can name" in refused.stderr
-    done = vitpar("train", "--resume", "run", *MODEL, *more)
+def test_run_is_resumed_and_evaluated_under_another_plan_once_the_file_is_given(
+    place: Path, trained: Path, vitpar: Command, refused: Refused
+) -> None:
+    more = ("train", "--resume", "run", "--mesh", "fsdp2", "--steps", "6", "--allow-change", "train.steps")
+    evaluation = ("eval", "--checkpoint", "run", "--data", "data")
+    rows = [
+        (more, "own_model.py:Mixer' is a model of your own, which only the command line can name"),
+        (evaluation, "give the file that defines it with --model FILE.py:NAME"),
+    ]
+    refused(place, rows)
+    done = vitpar(*more, *MODEL)
     assert done.returncode == 0, done.stderr
-
-
-def test_evaluation_needs_the_file(trained: Path, vitpar: Command) -> None:
-    refused = vitpar("eval", "--checkpoint", "run", "--data", "data")
-    assert refused.returncode == 2 and "give the file that defines it with --model FILE.py:NAME" in refused.stderr
-    done = vitpar("eval", "--checkpoint", "run", "--data", "data", "--mesh", "tp2+sp", *MODEL)
+    done = vitpar(*evaluation, "--mesh", "tp2+sp", *MODEL)
     assert done.returncode == 0 and "top-1" in done.stdout, done.stderr
-
-
-def test_check_passes_under_a_layerwise_plan(vitpar: Command, place: Path) -> None:
-    done = vitpar("check", *MODEL, *SMALL, "--mesh", "pp2: 0=tp2+sp, *=fsdp2+ckpt", "--batch-size", "16")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_search_plans_for_it(vitpar: Command, place: Path) -> None:
-    done = vitpar("search", *MODEL, "--cluster", "2xH100", "--batch-size", "64")
-    assert done.returncode == 0 and "--model own_model.py:Mixer" in done.stdout, done.stderr

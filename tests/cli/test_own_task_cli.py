@@ -48,8 +48,3 @@ def test_task_is_trained_resumed_evaluated_and_reported(place: Path, vitpar: Com
     assert "mean absolute error" in " ".join(said("runs", "run").split())
     refused = said("report", "run", "--images", "3", *TASK, code=2)
     assert "--images shows classes, which task 'own_task.py:Value' does not predict" in refused
-
-
-def test_check_passes_under_the_documented_plan(place: Path, vitpar: Command) -> None:
-    done = vitpar("check", *TASK, "--mesh", "pp2xtp2")
-    assert done.returncode == 0, done.stdout + done.stderr

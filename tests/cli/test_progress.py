@@ -1,6 +1,7 @@
-"""Console output of `vitpar train`, on a terminal and in a file."""
+"""Console output of `vitpar train`, on a terminal and in a file, and the sparkline of its loss."""
 
 import io
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
 from vitpar_cli.recipe_words import augment_words, optimizer_words, teacher_words
+from vitpar_cli.sparkline import ASCII, BLOCKS, COLUMNS, Sparkline
 
 RECIPE = Recipe.model_validate(
     {
@@ -129,30 +131,21 @@ def test_header_describes_the_run(plain: Shown) -> None:
     assert "           0-3  tp2xdp2   0 2 | 1 3" in lines
     assert "pipeline   1f1b, in theory 20.0 % of the time idle" in lines
     assert "batch      128 images = 4 data-parallel parts x 32, each 4 micro-batches x 8" in lines
-    padded = read_recipe(
-        None, {"data.path": "x", "train.steps": 1, "data.crop_padding": 4, "augment.policy": "cifar10"}
-    )
+    named = {"data.path": "x", "train.steps": 1}
+    padded = read_recipe(None, {**named, "data.crop_padding": 4, "augment.policy": "cifar10"})
     assert augment_words(padded) == "crop with padding 4, flip 0.5, cifar10"
-    decaying = read_recipe(None, {"data.path": "x", "train.steps": 1, "optimizer.weight_decay_end": 0.4})
+    decaying = read_recipe(None, {**named, "optimizer.weight_decay_end": 0.4})
     assert optimizer_words(decaying) == "adamw, weight decay 0.05 to 0.4, gradients clipped at norm 1"
     taught = {"distill.teacher": "runs/one", "distill.kind": "logits", "distill.tau": 3, "distill.plan": "fsdp"}
-    words = teacher_words(read_recipe(None, {"data.path": "x", "train.steps": 1, **taught}))
-    assert words == "runs/one under fsdp: logits targets, alpha 0.5, tau 3"
+    assert teacher_words(read_recipe(None, named | taught)) == "runs/one under fsdp: logits targets, alpha 0.5, tau 3"
 
 
 def test_header_describes_the_training_settings(plain: Shown) -> None:
     settings = {
-        "data.path": "x",
-        "model.name": "vit_nano_patch2_8",
-        "train.precision": "bf16",
-        "optimizer.betas": [0.9, 0.95],
-        "augment.color_jitter": 0.3,
-        "train.ema_decay": 0.9999,
-        "train.compile": False,
-        "train.attention": "math",
-        "lr_schedule.min_lr": 1e-6,
-        "train.image_sizes": "4 until 40 %",
-        "train.drop_path_schedule": "late(after=5 epochs)",
+        **{"data.path": "x", "model.name": "vit_nano_patch2_8", "train.precision": "bf16"},
+        **{"optimizer.betas": [0.9, 0.95], "augment.color_jitter": 0.3, "train.ema_decay": 0.9999},
+        **{"train.compile": False, "train.attention": "math", "lr_schedule.min_lr": 1e-6},
+        **{"train.image_sizes": "4 until 40 %", "train.drop_path_schedule": "late(after=5 epochs)"},
     }
     lines = plain.start(recipe_for(50_000, settings), SettingsOrigin(50_000, automatic_precision=True)).splitlines()
     begin = lines.index("settings   defaults for 50,000 images (docs/defaults.md)")
@@ -297,3 +290,25 @@ def test_the_live_line_fits_the_terminal_and_keeps_the_remaining_time(width: int
     line = shown.step(10, 1.8).rsplit("\x1b[2K", 1)[-1].rstrip()
     shown.reporter.finished(SUMMARY)
     assert line.endswith(words) and len(line) <= width
+
+
+def line_of(steps: int, values: list[float | None], encoding: str = "utf-8") -> str | None:
+    line = Sparkline(steps)
+    for step, value in enumerate(values, start=1):
+        line.add(step, value)
+    return line.words(encoding)
+
+
+def test_the_sparkline_shows_means_of_equal_parts_and_skips_steps_without_a_value() -> None:
+    down = [7, 6, 5, 4, 3, 2, 1, 0]
+    for encoding, levels in (("utf-8", BLOCKS), ("ascii", ASCII), ("no such", ASCII)):
+        assert line_of(8, down, encoding) == f"{levels[::-1]}  7.0000 to 0.0000"
+    values = [0.0, 2.0] * COLUMNS + [9.0] * 2 * COLUMNS  # 4 steps a column
+    assert line_of(4 * COLUMNS, values) == f"{'▁' * 20}{'█' * 20}  0.0000 to 9.0000"
+    assert line_of(4, [1.0, None, math.inf, 0.5]) == "█▁  1.0000 to 0.5000"
+    resumed = Sparkline(COLUMNS)
+    for step in (30, 31, 40, 41):
+        resumed.add(step, float(step))
+    assert resumed.words() == "▁▂█  30.0000 to 41.0000"
+    assert line_of(100, [2.0]) is None and line_of(100, []) is None
+    assert line_of(3, [2.0, 2.0, 2.0]) == "▁▁▁  2.0000 to 2.0000"

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command, Refused, started
+from helpers.command_line import Command, Refused, printed, started
 from helpers.html_pages import Page
 from helpers.run_folder import rows_of
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, VAL
+from vitpar_cli.runs import runs
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +48,27 @@ def test_reports_are_written_with_and_without_validation_images(vitpar: Command,
     assert all(f"class{number}" in page.text for number in range(CLASSES))
 
 
-def test_runs_are_listed_in_80_columns(vitpar: Command) -> None:
-    done = vitpar("runs")
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and max(map(len, lines[:-1])) <= 80, done.stdout
+def test_runs_are_listed_in_80_columns(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    shown = printed(runs)
+    lines = shown.splitlines()
+    assert max(map(len, lines[:-1])) <= 80, shown
     assert lines[2].split()[:6] == ["state", "steps", "loss", "top-1", "samples/s", "age"]
     assert "      vit_custom under pp2xtp2xdp2 on digits" in lines
-    assert "trained: vit_custom under dp1 on data" in done.stdout
-    assert "complete" in done.stdout and "1/300k" in done.stdout
+    assert "trained: vit_custom under dp1 on data" in shown
+    assert "complete" in shown and "1/300k" in shown
     assert lines[-1] == "20260102-030405-vit_small_patch16_224-pp2xtp2xdp2: hot"
-    found = json.loads(vitpar("runs", "runs", "--json").stdout)
+    found = json.loads(printed(runs, "runs", "--json"))
     assert {one["name"]: one["state"] for one in found["runs"]}["trained"] == "complete"
-    assert vitpar("runs", "data").stdout == "no runs in data\n"
+    assert printed(runs, "data") == "no runs in data\n"
 
 
-def test_a_note_of_several_runs_is_said_once(vitpar: Command, place: Path) -> None:
+def test_a_note_of_several_runs_is_said_once(tmp_path: Path) -> None:
     for name, step in (("a", 9), ("b", 10)):
-        log = write_run(place / "alike" / name, [train_row(1)], log=[f"error: hot at step {step}"]) / "log.txt"
+        log = write_run(tmp_path / name, [train_row(1)], log=[f"error: hot at step {step}"]) / "log.txt"
         os.utime(log, (time.time() - step, time.time() - step))
-    printed = vitpar("runs", "alike").stdout
-    assert printed.endswith("\na and 1 more run: hot at step 9\n") and printed.count("hot") == 1
+    shown = printed(runs, str(tmp_path))
+    assert shown.endswith("\na and 1 more run: hot at step 9\n") and shown.count("hot") == 1
 
 
 def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:

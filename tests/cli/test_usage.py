@@ -1,11 +1,20 @@
-"""Command lines that cannot be parsed: one error line that says what to do."""
+"""Command lines that cannot be parsed: one error line that says what to do. Options that set recipe keys."""
 
 import sys
+from collections.abc import Callable, Iterator
+from inspect import unwrap
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+import typer
 
-from vitpar_cli.main import main
+from vitpar.training.recipe import Recipe
+from vitpar_cli.check import check
+from vitpar_cli.main import app, main
+from vitpar_cli.recipe_options import settings
+from vitpar_cli.train import train
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
@@ -31,14 +40,8 @@ MISTAKES = [
     ("scaling dp2", "unexpected argument dp2: see `vitpar scaling --help`"),
     ("train --steps many", "invalid value for '--steps': Input should be a valid integer"),
     ("search --cluster H100", "cluster 'H100' does not say how many devices: use 8xH100, or 4x8xH100"),
-    (
-        "search --hardware no.json",
-        "make one with `vitpar profile hardware`, or plan from a data sheet with --cluster",
-    ),
-    (
-        "train --set optimizer.learning_rate=1",
-        "unknown recipe key 'optimizer.learning_rate' (did you mean 'optimizer.lr'?)",
-    ),
+    ("search --hardware no.json", "make one with `vitpar profile hardware`, or plan from a data sheet with --cluster"),
+    ("train --set optimizer.learning_rate=1", "unknown recipe key 'optimizer.learning_rate' (did you mean"),
     ("plan fsdp2+zero3", "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"),
     ("settings wd2", "unknown setting 'wd2'"),
     ("fly", "no such command 'fly'"),
@@ -68,10 +71,8 @@ def test_home_folder_is_expanded_in_every_option(
         (tmp_path / "plan.json").unlink()
     printed, _ = said(["train", "--set", "data.path=~/images", "--dry-run"], monkeypatch, capsys)
     assert f"no data set at '{tmp_path}/images'" in printed
-    assert said(["report", "b\udce4r"], monkeypatch, capsys) == (
-        "error: the name 'b\\udce4r' is not UTF-8: rename it\n",
-        2,
-    )
+    sentence = "error: the name 'b\\udce4r' is not UTF-8: rename it\n"
+    assert said(["report", "b\udce4r"], monkeypatch, capsys) == (sentence, 2)
 
 
 def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +89,34 @@ def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys
         main()
     printed = capsys.readouterr()
     assert ended.value.code == 2 and printed.err == "" and printed.out.count("Usage: vitpar") == 1
+
+
+def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Callable[..., None]]]:
+    if isinstance(command, click.Group):
+        for name, part in command.commands.items():
+            yield from commands(part, (*words, name))
+    elif command.callback is not None:
+        yield " ".join(words), unwrap(command.callback)
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_options_map_to_existing_settings() -> None:
+    recipe = Recipe.model_validate({"data": {"path": "x"}})
+    for name, command in COMMANDS.items():
+        for key in settings(command, dict.fromkeys(command.__annotations__)):
+            section, _, setting = key.partition(".")
+            assert setting in type(getattr(recipe, section)).model_fields, name
+
+
+def test_option_values_have_recipe_types() -> None:
+    left_out: dict[str, Any] = dict.fromkeys(train.__annotations__)
+    given = {"split": "5,7", "weights": Path("w"), "data": Path("d"), "steps": 3, "debug_checks": True}
+    found = {key: value for key, value in settings(train, left_out | given).items() if value is not None}
+    assert found == {
+        **{"parallel.split": [5, 7], "model.weights": "w", "data.path": "d", "train.steps": 3},
+        "faults.debug_checks": True,
+    }
+    assert settings(train, {**left_out, "debug_checks": False, "split": "even"})["faults.debug_checks"] is None
+    assert "train.batch_size" in settings(check, dict.fromkeys(check.__annotations__))

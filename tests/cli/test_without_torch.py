@@ -46,29 +46,16 @@ def test_mistakes_are_refused_without_importing_torch(tmp_path: Path) -> None:
 
 WRONG_RUNS = [
     ("--set data.crop_scale=[0.5,0.2]", "crop scale (0.5, 0.2) must be a range"),
-    ("--set data.crop_padding=8", "crop padding 8 must be at least 0 and less than the image size 8"),
-    (
-        "--set model.drop_path=0 --set train.drop_path_schedule=late(after=1)",
-        "has no stochastic depth: set model.drop_path, or leave it out",
-    ),
-    ("--set 'train.image_sizes=128 until 2'", "images of vit_custom have 8: give smaller sizes"),
-    ("--set augment.policy=randd", "unknown augmentation 'randd'"),
-    ("--mesh tp3", "tp3 does not divide the 2 heads"),
-    ("--mesh dp3", "a batch of 8 samples does not divide into the 3 data-parallel parts"),
+    ("--set model.drop_path=0 --set train.drop_path_schedule=late(after=1)", "has no stochastic depth"),
     ("--mesh dp2+zero2 --schedule zbvzerobubble", "schedule zbvzerobubble needs pp"),
-    ("--set train.freeze=foo", "has no blocks called 'foo'"),
     ("--set communication.prefetch=2", "communication.prefetch is 2, which does nothing with 'dp1' in fp32"),
     ("--set train.attention=cudnn --device cpu", "train.attention 'cudnn' does not run on a cpu device"),
-    ("--device tpu", "unknown device 'tpu': use cpu or cuda"),
     ("--batch-size 16000000 --set model.image_size=2048", "use a smaller --batch-size"),
     ("--run-dir data", "the run folder 'data' exists and is not empty"),
     ("--data no_val --set checkpoint.keep_best=true", "'no_val' has no val split"),
     ("--weights gone", "--weights 'gone' does not exist"),
-    ("--ranks 4", "--ranks requires --mesh auto, but the mesh is 'dp1'"),
     ("--mesh auto --schedule gpipe --split even", "parallel.split is searched with --mesh auto"),
-    ("--allow-change data", "--allow-change data does nothing without --resume"),
     ("--resume run --batch-size 16", "these settings changed: train.batch_size was 8 and is 16"),
-    ("--resume run --set optimizer.lr=0.5", "these settings changed: optimizer.lr was"),
 ]
 
 
@@ -87,19 +74,15 @@ SMALL = "--model vit_small_patch16_224 --batch-size 256"
 WHOLE = "--seconds 100"
 """Option of searches that must not end early, since slow machines would print others."""
 WORKING = [
-    f"plan pp2xtp2xdp2 {SMALL}",
     f"plan pp2xtp2xdp2 {SMALL} --modules --json --out plan.json",
     "plan 'pp2: embed=fsdp4, stage2=tp2xfsdp2+sp, *=fsdp4+ckpt' --model swin_tiny_patch4_window7_224 --modules",
     "plan 'pp2: encoder=tp2+sp, *=fsdp2' --model t5_small --modules",
-    "search --cluster 4xH100 --model google-bert/bert-base-uncased --batch-size 64 --seconds 100",
     "plan dp --world-size 4 --recipe digits --set optimizer.name=muon --set train.ema_decay=0.9",
     f"plan fsdp8 {SMALL} --cluster 8xH100 --epochs 90 --json",
-    f"plan pp4xdp2 {SMALL} --schedule dualpipev --virtual-stages 2 --microbatches 8 --cluster 8xH100",
-    f"search --cluster 4xH100 {SMALL} {WHOLE} --json",
-    f"search --cluster 4xA100 {SMALL} {WHOLE} --memory 4GB --roles dp,fsdp --out plan.json --report page --trace step",
-    f"search --cluster 2xA100,2xL40S --model vit_small_patch16_224,swin_tiny_patch4_window7_224 --batch-size 8 {WHOLE}",
-    f"scaling --cluster 4xH100 {SMALL}",
-    "recipes",
+    f"search --cluster 2xH100 --model google-bert/bert-base-uncased --batch-size 16 {WHOLE} --json",
+    f"search --cluster 2xA100 {SMALL} {WHOLE} --memory 4GB --roles dp,fsdp --out plan.json --report page --trace step",
+    f"search --cluster 1xA100,1xL40S --model vit_small_patch16_224,swin_tiny_patch4_window7_224 --batch-size 8 {WHOLE}",
+    f"scaling --cluster 2xH100 {SMALL}",
     "recipes mae_finetune_base",
 ]
 """Plans and searches of every kind of output."""

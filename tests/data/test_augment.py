@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.policy_operations import changed_image
 from vitpar.data import Mix, TrainTransform, parse_policy
-from vitpar.data.randomness import Draws, betas, sample_keys
-from vitpar.data.transforms.policies import OPERATIONS, OneOf, RandAugment
+from vitpar.data.randomness import betas, sample_keys
+from vitpar.data.transforms.policies import RandAugment
 from vitpar.errors import RecipeError
 
 
@@ -20,52 +19,9 @@ def picture(size=32):
     return (30 + 170 * ramps + 20 * ((x // 4 + y // 4) % 2)[:, :, None]).astype(np.uint8)
 
 
-def applied(name, level, key=0, increasing=False):
-    return changed_image(name, picture(), level, np.array([key]), (0.5, 0.5, 0.5), increasing)[0].astype(int)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_change_pixels_and_keep_their_shape(name):
-    assert applied(name, 2).shape == (32, 32, 3)
-    assert np.abs(applied(name, 2) - picture()).max() > 3
-    assert np.array_equal(applied(name, 2), applied(name, 2))
-
-
-@pytest.mark.parametrize(
-    "name", ["Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness", "Rotate", "ShearX"]
-)
-def test_increasing_levels_change_more(name):
-    small, large = (np.abs(applied(name, level, increasing=True) - picture()).mean() for level in (1, 9))
-    assert small < large
-
-
-def test_operations_match_their_definitions():
-    image = picture().astype(int)
-    assert np.array_equal(applied("Invert", 5), 255 - image)
-    assert np.array_equal(applied("Posterize", 10), image & 0b11110000)
-    assert np.array_equal(applied("Posterize", 5), image & 0b11000000) and not applied("Posterize", 2).any()
-    assert np.array_equal(applied("PosterizeOriginal", 0), image & 0b11110000)
-    assert np.array_equal(applied("PosterizeOriginal", 5), image & 0b11111100)
-    assert np.array_equal(applied("Solarize", 5), np.where(image < 128, image, 255 - image))
-    assert np.array_equal(applied("SolarizeAdd", 5), np.where(image < 128, image + 55, image))
-    assert np.abs(applied("Brightness", 0) - 0.1 * image).max() <= 1
-    moved = applied("TranslateX", 10)
-    shift = int(0.45 * 32)
-    left, right = np.array_equal(moved[:, : 31 - shift].clip(0), moved[:, : 31 - shift]), (moved[:, -1] == 128).all()
-    assert left and (right or (moved[:, 0] == 128).all())
-
-
 def test_policies_parse_timms_names():
     assert parse_policy("rand-m9-n3-mstd0.5-inc1") == RandAugment(9, 3, 0.5, 0.5, True)
     assert parse_policy("rand") == RandAugment() and parse_policy("rand-p1") == RandAugment(probability=1.0)
-    original, three = parse_policy("original"), parse_policy("3a")
-    assert isinstance(original, OneOf) and len(original.lines) == 25 and {len(line) for line in original.lines} == {2}
-    assert isinstance(three, OneOf) and [line[0][0] for line in three.lines] == [
-        "Grayscale",
-        "Solarize",
-        "GaussianBlur",
-    ]
-    assert all(name in OPERATIONS for policy in (original, three) for line in policy.lines for name, _, _ in line)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +30,6 @@ def test_policies_parse_timms_names():
 def test_unknown_policies_are_refused(text):
     with pytest.raises(RecipeError, match=f"unknown augmentation '{text}'"):
         parse_policy(text)
-
-
-def test_levels_have_the_requested_spread():
-    keys = np.arange(2000)
-    levels = RandAugment(9, deviation=0.5)._levels(Draws(keys))
-    assert abs(np.mean(levels) - 9) < 0.05 and abs(np.std(levels) - 0.5) < 0.05 and max(levels) <= 10
-    spread = RandAugment(8, deviation=101)._levels(Draws(keys))
-    assert abs(np.mean(spread) - 4) < 0.2 and min(spread) >= 0 and max(spread) < 8
 
 
 @pytest.mark.parametrize(
@@ -113,30 +61,16 @@ def test_pixels_of_a_key_stay_the_same():
     assert hashlib.sha256(pixels.contiguous().numpy().tobytes()).hexdigest()[:16] == "968ccd7bdf42a4ce"
 
 
-def test_erased_boxes_are_noise_of_the_requested_size():
-    shares = []
-    images, keys = [np.full((64, 64, 3), 7, np.uint8)] * 200, np.arange(200)
-    for pixels in TrainTransform(64, erase=1.0)(images, keys):
-        rows, columns = ((pixels != 7).any(0).any(dim).nonzero() for dim in (1, 0))
-        height, width = (int(x.max() - x.min()) + 1 for x in (rows, columns))
-        shares.append(height * width / 64**2)
-    assert 0.015 < min(shares) < 0.06 and 0.25 < max(shares) < 0.35
-    assert (TrainTransform(64, erase=0.0)(images, keys) == 7).all()
-
-
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.5])
-def test_mix_weights_have_the_beta_distribution(alpha):
-    """Each weight depends only on its own key, not on the rest of the batch."""
-    numbers = betas(keys_of(20_000), alpha, 3)
-    assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 0.25 / (2 * alpha + 1)) < 0.006
-    assert np.array_equal(betas(keys_of(20_000)[500:600], alpha, 3), numbers[500:600])
-    expected = np.sort(np.random.default_rng(0).beta(alpha, alpha, 20_000))
-    assert np.abs(np.sort(numbers) - expected).max() < 0.05
-
-
 def keys_of(batch):
     zeros = np.zeros(batch, int)
     return sample_keys(0, zeros, np.arange(batch), zeros)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 2.5])
+def test_mix_weight_depends_only_on_its_own_key(alpha):
+    numbers = betas(keys_of(20_000), alpha, 3)
+    assert abs(numbers.mean() - 0.5) < 0.015 and abs(numbers.var() - 0.25 / (2 * alpha + 1)) < 0.006
+    assert np.array_equal(betas(keys_of(20_000)[500:600], alpha, 3), numbers[500:600])
 
 
 @pytest.mark.parametrize("mix", [Mix(mixup=0.8), Mix(cutmix=1.0), Mix(0.8, 1.0), Mix(0.8, 1.0, 0.5, 0.5, apart=3)])

@@ -2,17 +2,14 @@
 
 import json
 
-import numpy as np
 import pytest
 import webdataset
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from helpers.hostile_files import write_tar
 from helpers.tiny_images import encoded, write_tree
 from vitpar.data import Labels, SampleOrder, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
-from vitpar.errors import DataError, UserError
+from vitpar.errors import DataError
 from vitpar_cli.data import app
 
 
@@ -63,9 +60,8 @@ def test_names_in_label_members_become_classes(tmp_path):
     train = ShardSet.open(tmp_path, "train")
     assert train.classes == ("cat", "dog") and train.labels.tolist() == [1, 0]
     assert [train.read(0), train.read(1)] == [encoded(0), encoded(1, "JPEG")] and not list(verify(tmp_path))
-    write_tar(
-        tmp_path / "y.tar", ("0.png", encoded(0)), ("0.cls.txt", b"dog\n"), ("1.png", encoded(1)), ("1.cls.txt", b"ant")
-    )
+    members = [("0.png", encoded(0)), ("0.cls.txt", b"dog\n"), ("1.png", encoded(1)), ("1.cls.txt", b"ant")]
+    write_tar(tmp_path / "y.tar", *members)
     index(tmp_path, splits={"train": "y.tar"})
     assert ShardSet.open(tmp_path, "train").classes == ("ant", "dog")
     write_tar(tmp_path / "z.tar", ("0.png", encoded(0)), ("0.cls", b"1"))
@@ -76,54 +72,37 @@ def test_names_in_label_members_become_classes(tmp_path):
 PNG = encoded(1)
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ([("a.png", PNG)], "sample 'x.tar/a' has no label"),
-        ([("a.cls", b"1")], "sample 'x.tar/a' has no image"),
-        ([("a.png", b""), ("a.cls", b"1")], "image 'x.tar/a.png' has 0 bytes"),
-        ([("a.png", PNG), ("a.cls", b" ")], "label '' of 'x.tar/a.cls' is neither a whole number nor a name"),
-        (
-            [("a.png", PNG), ("a.cls", b"cat"), ("b.png", PNG), ("b.cls", b"1")],
-            "some labels of 'x.tar' are numbers and some are names",
-        ),
-        (
-            [("a.1.v2.png", PNG), ("a.1.v2.cls", b"1"), ("a.2.v2.png", PNG), ("a.2.v2.cls", b"1")],
-            "key 'a' of 'x.tar' has 2 images; keys end at the first dot of a name",
-        ),
-        ([("a.png", PNG), ("a.cls", b"-1")], "label -1 of 'x.tar/a.cls' is outside 0 to"),
-        (
-            [("a.png", PNG), ("a.cls", b"1"), ("a.jpg", PNG)],
-            "'x.tar/a.jpg' repeats the key 'a', which ends at the first dot",
-        ),
-        (
-            [("a.png", PNG), ("a.cls", b"1"), ("a.cls", b"1")],
-            "'x.tar/a.cls' repeats the key 'a', which ends at the first dot",
-        ),
-        ([("a.txt", b"hello")], "shard '.*x.tar' has no labelled images"),
-    ],
-)
-def test_bad_shard_error_names_the_sample(tmp_path, members, message):
+WRONG = [
+    ([("a.png", PNG)], "cls", "sample 'x.tar/a' has no label"),
+    ([("a.cls", b"1")], "cls", "sample 'x.tar/a' has no image"),
+    ([("a.png", b""), ("a.cls", b"1")], "cls", "image 'x.tar/a.png' has 0 bytes"),
+    ([("a.png", PNG), ("a.cls", b" ")], "cls", "label '' of 'x.tar/a.cls' is neither a whole number nor a name"),
+    ([("a.png", PNG), ("a.cls", b"cat"), ("b.png", PNG), ("b.cls", b"1")], "cls", "some labels of 'x.tar' are numbers"),
+    ([(f"a.{i}.v2.{kind}", PNG) for i in "12" for kind in ("png", "cls")], "cls", "key 'a' of 'x.tar' has 2 images"),
+    ([("a.png", PNG), ("a.cls", b"-1")], "cls", "label -1 of 'x.tar/a.cls' is outside 0 to"),
+    ([("a.png", PNG), ("a.cls", b"2000000000")], "cls", "label 2000000000 in the shards is above 999999"),
+    ([("a.png", PNG), ("a.cls", b"1"), ("a.jpg", PNG)], "cls", "'x.tar/a.jpg' repeats the key 'a'"),
+    ([("a.txt", b"hello")], "cls", "shard '.*x.tar' has no labelled images"),
+    ([("a.png", PNG), ("a.json", b"{}")], "json:class", "has no field 'class'"),
+    ([("a.png", PNG), ("a.json", b'{"label": [1]}')], "json", r"label \[1\] of .* is neither a whole number"),
+    ([("a.png", PNG)], "folder", "image 'x.tar/a.png' is not in a class folder"),
+]
+
+
+@pytest.mark.parametrize(("members", "labels", "message"), WRONG)
+def test_bad_shard_error_names_the_sample(tmp_path, members, labels, message):
     write_tar(tmp_path / "x.tar", *members)
     with pytest.raises(DataError, match=message):
-        index(tmp_path)
+        index(tmp_path, labels=Labels.parse(labels))
     assert not (tmp_path / "dataset.json").exists()
 
 
-@pytest.mark.parametrize("field", ["class", "label"])
-def test_json_labels_are_checked(tmp_path, field):
-    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.json", json.dumps({"label": [1]}).encode()))
-    message = "has no field 'class'" if field == "class" else r"label \[1\] of .* is neither a whole number"
-    with pytest.raises(DataError, match=message):
-        index(tmp_path, labels=Labels("json", field))
-
-
-@pytest.mark.parametrize("kept", [700, 1100, 1536, 2000, 2560, 2700, 3584, 4096])
-def test_truncated_shards_are_refused(tmp_path, kept):
-    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1"))
-    (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"is not a valid tar file|has no label|has no image"):
-        index(tmp_path)
+def test_samples_pair_members_by_key(tmp_path):
+    members = [("x.png", encoded(1)), ("y.cls", b"4"), ("x.cls", b"7"), ("x.json", b"{}"), ("y.png", encoded(2))]
+    path = write_tar(tmp_path / "a.tar", *members)
+    rows, data = scan(path).rows, path.read_bytes()
+    assert [data[r["offset"] : r["offset"] + r["size"]] for r in rows] == [encoded(1), encoded(2)]
+    assert rows["label"].tolist() == [7, 4]
 
 
 def test_folders_without_usable_shards_are_refused(tmp_path):
@@ -218,15 +197,6 @@ def test_file_names_determine_the_split(tmp_path, name, split):
     assert list(index(tmp_path).splits) == [split]
 
 
-def test_absurd_labels_are_refused(tmp_path):
-    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"2000000000"))
-    with pytest.raises(DataError, match="label 2000000000 in the shards is above 999999"):
-        index(tmp_path)
-    write_tar(tmp_path / "x.tar", ("a.png", PNG))
-    with pytest.raises(DataError, match=r"image 'x.tar/a.png' is not in a class folder"):
-        index(tmp_path, labels=Labels("folder"))
-
-
 def test_index_command_works(foreign):
     names = foreign / "names.txt"
     names.write_text("ant\nbee\ncat\n")
@@ -239,50 +209,3 @@ def test_index_command_works(foreign):
     ):
         with pytest.raises(DataError, match=message):
             CliRunner().invoke(app, ["index", str(foreign), *options], catch_exceptions=False)
-
-
-def mutated(data, changes):
-    found = bytearray(data)
-    for place, value in changes:
-        found[place % len(found)] = value
-    return bytes(found)
-
-
-CHANGES = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 255)), min_size=1, max_size=6)
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=CHANGES, cut=st.integers(0, 3000))
-def test_mutated_shards_are_read_or_refused(tmp_path, changes, cut):
-    write_tar(tmp_path / "x.tar", ("a.png", PNG), ("a.cls", b"1"), ("b.png", PNG), ("b.cls", b"1"))
-    data = (tmp_path / "x.tar").read_bytes()
-    (tmp_path / "x.tar").write_bytes(mutated(data, changes)[: len(data) - cut])
-    try:
-        rows = scan(tmp_path / "x.tar").rows
-    except UserError:
-        return
-    assert (rows["offset"] + rows["size"] <= len(data)).all()
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    changes=CHANGES,
-    name=st.sampled_from(["dataset.json", "train.index.npy", "train-000000.tar"]),
-    cut=st.integers(0, 99),
-)
-def test_mutated_data_sets_are_read_or_refused(tmp_path_factory, changes, name, cut):
-    folder = tmp_path_factory.getbasetemp() / "fuzzed"
-    if not folder.exists():
-        write_tree(folder / "source", 2, 1)
-        pack(folder / "source", folder / "packed")
-    path = folder / "packed" / name
-    data = path.read_bytes()
-    try:
-        path.write_bytes(mutated(data, changes)[: len(data) - cut])
-        shards = ShardSet.open(folder / "packed", "train")
-        assert all(0 <= shards.label(i) < len(shards.classes) and shards.read(i) for i in range(len(shards)))
-        assert np.array_equal(shards.labels, shards.labels.clip(0, 2))
-    except UserError:
-        pass
-    finally:
-        path.write_bytes(data)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from helpers.small_data import damage
 from helpers.small_data import pack_small as packed_small
-from helpers.tiny_images import write_tree
 from vitpar.data import (
     Batch,
     EvalLoader,
@@ -25,7 +24,6 @@ from vitpar.data import (
     TrainLoader,
     TrainTransform,
     decoded_bytes,
-    pack,
 )
 from vitpar.data.images import decode
 from vitpar.errors import DataError
@@ -33,15 +31,6 @@ from vitpar.errors import DataError
 # Some crops are not resized, so that their pixels are views of the cached image.
 TRAIN, EVAL = TrainTransform(10, scale=(0.5, 1.0), erase=0.5), EvalTransform(10, crop_pct=1.0)
 ROOM = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pack 21 training and 9 validation images of 12 x 10 pixels."""
-    folder = tmp_path_factory.mktemp("data")
-    write_tree(folder / "source")
-    pack(folder / "source", folder / "packed", shard_samples=8)
-    return folder / "packed"
 
 
 def counted(shards: ShardSet) -> list[int]:
@@ -169,6 +158,31 @@ def test_threads_and_ranks_that_store_at_once_do_not_overwrite_each_other() -> N
     assert first.stored == sum(-(-image(i).nbytes // 256) * 256 for i in held), "each is stored once"
 
 
+def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
+    part = ImageCache([2], ROOM).part(0)
+    part.put(0, np.zeros((1, 65536, 3), np.uint8))
+    part.put(1, np.full((65535, 1, 3), 3, np.uint8))
+    found = part.get(1)
+    assert part.get(0) is None and found is not None and found.shape == (65535, 1, 3) and found.min() == 3
+
+
+def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> None:
+    cache = ImageCache([4], 1 << 34)
+    assert cache.path is not None
+
+    path = cache.path
+
+    def used() -> int:
+        return os.stat(path).st_blocks * 512
+
+    assert used() < 1 << 16
+    cache.put(0, np.ones((600, 600, 3), np.uint8))
+    assert 600 * 600 * 3 <= used() < 600 * 600 * 3 + (1 << 22)
+    number = os.stat(path).st_ino
+    del cache
+    assert not os.path.exists(path) or os.stat(path).st_ino != number
+
+
 def test_storing_waits_for_other_ranks() -> None:
     cache = ImageCache([2], ROOM)
     cache.put(0, image(0))
@@ -183,14 +197,6 @@ def test_storing_waits_for_other_ranks() -> None:
     storing.join()
     found = cache.get(1)
     assert found is not None and np.array_equal(found, image(1))
-
-
-def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
-    part = ImageCache([2], ROOM).part(0)
-    part.put(0, np.zeros((1, 65536, 3), np.uint8))
-    part.put(1, np.full((65535, 1, 3), 3, np.uint8))
-    found = part.get(1)
-    assert part.get(0) is None and found is not None and found.shape == (65535, 1, 3) and found.min() == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -218,23 +224,6 @@ def test_caches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     del cache
     with pytest.raises(DataError, match=r"cannot be opened \(No such file or directory\): set data.cache to none"):
         ImageCache([3], ROOM, gone)
-
-
-def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> None:
-    cache = ImageCache([4], 1 << 34)
-    assert cache.path is not None
-
-    path = cache.path
-
-    def used() -> int:
-        return os.stat(path).st_blocks * 512
-
-    assert used() < 1 << 16
-    cache.put(0, np.ones((600, 600, 3), np.uint8))
-    assert 600 * 600 * 3 <= used() < 600 * 600 * 3 + (1 << 22)
-    number = os.stat(path).st_ino
-    del cache
-    assert not os.path.exists(path) or os.stat(path).st_ino != number
 
 
 def test_estimate_of_decoded_bytes(packed: Path) -> None:

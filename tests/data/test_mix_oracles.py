@@ -1,6 +1,6 @@
 """Mixup and CutMix compared with timm's code: boxes pixel for pixel, weights, blended and pasted pixels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,8 @@ from vitpar.data.randomness import sample_keys
 from vitpar.data.transforms import batch as module
 from vitpar.data.transforms.batch import Mixed
 
+pytestmark = pytest.mark.usefixtures("seeded")
 timms = timm.data.mixup
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Seed timm's random numbers, and restore their state afterwards."""
-    state = np.random.get_state()
-    np.random.seed(0)
-    yield
-    np.random.set_state(state)
 
 
 def keys_of(batch: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Names of classes from every source: kept if they are UTF-8 and distinct, refused in a sentence if not."""
+"""Names of classes: read from every source, refused if they are not distinct, and matched with a model's."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import pickle
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from helpers.hostile_files import write_tar
 from helpers.tfrecord_files import example, record
 from helpers.tiny_images import encoded
 from vitpar.data import Labels, index, pack
-from vitpar.data.classes import class_names
+from vitpar.data.classes import class_names, match_classes
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
 from vitpar.weights.hints import hints
@@ -26,12 +28,8 @@ Source = Callable[[Path, Sequence[str], Encode], Sequence[str]]
 
 BEAR, OTHER, DOG = "Bär", "Bör", "Hund"
 NFC, NFD = "\u00e9lan", "e\u0301lan"
-NOT_UTF8, REPEATED, NO_NAME, CONTROL = (
-    "is not UTF-8",
-    "two classes are called",
-    "has no name",
-    "has a control character",
-)
+NOT_UTF8, REPEATED = "is not UTF-8", "two classes are called"
+NO_NAME, CONTROL = "has no name", "has a control character"
 CASES: dict[str, tuple[Sequence[str], str, str | None]] = {
     "utf-8": ((BEAR, OTHER, DOG), "utf-8", None),
     "mark": ((BEAR, OTHER, DOG), "utf-8-sig", None),
@@ -193,3 +191,31 @@ def test_labels_are_numbers_only_if_they_are_written_as_numbers(tmp_path: Path) 
     for name in ("1_0", "1" * 5000):  # of so many digits Python makes no number
         (tmp_path / "list.csv").write_text("path,label\n" + f"a.png,{name}\nb.png,10\n" * 3)
         assert open_source(tmp_path / "list.csv").classes == sorted(["10", name])
+
+
+CAT, NUMBERS = ("cat", "dog", "fox"), ("0", "1", "2")
+ROWS: dict[str, tuple[Any, tuple[Any, ...], str, Any, str]] = {
+    # names of the model, lists of names of the data, kind, outputs, words
+    "equal": (CAT, (CAT,), "same", None, ""),
+    "equal identifiers": (("n1", "n2"), (("cat", "dog"), ("n1", "n2")), "same", None, ""),
+    "equal names that repeat": (("crane", "crane"), (("crane", "crane"),), "same", None, ""),
+    "another order": (CAT, (("fox", "cat", "dog"),), "moved", (2, 0, 1), "matched by name with the 3"),
+    "some of them": (CAT, (("fox", "dog"),), "moved", (2, 1), "the 2 classes of 'here' are matched"),
+    "some identifiers": (CAT, (("Katze", "Hund"), ("cat", "dog")), "moved", (0, 1), ""),
+    "numbers in another order": (NUMBERS, (("2", "1", "0"),), "moved", (2, 1, 0), ""),
+    "one that is unknown": (("cat", "dog"), (CAT,), "mixed", None, "'cat', 'dog' lack 'fox' of 'here'"),
+    "repeated names, moved": (("crane", "crane", "cat"), (("cat", "crane", "crane"),), "mixed", None, "repeat names"),
+    "nothing in common": (CAT, (("a", "b", "c", "d"),), "other", None, "those of 'here' are 'a', 'b', 'c', … (4)"),
+    "no names of the model": (None, (CAT,), "unnamed", None, ""),
+    "no names of the data": (CAT, (), "unnamed", None, ""),
+    "numbers for names": (CAT, (NUMBERS,), "unnamed", None, ""),
+    "numbers for names of the model": (NUMBERS, (("cats", "dogs"), ("cat", "dog")), "unnamed", None, ""),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_classes_are_matched_by_name(row: tuple[Any, tuple[Any, ...], str, Any, str]) -> None:
+    names, known, kind, outputs, words = row
+    found = match_classes(names, SimpleNamespace(place="here", num_classes=3, names_of_classes=known))
+    assert (found.kind, found.outputs) == (kind, outputs) and words in found.words
+    assert bool(found.words) == (kind not in ("same", "unnamed"))

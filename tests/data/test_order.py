@@ -19,7 +19,7 @@ def orders(draw):
     )
 
 
-@settings(max_examples=120)
+@settings(max_examples=25)
 @given(order=orders(), cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), start=st.integers(0, 10**12))
 def test_each_epoch_has_every_repeat_of_every_sample_exactly_once(order, cuts, start):
     """Batches have changing sizes, as in runs that resume with another batch size."""
@@ -39,7 +39,7 @@ def test_each_epoch_has_every_repeat_of_every_sample_exactly_once(order, cuts, s
     assert whole <= set(counts)
 
 
-@settings(max_examples=100)
+@settings(max_examples=25)
 @given(order=orders(), start=st.integers(0, 500), size=st.integers(1, 200))
 def test_batch_equals_its_positions_taken_one_by_one(order, start, size):
     alone = [tuple(int(column[0]) for column in order.batch(position, 1)) for position in range(start, start + size)]

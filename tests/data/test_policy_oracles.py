@@ -1,8 +1,6 @@
 """Operations and policies of RandAugment, AutoAugment and 3-Augment compared with timm's and torchvision's code."""
 
-import random
 from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
 from vitpar.data.transforms.policies import OPERATIONS, Operation
 
+pytestmark = pytest.mark.usefixtures("seeded")
 timms = timm.data.auto_augment
 FILL, MEAN = (124, 116, 104), (0.485, 0.456, 0.406)
 BILINEAR = Image.Resampling.BILINEAR
@@ -25,17 +24,6 @@ HPARAMS = {"img_mean": FILL, "interpolation": BILINEAR, "translate_pct": 0.45}
 PHOTOGRAPH = Image.fromarray(np.ascontiguousarray(load_sample_images().images[0][100:148, 200:248]))
 INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 RANDOM = ("GaussianBlur",)  # its radius is random
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Seed timm's random numbers, and restore their state afterwards."""
-    state, of_numpy = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    yield
-    random.setstate(state)
-    np.random.set_state(of_numpy)
 
 
 def timms_name(name: str, increasing: bool = False) -> str:

@@ -1,7 +1,6 @@
 """Index of a packed data set: random access, and refusal of everything that does not match."""
 
 import hashlib
-import io
 import json
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from helpers.tiny_images import CLASSES, encoded, write_tree
-from vitpar.data import ShardSet, pack, scan
+from helpers.tiny_images import CLASSES, write_tree
+from vitpar.data import ShardSet, pack
 from vitpar.data.shards import manifest
 from vitpar.errors import DataError
 
@@ -59,44 +58,6 @@ def test_concurrent_reads_return_the_same_bytes(packed, monkeypatch, open_files)
             assert data == expected[i]
 
 
-def add(tar, name, data):
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
-
-
-def test_index_pairs_members_by_key(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, data in (
-            ("x.png", encoded(1)),
-            ("y.cls", b"4"),
-            ("x.cls", b"7"),
-            ("x.json", b"{}"),
-            ("y.png", encoded(2)),
-        ):
-            add(tar, name, data)
-    rows = scan(tmp_path / "a.tar").rows
-    data = (tmp_path / "a.tar").read_bytes()
-    assert [data[r["offset"] : r["offset"] + r["size"]] for r in rows] == [encoded(1), encoded(2)]
-    assert rows["label"].tolist() == [7, 4]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ((("x.png", b"p"),), r"sample 'a.tar/x' has no label"),
-        ((("x.cls", b"1"),), r"sample 'a.tar/x' has no image"),
-        ((("x.cls", b"-1"), ("x.png", b"p")), r"label -1 of 'a.tar/x.cls' is outside 0 to"),
-    ],
-)
-def test_index_refuses_incomplete_samples(tmp_path, content, message):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, data in content:
-            add(tar, name, data)
-    with pytest.raises(DataError, match=message):
-        scan(tmp_path / "a.tar")
-
-
 def edit_manifest(folder, change):
     path = folder / "dataset.json"
     manifest = json.loads(path.read_text())
@@ -129,41 +90,20 @@ def with_value(rows, column, row, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda d: (d / "dataset.json").unlink(),
-            r"no data set at '.*': make one with `vitpar data pack .*packed data_shards/packed` and give data_",
-        ),
-        (
-            lambda d: (d / "dataset.json").write_text("{"),
-            r"dataset.json' is damaged or from another version \(Invalid JSON",
-        ),
+        (lambda d: (d / "dataset.json").unlink(), r"no data set at '.*': make one with `vitpar data pack .*packed"),
+        (lambda d: (d / "dataset.json").write_text("{"), r"dataset.json' is damaged or from another version"),
         (lambda d: edit_manifest(d, lambda m: m.update(vitpar_dataset=1)), r"from another version \(vitpar_dataset: "),
-        (lambda d: edit_manifest(d, lambda m: m.pop("classes")), r"damaged .*\(classes: Field required\)"),
-        (
-            lambda d: edit_manifest(d, lambda m: m["splits"]["train"].update(samples=0)),
-            r"split 'train' of '.*' is empty",
-        ),
         (lambda d: (d / "train-000001.tar").unlink(), r"shard '.*train-000001.tar' is missing"),
-        (
-            lambda d: (d / "train-000001.tar").write_bytes(b""),
-            r"shard '.*train-000001.tar' has 0 bytes but \d+ were indexed",
-        ),
+        (lambda d: (d / "train-000001.tar").write_bytes(b""), r"shard '.*train-000001.tar' has 0 bytes but \d+ were"),
         (lambda d: (d / "train.index.npy").unlink(), r"index '.*train.index.npy' cannot be read"),
-        (
-            lambda d: (d / "train.index.npy").write_bytes(b"\0" * 99),
-            r"index '.*train.index.npy' (cannot be read|does not match)",
-        ),
         (lambda d: edit_index(d, lambda rows: rows[:-1]), "does not match dataset.json"),
-        (lambda d: edit_index(d, lambda rows: rows["label"].copy()), "does not match dataset.json"),
         (
             lambda d: edit_index(d, lambda rows: with_value(rows, "label", 9, 0), signed=False),
             "is not the one recorded in",
         ),
         (lambda d: edit_index(d, lambda rows: with_value(rows, "shard", 3, 1)), "does not match the shards"),
         (lambda d: edit_index(d, lambda rows: with_value(rows, "offset", 20, 1 << 40)), "does not match the shards"),
-        (lambda d: edit_index(d, lambda rows: with_value(rows, "size", 20, 0)), "does not match the shards"),
         (lambda d: edit_index(d, lambda rows: with_value(rows, "label", 9, 3)), "does not match the shards"),
-        (lambda d: edit_index(d, lambda rows: with_value(rows, "label", 0, -1)), "does not match the shards"),
         (
             lambda d: edit_manifest(d, lambda m: m["splits"]["train"]["shards"][0].update(file="../train-000000.tar")),
             r"the shard '../train-000000.tar' is outside the folder",

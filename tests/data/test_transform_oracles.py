@@ -1,8 +1,6 @@
 """Crops, resizing, erasing, colour jitter and normalisation compared with timm's and torchvision's code."""
 
-import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -19,19 +17,9 @@ from vitpar.data.randomness import Draws
 from vitpar.data.transforms.choices import draw_changes, draw_crops
 from vitpar.data.transforms.names import CropMode, Interpolation
 
+pytestmark = pytest.mark.usefixtures("seeded")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 F = torchvision.transforms.functional
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    """Seed the random numbers of timm and torchvision, and restore their state afterwards."""
-    state = torch.get_rng_state(), random.getstate()
-    torch.manual_seed(0)
-    random.seed(0)
-    yield
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
 
 
 def noise(height: int, width: int) -> NDArray[np.uint8]:
@@ -42,9 +30,6 @@ def crops(transform: TrainTransform, shape: tuple[int, int], keys: NDArray[np.in
     """Return top, left, height and width of the crop for each key, int64 [n, 4]."""
     found = draw_crops(transform, Draws(keys), *(np.full(len(keys), side) for side in shape))
     return np.stack([found.top, found.left, found.height, found.width], 1)
-
-
-# random-resized crop
 
 
 @pytest.mark.parametrize(
@@ -86,9 +71,6 @@ def test_fallback_crop_matches_torchvision(shape: tuple[int, int]) -> None:
     assert crops(transform, shape, np.array([7])).tolist() == [list(expected)]
 
 
-# random crop with padding
-
-
 @pytest.mark.parametrize(
     ("shape", "padding"),
     [((8, 8), 2), ((8, 8), 0), ((12, 10), 1), ((9, 30), 0), ((5, 7), 1), ((3, 20), 2), ((1, 1), 4), ((20, 2), 7)],
@@ -102,9 +84,6 @@ def test_padded_crops_match_torchvision(shape: tuple[int, int], padding: int) ->
     found = Counter(crop.tobytes() for crop in ours)
     assert found.keys() == expected.keys()
     assert all(abs(found[one] - expected[one]) < 5 * (2 * expected[one]) ** 0.5 for one in expected)
-
-
-# evaluation
 
 
 def evaluated_by_timm(
@@ -168,9 +147,7 @@ def test_normalisation_matches_torchvision() -> None:
     images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
     expected = torchvision.transforms.Normalize(MEAN, STD)(F.convert_image_dtype(images, torch.float32))
     torch.testing.assert_close(Normalize(MEAN, STD)(images), expected, atol=2e-6, rtol=0)
-
-
-# random erasing
+    assert Normalize(MEAN, STD)(images, torch.bfloat16).dtype == torch.bfloat16
 
 
 def erased(pixels: torch.Tensor, untouched: float) -> tuple[int, int, int, int, NDArray[Any]] | None:
@@ -211,9 +188,6 @@ def test_random_erasing_distribution_matches_timm() -> None:
         assert_same_distribution(values[0][channel][:10_000], levels[:10_000], f"noise of channel {channel}")
         correlation = np.corrcoef(values[0][channel][:-1], values[0][channel][1:])[0, 1]
         assert abs(correlation) < 0.03, "neighbouring values follow from each other"
-
-
-# colour jitter
 
 
 @pytest.mark.parametrize("amounts", [(0.4, 0.4, 0.4), (0.3, 0.0, 0.8), (1.5, 0.2, 0.1)])

@@ -33,13 +33,8 @@ def vit_huge_32() -> ViTConfig:
     """Return the model: 196 tokens of width 1280, 32 blocks."""
     return model_config(
         "vit_custom",
-        image_size=224,
-        patch_size=16,
-        embed_dim=1280,
-        depth=DEPTH,
-        num_heads=16,
-        pool="avg",
-        num_classes=1000,
+        **{"image_size": 224, "patch_size": 16, "embed_dim": 1280, "depth": DEPTH, "num_heads": 16, "pool": "avg"},
+        **{"num_classes": 1000},
     )
 
 

@@ -63,13 +63,7 @@ def meta(compressed: bool = True, **changed: Any) -> bytes:
     rows = [(number, *SYNSETS[number], "a gloss", 0, np.zeros((1, 0)), 0, 1300) for number in sorted(SYNSETS)]
     rows.append((4, *GROUP, "a gloss", 2, np.array([[1, 2]]), 3, 0))
     fields = (
-        "ILSVRC2012_ID",
-        "WNID",
-        "words",
-        "gloss",
-        "num_children",
-        "children",
-        "wordnet_height",
+        *("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height"),
         "num_train_images",
     )
     table = np.empty((len(rows), 1), [(field, object) for field in fields])

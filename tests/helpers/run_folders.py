@@ -30,19 +30,9 @@ steps = {steps}
 def train_row(step: int, **changed: Any) -> dict[str, Any]:
     """Return a row of metrics.jsonl about a step."""
     row = {
-        "kind": "train",
-        "step": step,
-        "epoch": step / 10,
-        "samples": 128 * step,
-        "loss": 2.3 / step**0.3,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "step_ms": 100.0,
-        "data_ms": 25.0,
-        "images_per_second": 1280.0,
-        "mfu": None,
-        "memory_bytes": 10**9,
-        "skipped": False,
+        **{"kind": "train", "step": step, "epoch": step / 10, "samples": 128 * step, "loss": 2.3 / step**0.3},
+        **{"lr": 1e-3, "grad_norm": 1.0, "step_ms": 100.0, "data_ms": 25.0, "images_per_second": 1280.0},
+        **{"mfu": None, "memory_bytes": 10**9, "skipped": False},
     }
     return {**row, **changed}
 

@@ -1,7 +1,16 @@
 """Searches without limits, compared with the best plan of the space."""
 
-from vitpar.planner.cost.price import Price
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+from vitpar.errors import StrategyError
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.search.best import Search
+from vitpar.planner.search.bounds import uniform_bounds
 from vitpar.planner.search.ranking import SearchEffort
+from vitpar.planner.search.space import Space
+from vitpar.strategy import Plan, Strategy, validate
 
 EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, outlines=10**9, prices=10**9, nodes=10**9, seconds=10**9)
 """Effort of a search that looks at every plan."""
@@ -12,3 +21,71 @@ def assert_as_fast(found: Price, best: Price) -> None:
     speed, plans = found.images_per_second / best.images_per_second, (str(best.plan), str(found.plan))
     assert speed >= 1 - 1e-9, plans
     assert speed <= 1 + 1e-9 or {"embed", "head"} & {selector for selector, _ in found.plan.layers}, plans
+
+
+def assert_bounds_hold(search: Search, batch_size: int) -> None:
+    """Check that no bound of a uniform plan exceeds its price: that could hide the best plan."""
+    compared = 0
+    for outline in search._outlines():
+        choices, machine = search._uniform_options(outline), search.machine(outline, float("inf"))
+        seconds, needs = uniform_bounds(outline, choices, search._sections, machine)
+        for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
+            plan = replace(outline.pipeline, layers=(("*", option.strategy),), microbatches=outline.microbatches)
+            found = price(plan, search.costs, batch_size)
+            compared += 1
+            assert at_least <= found.seconds * (1 + 1e-9), str(plan)
+            assert bytes_at_least <= found.memory_bytes * (1 + 1e-9), str(plan)
+    assert compared > 20
+
+
+def runs(start: int, stop: int, strategies: list[Strategy]) -> Iterator[tuple]:
+    """Yield the groups of one or two strategies for neighbouring blocks."""
+    for one, other in product(strategies, repeat=2):
+        if one == other:
+            yield ((f"{start}-{stop - 1}", one),)
+        else:
+            for middle in range(start + 1, stop):
+                yield ((f"{start}-{middle - 1}", one), (f"{middle}-{stop - 1}", other))
+
+
+def splits(depth: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield all numbers of blocks that stages can have."""
+    if stages == 1:
+        yield (depth,)
+        return
+    for first in range(1, depth - stages + 2):
+        yield from ((first, *rest) for rest in splits(depth - first, stages - 1))
+
+
+def every_plan(space: Space, batch_size: int, host: bool = True) -> Iterator[Plan]:
+    """Yield every plan of a space by plain loops: validation decides which strategies fit.
+
+    host: whether there is host memory to offload to
+    """
+    for pipeline in space.pipelines():
+        strategies = [s for s in space.strategies(space.ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
+        strategies = [s for s in strategies if host or not s.offload]
+        for layers, split in _assignments(pipeline, strategies, space):
+            for microbatches in range(1, batch_size + 1):
+                plan = replace(pipeline, layers=layers, split=split, microbatches=microbatches)
+                try:
+                    yield validate(plan, space.config, batch_size)
+                except StrategyError:
+                    continue
+
+
+def _assignments(pipeline: Plan, strategies: list[Strategy], space: Space) -> Iterator[tuple]:
+    """Yield (strategies of layers, split): up to two strategies for the blocks of a kind on a stage."""
+    if pipeline.virtual_stages > 1:
+        yield from (((("*", strategy),), "even") for strategy in strategies)
+        return
+    depth = space.config.num_blocks
+    for split in splits(depth, pipeline.num_stages):
+        ends = [sum(split[:n]) for n in range(len(split) + 1)]
+        kinds = list(space.config.groups.values()) or [range(depth)]
+        places = [(max(start, kind.start), min(end, kind.stop)) for start, end in pairwise(ends) for kind in kinds]
+        for choice in product(*(list(runs(first, last, strategies)) for first, last in places if first < last)):
+            layers = tuple(group for run in choice for group in run)
+            if len({strategy for _, strategy in layers}) == 1:
+                layers = (("*", layers[0][1]),)
+            yield layers, split if len(split) > 1 else "even"

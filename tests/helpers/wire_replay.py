@@ -1,8 +1,8 @@
 """Replay of a training step on every rank of a cluster, which shares no code with the planner's cost model.
 
 Each rank runs its actions, layer by layer. What it sends occupies the wire of its device and, between nodes, a network
-card of its node, in both directions independently. Messages that need one wire at the same time share it evenly, or
-queue in the order in which they were posted. Operations of one group of ranks run one after the other, as those of an
+card of its node, in both directions independently. Messages that need one wire at the same time share it evenly.
+Operations of one group of ranks run one after the other, as those of an
 NCCL communicator do, and so do the messages from one rank to another.
 """
 
@@ -39,8 +39,6 @@ class Machine:
     """Wire of a device."""
     inter: Wire
     """Wire of a network card."""
-    queued: bool = False
-    """Whether messages queue on a wire; otherwise they share it evenly."""
 
 
 class Message(NamedTuple):
@@ -418,21 +416,11 @@ class Replay:
         key = tuple(flow.members for flow in self._flows)
         if key not in self._rates:
             routes = [self._route(members) for members in key]
-            self._rates[key] = self._queued(routes) if self.machine.queued else self._shared(key, routes)
+            self._rates[key] = self._shared(key, routes)
         return self._rates[key]
 
     def _capacity(self, wire: tuple[str, int, int]) -> float:
         return (self.machine.inter if wire[0].startswith("card") else self.machine.intra).bandwidth
-
-    def _queued(self, routes: list[dict[tuple[str, int, int], float]]) -> list[float]:
-        """Return the rates if a message waits until all earlier ones on its wires are sent."""
-        taken: set[tuple[str, int, int]] = set()
-        rates = []
-        for route in routes:
-            free = taken.isdisjoint(route)
-            rates.append(min(self._capacity(wire) / part for wire, part in route.items()) if free else 0.0)
-            taken.update(route)
-        return rates
 
     def _shared(self, key: tuple[tuple[int, ...], ...], routes: list[dict[tuple[str, int, int], float]]) -> list[float]:
         """Return the max-min fair rates: ranks share a wire evenly, and leave what they cannot use to others."""

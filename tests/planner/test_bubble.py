@@ -1,11 +1,10 @@
 """Pipeline bubble: schedules, replayed, compared with closed forms from the papers."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
-from vitpar.planner.cost.pipeline import CrossTraffic, duration, idle_share, replay
+from vitpar.planner.cost.pipeline import CrossTraffic, duration, replay
 from vitpar.strategy import Plan, parse
 from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
@@ -33,24 +32,6 @@ def test_replayed_bubble_matches_the_closed_forms(ranks: int, rounds: int) -> No
     assert waiting(piped(ranks, "zbvzerobubble", 2), m) == ranks - 1
     # (p - 1)·(F&B + B - 3W), if forward and backward of a pair run one after the other (table in DeepSeek's DualPipe).
     assert waiting(piped(ranks, "dualpipev", 2), m) == 2 * (ranks - 1)
-
-
-@pytest.mark.parametrize(
-    ("plan", "microbatches", "share"),
-    [
-        (parse("dp8"), 4, 0),
-        (piped(2, "gpipe"), 4, 1 / 5),
-        (piped(4, "1f1b"), 8, 3 / 11),
-        (piped(4, "1f1b"), 9, 3 / 12),
-        (piped(4, "interleaved1f1b", 2), 8, 3 / 19),
-        (piped(2, "interleavedzerobubble", 2), 4, 1 / 25),
-        (piped(4, "zbvzerobubble", 2), 4, 6 / 30),  # too few micro-batches to fill the V
-        (piped(4, "dualpipev", 2), 8, 6 / 54),
-    ],
-    ids=str,
-)
-def test_idle_share_of_a_plan(plan: Plan, microbatches: int, share: float) -> None:
-    assert idle_share(plan, microbatches) == pytest.approx(share)
 
 
 def actions(text: str) -> list[list[ActionPart]]:
@@ -125,16 +106,3 @@ def test_ranks_share_the_cores_of_a_cpu() -> None:
     assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # one core is never idle
     first = {(e.computation, e.stage, e.microbatch): e.end for e in one}
     assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)
-
-
-def test_every_action_runs_once() -> None:
-    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2), ("zbvzerobubble", 2)):
-        plan = piped(3, schedule, virtual)
-        events = replay(action_order(plan, 6), plan.num_stages, lambda *part: 1.0)
-        done = [(e.computation, e.stage, e.microbatch) for e in events]
-        assert len(set(done)) == len(done)
-        assert {(stage, number) for computation, stage, number in done if computation == "F"} == {
-            (stage, number) for stage in range(plan.num_stages) for number in range(6)
-        }
-        for earlier, later in pairwise(sorted((e.start, e.end) for e in events if e.pp == 1)):
-            assert later[0] >= earlier[1]

@@ -91,9 +91,8 @@ intra = { bandwidth = 1e11, latency = 1e-5 }
 def test_links_between_nodes_are_slower_and_shared() -> None:
     links = Links(find_cluster("4x8xH100").hardware())
     size = 10**9
-    within, across = (
-        links.seconds("all_reduce", group, size) for group in (RankGroup(8, 1, 1), RankGroup(16, 1, 2, 8))
-    )
+    groups = (RankGroup(8, 1, 1), RankGroup(16, 1, 2, 8))
+    within, across = (links.seconds("all_reduce", group, size) for group in groups)
     assert within < across < 2 * within  # all 8 links of a node work in parallel
     strided = links.seconds("all_reduce", RankGroup(4, 8, 4, 1, 1 / 8), size)
     assert strided > 4 * links.seconds("all_reduce", RankGroup(4, 1, 1), size)  # one rank per node uses only one link
@@ -145,13 +144,6 @@ def test_utilisation_stays_below_the_roofline(name: str) -> None:
         assert 0.1 < eager < compiled < most, model
 
 
-def test_utilisation_falls_for_narrow_models_small_batches_and_many_nodes() -> None:
-    small, base, giant = (mfu("1xH100", model) for model in MODELS)
-    assert small < base < giant
-    assert mfu("1xH100", MODELS[0], batch=1, compiled=False) < 0.1 * small
-    assert mfu("16x8xH100", MODELS[2]) < mfu("8xH100", MODELS[2]) < giant
-
-
 def test_fp8_helps_wide_compiled_blocks_only() -> None:
     bf16, fp8 = (mfu("1xH200", MODELS[2], precision) for precision in ("bf16", "fp8"))
     assert 1.05 * bf16 < fp8 < 1.5 * bf16
@@ -201,13 +193,6 @@ def test_constants_are_those_fitted_to_all_runs() -> None:
             assert getattr(calibration.fitted(group), name) == pytest.approx(used[name], rel=0.01), name
 
 
-def test_band_holds_most_of_further_runs() -> None:
-    assert calibration.band(map(float, range(1, 11))) == 9, (
-        "rank 9 of 10: rank 8 would hold less than 80 % of further runs"
-    )
-    assert calibration.band([0.041, -0.02, 0.01, -0.03]) == 0.05, "the largest of four, rounded up"
-
-
 def test_predictions_are_judged_by_the_runs_that_resemble_them() -> None:
     def band(cluster: str, model: str = MODELS[1], precision: str = "bf16", compiled: bool = True) -> Band:
         config, hardware = model_config(model), find_cluster(cluster).hardware()
@@ -215,11 +200,7 @@ def test_predictions_are_judged_by_the_runs_that_resemble_them() -> None:
         return error_band(config, profile, hardware.ranks)
 
     assert band("1xH100") == band("1xH200") == VITPAR
-    for other in (
-        band("1xA100"),
-        band("1xH100", precision="fp8"),
-        band("1xH100", "swin_tiny_patch4_window7_224"),
-    ):
+    for other in (band("1xA100"), band("1xH100", precision="fp8"), band("1xH100", "swin_tiny_patch4_window7_224")):
         assert other == BANDS[True, False]
     assert band("8xH100") == BANDS[True, True]
     assert band("1xH100", compiled=False) == BANDS[False, False]

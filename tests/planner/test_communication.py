@@ -36,20 +36,6 @@ def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -
     return next(found.communication for found in told(strategy, layer, **fields).axes if found.axis == axis)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "axes"),
-    [
-        ("dp2xtp4", ["dp2", "tp4"]),
-        ("tp4xdp2+sp", ["tp4", "dp2"]),
-        ("dp2xtp4+2d", ["dp2", "i2", "j2"]),
-        ("tp8xdp2+2.5d", ["d2", "i2", "j2", "dp2"]),
-        ("fsdp2xtp8+3d", ["fsdp2", "i2", "j2", "k2"]),
-    ],
-)
-def test_axes_of_a_strategy_follow_the_tp_mode(strategy: str, axes: list[str]) -> None:
-    assert [f"{axis.axis}{axis.degree}" for axis in told(strategy).axes] == axes
-
-
 ONCE, FORWARD = "once a step", "in forward of every micro-batch"
 BOTH = "in forward and in backward of every micro-batch"
 SCATTER = "reduce-scatter gradients"
@@ -150,18 +136,3 @@ def test_more_stages_than_fit_are_gathered_again() -> None:
     fields = {"schedule": "interleaved1f1b", "microbatches": 4}
     assert ONCE in words_of("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
     assert "3 of a rank's stages at a time" in words_of("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [
-        ("dp4", {}),
-        ("dp4+ckpt", {"+ckpt": "recompute their forward in"}),
-        ("tp4+ckpt", {"+ckpt": "recompute their forward, including tp communication, in"}),
-        ("tp4+ckpt.selective+offload", {"+ckpt.selective": "matrix products", "+offload": "host memory"}),
-    ],
-)
-def test_flags_are_described(strategy: str, flags: dict[str, str]) -> None:
-    found = {flag.flag: flag.effect for flag in told(strategy).flags}
-    assert list(found) == list(flags)
-    assert all(words in found[flag] for flag, words in flags.items())

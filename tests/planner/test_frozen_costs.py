@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.searches import assert_bounds_hold
 from vitpar import Execution, model_config, parallelize, parse, validate
-from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.models.lora import adapted
@@ -16,11 +16,8 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.measure.device import LiveBytes
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.bounds import uniform_bounds
-from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
-from vitpar.strategy import Plan
 from vitpar.strategy.freezing import listed_parameters
 
 BATCH = 16
@@ -130,39 +127,7 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, freeze: s
     costs = costs_of(CONFIG, freeze)
     schedules = ("1f1b",) if flag != "zero1" else ("gpipe", "zbvzerobubble", "interleaved1f1b")
     space = Space(costs.config, 4, (BATCH,), flags=(flag,), schedules=schedules)
-    found, compared = Search(space, costs), 0
-    for outline in found._outlines():
-        choices, machine = found._uniform_options(outline), found.machine(outline, float("inf"))
-        seconds, needs = uniform_bounds(outline, choices, found._sections, machine)
-        for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
-            plan = replace(outline.pipeline, layers=(("*", option.strategy),), microbatches=outline.microbatches)
-            right = price(plan, costs, BATCH)
-            compared += 1
-            assert at_least <= right.seconds * (1 + 1e-9), str(plan)
-            assert bytes_at_least <= right.memory_bytes * (1 + 1e-9), str(plan)
-    assert compared > 20
-
-
-@pytest.mark.parametrize("freeze", FREEZES[:3])
-@pytest.mark.parametrize("roles", [("dp", "fsdp", "tp"), ("pp", "dp", "fsdp")])
-def test_search_is_not_slower_than_any_uniform_plan(roles: tuple[str, ...], freeze: str) -> None:
-    costs = costs_of(CONFIG, freeze)
-    space = Space(costs.config, 4, (BATCH,), roles=roles, flags=("ckpt", "zero1"), schedules=("1f1b", "zbvzerobubble"))
-    plans: list[Plan] = []
-    for pipeline in space.pipelines():
-        for strategy in space.strategies(4 // pipeline.pipeline_degree):
-            for microbatches in space.microbatches(pipeline, BATCH) if space.allows(pipeline, strategy) else ():
-                plan = replace(pipeline, layers=(("*", strategy),), microbatches=microbatches)
-                try:
-                    plans.append(validate(plan, space.config, BATCH))
-                except StrategyError:
-                    continue
-    every = [price(plan, costs, BATCH) for plan in plans]
-    for budget in (float("inf"), sorted(one.memory_bytes for one in every)[len(every) // 4]):
-        best = max((one for one in every if one.memory_bytes <= budget), key=lambda one: one.images_per_second)
-        result = Search(space, costs, effort=SearchEffort(seconds=20)).best(budget)
-        assert result.plans[0].images_per_second >= best.images_per_second * (1 - 1e-3), str(best.plan)
-        assert result.bound >= best.images_per_second * (1 - 1e-9)
+    assert_bounds_hold(Search(space, costs), BATCH)
 
 
 def test_python_search_takes_frozen_layers() -> None:

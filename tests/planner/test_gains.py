@@ -8,7 +8,6 @@ from vitpar.models import model_config
 from vitpar.planner.automatic import make_search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.curves import Curve, exact
 from vitpar.planner.search.gains import PURPOSES, Gain, gains, shares
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
@@ -89,9 +88,3 @@ def test_changes_that_do_not_fit_are_left_out() -> None:
     found = by_change(gains((plan,), here, plan.memory_bytes, 2))
     assert COMPUTING in found
     assert all(gain.price.memory_bytes <= plan.memory_bytes for gain in found.values())
-
-
-def test_curves_that_were_used_can_be_scaled() -> None:
-    curve = Curve(timings=exact([(1, 1.0), (2, 3.0)]))
-    assert curve.least == 1.0
-    assert curve.slower(2.0).least == 2.0 and curve.until_last().seconds(2) == 3.0

@@ -1,6 +1,7 @@
 """Import of Galvatron's profiles, and its four published memory budgets for ViT-Huge-32."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,18 +60,6 @@ def test_search_finds_the_optimum_of_galvatrons_cost_model(costs: LayerCosts, gi
     validate(found.plan, costs.config, found.batch_size)
 
 
-@pytest.mark.parametrize("gigabytes", TABLE)
-def test_search_beats_galvatrons_plans_under_vitpars_prices(costs: LayerCosts, gigabytes: int) -> None:
-    """Both models share most assumptions here, so their predictions must also be close."""
-    speed, batch_size, words = TABLE[gigabytes]
-    plan = validate(parse(words), costs.config, batch_size)
-    ours = price(plan, costs, batch_size)
-    assert ours.images_per_second == pytest.approx(speed, rel=0.35)
-    space = Space(costs.config, 8, (batch_size,), flags=("zero1", "zero2"), tensors=costs.model.tensors)
-    best = Search(space, costs).best(ours.memory_bytes).plans[0]
-    assert best.images_per_second >= ours.images_per_second * (1 - 1e-3)
-
-
 def test_imported_links_have_galvatrons_times(folder: Path) -> None:
     hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
     link = next(li for li in hardware.links if (li.operation, li.ranks, li.stride) == ("all_reduce", 4, 2))
@@ -79,8 +68,7 @@ def test_imported_links_have_galvatrons_times(folder: Path) -> None:
 
 
 def test_times_by_message_size_take_precedence(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_text(file.read_text())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     times = {"allreduce_size_8_1MB_time": 0.5, "allreduce_size_8_2MB_time": 0.6, "all2all_size_8_1MB_time": 0.3}
     (tmp_path / "sp_time_1nodes_8gpus_per_node.json").write_text(json.dumps(times))
     links = {(li.operation, li.ranks, li.stride): li for li in import_hardware(tmp_path, 1, 8, 10**9, "drawn").links}
@@ -91,12 +79,10 @@ def test_times_by_message_size_take_precedence(folder: Path, tmp_path: Path) -> 
 
 def with_times(folder: Path, target: Path, times: dict[str, float]) -> LayerCosts:
     """Return prices from the files in `folder`, with other times per image of a block by batch size."""
-    for file in folder.iterdir():
-        (target / file.name).write_text(file.read_text())
+    shutil.copytree(folder, target, dirs_exist_ok=True)
     found = {f"layertype_0_bsz{images}_seq196": each for images, each in times.items()}
-    (target / "computation_profiling_fp32_all.json").write_text(
-        json.dumps({**found, "layertype_other_bsz8_seq196": 0.0})
-    )
+    found["layertype_other_bsz8_seq196"] = 0.0
+    (target / "computation_profiling_fp32_all.json").write_text(json.dumps(found))
     return imported(target)
 
 
@@ -108,16 +94,10 @@ def test_every_profiled_batch_size_is_used(folder: Path, tmp_path: Path) -> None
     times = {str(images): 12 / images + 0.5 for images in (1, 64, 8)}
     costs = with_times(folder, tmp_path, times)
     plan = validate(parse("dp8"), costs.config, 512)
-    (block,) = {
-        layer
-        for layer in costs.model.layers
-        if (layer.layer, layer.tensor, layer.checkpoint) == ("block", "tp1", "none") and layer.wrapped
-    }
+    layers = {(p.layer, p.tensor): p for p in costs.model.layers if p.checkpoint == "none" and p.wrapped}
+    block, split = layers["block", "tp1"], layers["block", "tp4"]
     assert [block.forward.seconds(n) for n in (1, 8, 64)] == pytest.approx([12.5e-3, 16e-3, 44e-3])
     assert block.forward.seconds(128) == pytest.approx(76e-3)
-    (split,) = {
-        layer for layer in costs.model.layers if (layer.layer, layer.tensor, layer.wrapped) == ("block", "tp4", True)
-    }
     assert split.forward.seconds(8) == pytest.approx(13e-3), "what a batch takes without images is not split"
     assert price(plan, costs, 512).images_per_second > 3 * price(plan, costs, 8).images_per_second
 
@@ -144,8 +124,7 @@ def test_microbatches_below_the_profiled_batch_are_not_free(folder: Path, tmp_pa
 def test_invalid_galvatron_profiles_are_refused(
     folder: Path, tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_text(file.read_text())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name, found in change.items():
         (tmp_path / name).write_text(json.dumps(found))
     with pytest.raises(PlannerError, match=words):
@@ -173,8 +152,7 @@ def write_profile(folder: Path, target: Path, tokens: tuple[int, ...], other: st
 
     other: name of everything else in the file.
     """
-    for file in folder.iterdir():
-        (target / file.name).write_text(file.read_text())
+    shutil.copytree(folder, target, dirs_exist_ok=True)
     every = f"[{','.join(map(str, tokens))}]" if len(tokens) > 1 else str(tokens[0])
     times = {f"layertype_{n}_bsz4_seq{seq}": n + 1.0 for n, seq in enumerate(tokens)}
     raw = {f"layernum[1,1,1]_bsz4_seq{every}": 20.0, f"layertype_{other}_bsz4_seq{every}": 2.0}
@@ -209,17 +187,6 @@ def test_layer_types_of_a_swin_become_its_kinds_of_blocks(folder: Path, tmp_path
     space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
     best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
     assert validate(best.plan, config, 64) == best.plan
-
-
-def test_a_swin_profile_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
-    write_profile(folder, tmp_path, (256, 64, 16))
-    with pytest.raises(PlannerError, match="no layertype_0 of 64 tokens"):
-        import_model(tmp_path, model_config("swin_nano_patch4_window4_32"), "fp32")
-    (tmp_path / "computation_profiling_fp32_all.json").write_text(
-        json.dumps({f"layertype_{n}_bsz4_seq{seq}": 1.0 for n, seq in enumerate((256, 64, 16))})
-    )
-    with pytest.raises(PlannerError, match=r"no layertype_other of \[256,64,16\] tokens \(it has none\)"):
-        import_model(tmp_path, model_config("swin_nano_patch2_window4_32"), "fp32")
 
 
 def test_layer_types_of_a_t5_become_its_encoder_and_decoder(folder: Path, tmp_path: Path) -> None:

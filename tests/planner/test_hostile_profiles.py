@@ -1,7 +1,6 @@
 """Profiles and clusters from untrusted sources: absurd values are refused quickly, with a short error."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 from helpers.command_line import refusal
 from helpers.galvatron_2022 import vit_huge_32, write_profiles
 from vitpar.errors import PlannerError, StrategyError, UserError
-from vitpar.limits import MAX_PROFILE_BYTES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
+from vitpar.limits import MAX_QUOTED_CHARS
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.galvatron import import_hardware, import_model
-from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.planner.profile.galvatron import import_model
+from vitpar.planner.profile.profiles import Hardware
 
 pytestmark = pytest.mark.timeout(30)
-HUGE = 10**400
 
 
 def refused(make: Callable[[], Any], message: str, kind: type[UserError] = PlannerError) -> None:
@@ -28,56 +26,28 @@ def refused(make: Callable[[], Any], message: str, kind: type[UserError] = Plann
     assert len(said) < 3 * MAX_QUOTED_CHARS + 400 and "\n" not in said
 
 
-# profiles
-
 HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias=True))
-
-
-def test_valid_profile_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "hardware.json"
-    path.write_text(json.dumps(HARDWARE))
-    assert Hardware.read(path).ranks == 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"ranks": 10**9}, "ranks: Input should be less than or equal to 65536"),
-        ({"ranks": HUGE}, "ranks: (Input should be|Unable to parse)"),
-        ({"memory_bytes": 10**30}, "memory_bytes: Input should be less than or equal to"),
+        ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
+        ({"speed": 1}, "unknown key 'speed'"),
+        ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
+        ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
         ({"pipeline": float("nan")}, "pipeline: Input should be a finite number"),
-        ({"pace": float("inf")}, "pace: Input should be a finite number"),
-        ({"pipeline": -1.0}, "pipeline: Input should be greater than or equal to 0"),
         ({"overlap": {"compute": 1e300, "communication": 1}}, "overlap.compute: Input should be less than"),
         ({"copy": {"timings": [{"size": 1, "seconds": 1e-320, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
-        ({"copy": {"timings": [{"size": 1, "seconds": 1e300, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
         ({"copy": {"timings": []}}, "copy.timings: Tuple should have at least 1 item"),
-        ({"copy": {"timings": [1]}}, "copy.timings.0: Input should be"),
-        ({"measured": {"a": 1}}, "measured.a: Input should be a valid string"),
-        ({"copy": {"k": 1}}, "copy: unknown key 'k'"),
-        ({"links": [{}]}, "links.0.timings: Field required"),
-        ({"name": 1}, "name: Input should be a valid string"),
         ({"x" * 10**6: 1}, "unknown key 'x{198}…'"),
     ],
 )
-def test_oversized_hardware_profiles_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_hardware_profiles_are_refused_by_key(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(HARDWARE | change))
     refused(lambda: Hardware.read(path), f"is not a hardware profile, {message}")
-
-
-@pytest.mark.parametrize("read", [Hardware.read, ModelProfile.read], ids=["hardware", "model"])
-def test_files_that_are_not_profiles_are_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    for content in (b"[" * 10**6, b"\xff" * 100, b"1" * 5_000, b"[1]", b'{"a": '):
-        path.write_bytes(content)
-        refused(lambda: read(path), "profile.json is not a (hardware|model) profile")
-    path.write_bytes(b" " * (MAX_PROFILE_BYTES + 1))
-    refused(lambda: read(path), "it has more than 8,388,608 bytes")
-    path.unlink()
-    os.mkfifo(path)
-    refused(lambda: read(path), "it is not a regular file")
-    refused(lambda: read(Path("/dev/zero")), "it is not a regular file")
 
 
 def test_profile_with_an_invalid_model_is_refused(
@@ -86,17 +56,13 @@ def test_profile_with_an_invalid_model_is_refused(
     (tmp_path / "hardware.json").write_text(json.dumps(HARDWARE))
     write_profiles(tmp_path)
     profile = json.loads(import_model(tmp_path, vit_huge_32(), "fp32").model_dump_json())
-    for change, message in (
-        ({"depth": 10**9}, "depth of .* is 1000000000: it must be"),
-        ({"x": 1}, "unknown model field 'x'"),
-    ):
+    large = ({"depth": 10**9}, "depth of .* is 1000000000: it must be")
+    for change, message in (large, ({"x": 1}, "unknown model field 'x'")):
         (tmp_path / "model.json").write_text(json.dumps(profile | {"model": profile["model"] | change}))
         words = f"search --hardware {tmp_path}/hardware.json --model-profile {tmp_path}/model.json"
         said = refusal(words.split(), monkeypatch, capsys)
         assert re.search(f"does not describe a valid model: {message}", said), said
 
-
-# clusters
 
 CLUSTER = """
 nodes = 2
@@ -117,15 +83,9 @@ inter = { bandwidth = 1e10, latency = 1e-5 }
         ("nodes = 2", "nodes = 999999999", "nodes: Input should be less than or equal to 65536"),
         ("nodes = 2", f"nodes = {'9' * 5_000}", "is not a valid cluster file: Exceeds the limit"),
         ("memory_bandwidth = 1e12", "memory_bandwidth = nan", "memory_bandwidth: Input should be"),
-        ("memory_bandwidth = 1e12", "memory_bandwidth = inf", "memory_bandwidth: Input should be"),
-        ("memory_bandwidth = 1e12", "memory_bandwidth = 1e-300", "memory_bandwidth: Input should be"),
-        ("sustained = 0.5", "sustained = 1e-300", "sustained: Input should be"),
         ("fp32 = 1e13", "fp32 = 1e300", "matmul.fp32: Input should be"),
-        ("latency = 1e-6", "latency = 1e300", "intra.latency: Input should be"),
-        ("latency = 1e-5", "latency = 1e-5, nics_per_node = 99999", "inter.nics_per_node: Input should be less than"),
         ("latency = 1e-5", "latency = 1e-5, nics_per_node = 0", "inter.nics_per_node: Input should be greater than"),
         ("nodes = 2", "nodes = " + "[" * 100_000, "it is nested too deeply"),
-        ("nodes = 2", "nodes = 2\n" + "x" * 10**6 + " = 1", "it has more than 262,144 bytes"),
     ],
 )
 def test_oversized_clusters_are_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -134,16 +94,6 @@ def test_oversized_clusters_are_refused(old: str, new: str, message: str, tmp_pa
     assert find_cluster(str(path)).hardware().ranks == 8
     path.write_text(CLUSTER.replace(old, new, 1))
     refused(lambda: find_cluster(str(path)), message)
-
-
-def test_extreme_link_speeds_are_accepted(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    for rate, latency, sustained in (("1.0", "2e11", "0.001"), ("1e18", "0.0", "1.0")):
-        text = CLUSTER.replace("0.5", sustained)
-        for known in ("1e12", "1e13", "1e11", "1e10"):
-            text = text.replace(known, rate)
-        path.write_text(text.replace("1e-6", latency).replace("1e-5", latency))
-        assert find_cluster(str(path)).hardware().ranks == 8
 
 
 def test_too_many_devices_are_refused(tmp_path: Path) -> None:
@@ -156,57 +106,10 @@ def test_too_many_devices_are_refused(tmp_path: Path) -> None:
     refused(lambda: find_cluster("8x" + "H" * 10**6), "unknown cluster '8xH+…'")
 
 
-def test_files_that_are_not_clusters_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("#" * (MAX_TOML_BYTES + 1))
-    refused(lambda: find_cluster(str(path)), "it has more than 262,144 bytes")
-    path.unlink()
-    os.mkfifo(path)
-    refused(lambda: find_cluster(str(path)), "it is not a regular file")
-
-
-# Galvatron's
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": float("inf")}, "pp_size_2 in .* is inf: give 0"),
-        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": float("nan")}, "pp_size_2 in .* is nan: give 0"),
-        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": HUGE}, "pp_size_2 in .* is 10+…: give 0"),
-        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": 1e-320}, "pp_size_2 in .* is .*: give 0"),
-        ("overlap_coefficient.json", {"overlap_coe": 1e300}, "overlap_coe in .* is 1e.300: give 0"),
-        ("overlap_coefficient.json", ["x"], "it has no JSON object"),
-        ("overlap_coefficient.json", "[" * 10**6, "it is nested too deeply|it has no JSON object"),
-    ],
-)
-def test_oversized_galvatron_hardware_is_refused(file: str, content: Any, message: str, tmp_path: Path) -> None:
-    write_profiles(tmp_path)
-    (tmp_path / file).write_text(json.dumps(content))
-    refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), message)
-
-
-def test_unreadable_galvatron_files_are_refused(tmp_path: Path) -> None:
-    write_profiles(tmp_path)
-    refused(lambda: import_hardware(tmp_path, 10**9, 8, 10**9, "x"), "8,000,000,000 ranks: use at most", StrategyError)
-    path = tmp_path / "overlap_coefficient.json"
-    for content, message in (
-        ("[" * 10**6, "is not a Galvatron profile: it is nested too deeply"),
-        ("9" * 5_000, "is not a Galvatron profile: Exceeds the limit"),
-        (" " * (MAX_PROFILE_BYTES + 1), "it has more than 8,388,608 bytes"),
-    ):
-        path.write_text(content)
-        refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), message)
-    path.unlink()
-    os.mkfifo(path)
-    refused(lambda: import_hardware(tmp_path, 1, 8, 10**9, "x"), "it is not a regular file")
-
-
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
         ({"1": float("inf")}, "1 in .* is inf: give 0"),
-        ({"1": HUGE}, "1 in .* is 10+…: give 0"),
         ({"1": 1.0, "999999999": 1.0}, "takes 999,999,999 ranks: use at most 65,536"),
         ({"1": 1.0, "7": 1.0}, "tp7 does not divide"),
         ({"²": 1.0}, "lacks activations of degree 1"),

@@ -9,13 +9,7 @@ import torch
 from helpers.small_data import pack_small
 from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner.measure import device as device_file
-from vitpar.planner.out_of_memory import (
-    estimate_memory,
-    explain_memory,
-    is_out_of_memory,
-    memory_of,
-    memory_warning,
-)
+from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_of, memory_warning
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import DataSection
 from vitpar_cli.profiled import costs_of
@@ -81,11 +75,7 @@ def test_message_compares_needed_with_available_memory(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("mesh", "train", "ways"),
     [
-        (
-            "dp2",
-            {"precision": "fp32"},
-            "--microbatches 2, +ckpt, --precision bf16, fsdp in place of dp or +zero1",
-        ),
+        ("dp2", {"precision": "fp32"}, "--microbatches 2, +ckpt, --precision bf16, fsdp in place of dp or +zero1"),
         ("dp2+ckpt+zero1", {}, "--microbatches 2 or fsdp in place of dp"),
         ("fsdp2", {"batch_size": 2}, "more GPUs with fsdp, +offload or +ckpt"),
         ("fsdp2+ckpt+offload", {"batch_size": 2}, "a smaller model"),

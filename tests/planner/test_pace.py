@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +11,24 @@ import torch
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import price
+from vitpar.planner.cost.price import Price, price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, load_share, others_share
+from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, others_share
 from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.profiles import Hardware
 from vitpar.planner.report.accuracy import AccuracyRow, accuracy, measured_before
 from vitpar.strategy import parse, validate
 
+CONFIG = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
+HARDWARE = find_cluster("4xA100").hardware()
 
-def test_cpu_speed_probe_takes_a_fraction_of_a_second() -> None:
-    assert 0 < CpuSpeedProbe().read() < 1
+
+def priced(mesh: str, hardware: Hardware) -> Price:
+    """Return the price of a plan for 32 images by a model's profile of pace 1."""
+    model = estimate_model(CONFIG, "fp32", HARDWARE, tensors(CONFIG, 4)).model_copy(update={"pace": 1.0})
+    return price(validate(parse(mesh), CONFIG, 32), LayerCosts(CONFIG, hardware, model), 32)
 
 
 @pytest.fixture
@@ -84,25 +89,14 @@ def test_gpu_computes_while_the_host_queues(gpu: float, host: float, monkeypatch
 
 def test_profiles_of_different_pace_are_normalised() -> None:
     """The machine was twice as slow when its links were measured."""
-    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
-    hardware = find_cluster("4xA100").hardware()
-    model = estimate_model(config, "fp32", hardware, tensors(config, 4)).model_copy(update={"pace": 1.0})
-    slow = hardware.slower(2.0, 2.0).model_copy(update={"pace": 2.0})
-    plan = validate(parse("dp2xtp2"), config, 32)
-
-    def seconds(**changed: Any) -> float:
-        machine = slow.model_copy(update=changed)
-        return price(plan, LayerCosts(config, machine, model), 32).seconds
-
-    there = price(plan, LayerCosts(config, hardware, model), 32).seconds
-    assert seconds() == pytest.approx(there) and seconds(pace=0.0) > 1.05 * there
+    slow = HARDWARE.slower(2.0, 2.0).model_copy(update={"pace": 2.0})
+    there = priced("dp2xtp2", HARDWARE).seconds
+    assert priced("dp2xtp2", slow).seconds == pytest.approx(there)
+    assert priced("dp2xtp2", slow.model_copy(update={"pace": 0.0})).seconds > 1.05 * there
 
 
 def test_measured_steps_are_compared_at_the_profiled_pace() -> None:
-    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
-    hardware = find_cluster("4xA100").hardware()
-    costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
-    predicted = price(validate(parse("dp4"), config, 32), costs, 32)
+    predicted = priced("dp4", HARDWARE)
     s = predicted.seconds
     measured = Measured((PlanSteps((2 * s, 3 * s, 8 * s), (0.002, 0.003, 0.004)),), (None,) * 4)
     row = AccuracyRow(predicted, measured, pace=0.001)
@@ -142,13 +136,6 @@ def test_other_programs_share_is_what_ranks_did_not_use(tmp_path: Path, monkeypa
     assert others_share([("here", 0.01, 0.0, 0.02)]) is None, "too short to tell"
 
 
-def test_missing_proc_stat_counters_give_none(tmp_path: Path) -> None:
-    assert CoreUse.read(tmp_path / "none") is None
-    assert CoreUse.read(stat(tmp_path, 0, 0)) is None
-    load = load_share()
-    assert load is None or 0 <= load <= 1
-
-
 class Unsteady(PlanRunner):
     """Runner whose second plan meets a slow minute in its second run."""
 
@@ -171,10 +158,7 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
     assert [index for index, _ in rest][:2] == [1, 1]
     first, second = runs[2][1], runs[-1][1]
     assert first.apart == pytest.approx(0.05) and second.apart == pytest.approx(2.5) and second.memory == (100,)
-    config = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
-    hardware = find_cluster("4xA100").hardware()
-    costs = LayerCosts(config, hardware, estimate_model(config, "fp32", hardware, ("tp1",)))
-    row = AccuracyRow(price(validate(parse("dp4"), config, 32), costs, 32), second)
+    row = AccuracyRow(priced("dp4", HARDWARE), second)
     assert measured_before([row.price], [row.to_json()]) == [second]
     with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of 'dp4'"):
         measured_before([row.price], [row.to_json() | {"strategy": "dp2"}])

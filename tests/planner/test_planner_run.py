@@ -80,18 +80,11 @@ def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitp
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
     vitpar("search", *recipe, "--memory", "1GB", "--out", "plan.json", "--report", "report.html")
-    words = vitpar(
-        *("validate", "plan.json", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json"),
-        *("--out", "rows.json"),
-    )
-    found = json.loads(words)
-    assert (
-        len(found["rows"]) == 2
-        and found["repeat"]["mean"] >= 0
-        and found == json.loads((tmp_path / "rows.json").read_text())
-    )
-    again = ("--seconds", "0.1", "--device", "cpu", "--json", "--out", "rows.json", "--resume")
-    resumed = json.loads(vitpar("validate", "plan.json", "pp2", *recipe, *again))["rows"]
+    validation = ("validate", "plan.json", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json")
+    found = json.loads(vitpar(*validation, "--out", "rows.json"))
+    assert len(found["rows"]) == 2 and found["repeat"]["mean"] >= 0
+    assert found == json.loads((tmp_path / "rows.json").read_text())
+    resumed = json.loads(vitpar(*validation, "--out", "rows.json", "--resume"))["rows"]
     for row, more in zip(found["rows"], resumed, strict=True):
         assert more["runs"][: len(row["runs"])] == row["runs"]
     for row in found["rows"]:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import vitpar
 from helpers.text_models import V1_1, TextModel, bert, t5
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
@@ -88,10 +87,3 @@ def test_bytes_kept_under_tensor_parallelism_are_those_of_one_rank(
             once, twice = (bench.memory(rows * bench.unit)[0] for rows in (2, 4))
             (saved,) = {p.saved.per_row for p in profile.layers if (p.layer, p.checkpoint) == (kind, "none")}
             assert saved == pytest.approx((twice - once) / 2 / bench.unit, rel=0.2), kind
-
-
-@pytest.mark.parametrize("model", ["bert_base", "t5_small"])
-def test_models_of_text_are_searched(model: str) -> None:
-    result = vitpar.search(model, cluster="8xH100", batch_size=64, precision="bf16")
-    strategies = result.plans[0].plan.strategies(vitpar.model_config(model).layer_names)
-    assert strategies["embed"] == strategies["head"]

@@ -73,20 +73,6 @@ def test_only_its_own_paths_methods_and_host_names_are_answered(server: LiveRepo
     assert status == 503 and text.startswith("cannot read") and text.count("\n") == 1
 
 
-def test_idle_connections_are_few_and_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live._Handler, "timeout", 0.2)
-    with serve([run], 0) as server:
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(CONNECTIONS + 3)]
-        assert [one.recv(1) for one in idle] == [b""] * len(idle), "all are closed"
-        assert asked(server)[0] == 200
-        for one in idle:
-            one.close()
-        server.shutdown()
-        thread.join()
-
-
 def test_slow_clients_do_not_block_others(server: LiveReport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live._Handler, "timeout", 60.0)
     slow = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(CONNECTIONS)]

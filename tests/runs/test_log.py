@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from helpers.run_folders import start_line
-from vitpar.runs.log import MOST_WARNINGS, read_log
+from vitpar.runs.log import read_log
 from vitpar.text import log_line
 
 
@@ -13,9 +13,8 @@ def log_of(path: Path, *lines: str) -> Path:
 
 
 def test_a_complete_run_ends_with_done(tmp_path: Path) -> None:
-    found = read_log(
-        log_of(tmp_path / "log", start_line("pp2: *=tp2, head=dp2", 1200), "saving step 1,200: x", "done  x")
-    )
+    lines = (start_line("pp2: *=tp2, head=dp2", 1200), "saving step 1,200: x", "done  x")
+    found = read_log(log_of(tmp_path / "log", *lines))
     (start,) = found.starts
     assert (start.plan, start.steps, start.batch_size, start.after) == ("pp2: *=tp2, head=dp2", 1200, 128, 0)
     assert (start.model, start.parameters, start.device) == ("vit_custom", 203_530, "cpu")
@@ -32,11 +31,3 @@ def test_a_resumed_run_forgets_the_steps_that_it_repeats(tmp_path: Path) -> None
     assert found.saves == [20, 60] and found.end == "" and found.warnings == ["slow"]
     assert [(start.plan, start.after) for start in found.starts] == [("dp2", 0), ("tp2", 20)]
     assert [start.changed for start in found.starts] == ["", "parallel.mesh was dp2 and is tp2"]
-
-
-def test_odd_lines_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"\xff\xfe\n2026-01-01 start\n" + b"2026-01-01 10:00:00 " + b"start  , " * 10_000 + b"\n\n")
-    assert read_log(path).starts == []
-    many = [f"warning: {number}" for number in range(100)]
-    assert len(read_log(log_of(path, *many)).warnings) == MOST_WARNINGS

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from helpers.run_folders import eval_row, train_row
-from vitpar.runs import lines, metrics
+from vitpar.runs import metrics
 from vitpar.runs.metrics import read_metrics
 
 
@@ -29,17 +28,15 @@ def test_columns_have_a_value_for_every_row(tmp_path: Path) -> None:
 
 def test_numbers_of_groups_of_layers_are_columns(tmp_path: Path) -> None:
     first = train_row(1, grad_norms={"embed": 0.5, "head": None}, memory_by_rank=[5, 6])
-    last = train_row(
-        3, grad_norms={"embed": 0.25}, update_ratios={"<b>": 1e-3, "x" * 100: 1.0}, memory_by_rank=[7, "8"]
-    )
+    ratios = {"<b>": 1e-3, "x" * 100: 1.0}
+    last = train_row(3, grad_norms={"embed": 0.25}, update_ratios=ratios, memory_by_rank=[7, "8"])
     found = read_metrics(written(tmp_path / "m", first, train_row(2), last))
     np.testing.assert_array_equal(found.train["grad_norms/embed"], [0.5, np.nan, 0.25])
     np.testing.assert_array_equal(found.train["update_ratios/<b>"], [np.nan, np.nan, 1e-3])
     np.testing.assert_array_equal(found.memory, [7, np.nan])
     assert {name for name in found.train if "/" in name} == {"grad_norms/embed", "grad_norms/head", "update_ratios/<b>"}
-    many = [
-        train_row(step, grad_norms={f"group {step}-{number}": 1.0 for number in range(40)}) for step in range(1, 40)
-    ]
+    groups = [{f"group {step}-{number}": 1.0 for number in range(40)} for step in range(1, 40)]
+    many = [train_row(step, grad_norms=norms) for step, norms in enumerate(groups, start=1)]
     assert len(read_metrics(written(tmp_path / "m", *many)).train) < 100
 
 
@@ -105,9 +102,3 @@ def test_a_run_without_rows_has_empty_columns(tmp_path: Path) -> None:
         columns = (*found.train.values(), *found.eval.values())
         assert found.steps == 0 and all(len(column) == 0 for column in columns)
         assert set(found.train) == {*metrics.TRAIN, "hours"} and set(found.eval) == {*metrics.EVAL, "samples", "hours"}
-
-
-def test_too_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_TEXT_BYTES", 10)
-    with pytest.raises(OSError, match="more than 10 bytes"):
-        read_metrics(written(tmp_path / "m", train_row(1)))

@@ -11,12 +11,9 @@ import pytest
 
 from helpers.html_pages import Page, data_of
 from helpers.run_folders import eval_row, start_line, train_row, write_run
-from vitpar.errors import DataError
-from vitpar.pages import plotly
 from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
-from vitpar.runs.page import MOST_RUNS, report
-from vitpar_cli.report import report as write_report
+from vitpar.runs.page import report
 
 CURVES = ("Loss", "Top-1", "Top-5", "Learning rate", "Gradient norm, before clipping", "Samples/s")
 SCRIPTS = 3  # one that runs, two of data
@@ -61,19 +58,11 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
     run = write_run(tmp_path / "mine", usual_rows(), mesh="dp2", attention={"backend": "math"}, compiled=False)
     page, html = page_of(run)
     for words in (
-        "complete",
-        "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %",
-        "87.0 % after step 60",
-        "1,280 samples/s on average",
-        "1 GB at most on rank 0",
-        "2 ranks of cpu (2 cores)",
+        *("complete", "loss 0.5856, top\u20111 87.0 %, top\u20115 99.0 %", "87.0 % after step 60"),
+        *("1,280 samples/s on average", "1 GB at most on rank 0", "2 ranks of cpu (2 cores)"),
         "1,437 training and 360 validation images",
-        f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json",
-        "started by vitpar train --mesh dp2",
-        "torch 2.13.0",
-        "Plan dp2 0 dp 0 1 dp 1",
-        "train steps = 60 complete recipe [model]",
-        "attention math",
+        *(f"vitpar train --recipe {run}/recipe.toml --mesh {run}/plan.json", "started by vitpar train --mesh dp2"),
+        *("torch 2.13.0", "Plan dp2 0 dp 0 1 dp 1", "train steps = 60 complete recipe [model]", "attention math"),
         "not compiled",
     ):
         assert words in page.text, words
@@ -151,25 +140,6 @@ def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
         assert page.text.count(hostile) > 5
 
 
-def long_run(folder: Path, steps: int) -> Path:
-    """Write a run whose metrics are noise, so that no drawing is simpler than others, with many checkpoints."""
-    row = (
-        '{"kind":"train","step":%d,"samples":%d,"loss":%.4f,"lr":%.4g,"grad_norm":%.4f,"loss_scale":%.1f,"step_ms":%.3f,'
-        '"data_ms":%.3f,"images_per_second":%.2f,"mfu":%.4f,"memory_bytes":%d}'
-    )
-    noise = np.abs(np.random.default_rng(0).normal(size=(steps, 9)))
-    scales = np.array([2, 1e-3, 1, 1024, 100, 10, 1000, 0.1, 1e9])
-    rows = (row % (step, 128 * step, *values) for step, values in enumerate((noise * scales).tolist(), start=1))
-    saves = [f"saving step {step}: x" for step in range(100, steps + 1, 100)]
-    return write_run(folder, rows, log=[start_line("dp2", steps), *saves, "done  x"])
-
-
-def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    assert 2e6 < len(page_of(long_run(tmp_path / "one", 100_000))[1].encode()) < 3e6
-    runs = [RunRecord(long_run(tmp_path / "many", 10_000))] * MOST_RUNS
-    assert len(report(runs).encode()) < 6e6
-
-
 ODD: dict[str, tuple[list[Any], str]] = {
     "none": ([], "No step has been recorded yet."),
     "one": ([train_row(1)], "steps 1 of 60"),
@@ -196,16 +166,6 @@ def test_odd_runs_have_good_pages(kind: str, tmp_path: Path) -> None:
     page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
     assert expected in page.text
     assert data_of(html)["colours"]
-
-
-def test_many_restarts_do_not_make_a_large_page(tmp_path: Path) -> None:
-    lines = [
-        line
-        for step in range(1, 3001)
-        for line in (f"resuming from x: {step} steps done", start_line("dp2", 3001), f"saving step {step}: x")
-    ]
-    page, html = page_of(write_run(tmp_path / "mine", usual_rows(3001), log=lines))
-    assert len(html) < 2_500_000 and "2,995 earlier; after step 2,996 under dp2" in page.text
 
 
 def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
@@ -248,13 +208,3 @@ def test_states_and_waits_follow_from_the_files(tmp_path: Path) -> None:
     rows = [train_row(1, step_ms=200.0, data_ms=50.0), train_row(2, data_ms=10.0), train_row(3, data_ms=150.0)]
     share = waiting_share(RunRecord(write_run(tmp_path / "waits", [*rows, train_row(4, step_ms=50.0, data_ms=99.0)])))
     np.testing.assert_allclose(share, [0.25, 0.8, 0.8, 1.0])
-
-
-def test_without_plotly_a_report_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "mine", [train_row(1)])
-    monkeypatch.setattr(plotly, "find_spec", lambda name: None)
-    plotly.library.cache_clear()
-    for live in (False, True):
-        with pytest.raises(DataError, match=r"charts need Plotly, .*: pip install -e '\.\[report\]'"):
-            write_report([run], out=None if live else tmp_path / "page.html", live=live)
-    assert not (tmp_path / "page.html").exists()

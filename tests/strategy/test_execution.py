@@ -39,10 +39,8 @@ SPLIT = {"pipelined": True, "splits_backward": True}
     ],
 )
 def test_rules_of_a_layer(mesh: str, layer: str, rules: dict[str, Any], expected: tuple[object, ...]) -> None:
-    assert astuple(Rules(**rules).of(parse(mesh).strategy, LAYERS[layer])) == (
-        *expected,
-        "weights" if layer == "embed" else "all",
-    )
+    backward = "weights" if layer == "embed" else "all"
+    assert astuple(Rules(**rules).of(parse(mesh).strategy, LAYERS[layer])) == (*expected, backward)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helpers.galvatron_files import FILES, HUGE, LAYERWISE, OLD, SMALL, column
 from vitpar.errors import StrategyError
 from vitpar.strategy import Axis, Plan, Strategy, parse
-from vitpar.strategy.galvatron import from_galvatron, is_galvatron, read_galvatron, to_galvatron, write_galvatron
+from vitpar.strategy.galvatron import from_galvatron, read_galvatron, to_galvatron, write_galvatron
 from vitpar.strategy.layout import place
 
 
@@ -50,65 +50,13 @@ def test_imported_files_give_the_expected_plan(file: str, text: str, fields: dic
     assert imported.num_blocks == len(data["tp_sizes_enc"].split(","))
 
 
-def meaning(data: dict[str, Any], ranks: int) -> tuple[Any, ...]:
-    """Return what Galvatron runs, read from the file's keys independently of vitpar.
-
-    Per layer: tp, data-parallel degree d, whether tp ranks are neighbours, how d shards state, recomputation. Then the
-    rest.
-    """
-    stage = ranks // data["pp_deg"]
-    depth = data["tp_sizes_enc"].count(",") + 1
-    default = data.get("default_dp_type", "ddp")
-
-    def layer(tp: int, consecutive: int, dp_type: int, recomputed: int) -> tuple[Any, ...]:
-        kept = None if tp == stage else "zero3" if dp_type else default
-        return (tp, stage // tp, tp in (1, stage) or bool(consecutive), kept, bool(recomputed))
-
-    def values(key: str, absent: int = 0) -> list[int]:
-        return list(map(int, data.get(key, column((absent, depth))).split(",")))
-
-    keys = ("tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "checkpoint")
-    division = [depth // data["pp_deg"]] * (data["pp_deg"] - 1)
-    return (
-        [layer(data.get("vtp", 1), 1, data.get("embed_sdp", 0), 0)],
-        [layer(*numbers) for numbers in zip(*map(values, keys), strict=True)],
-        values("pp_division") if "pp_division" in data else [*division, depth - sum(division)],
-        data["pp_deg"] == 1 or data.get("pipeline_type", "gpipe"),
-        (data["global_bsz"], data["chunks"]),
-    )
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_files_keep_their_meaning_through_import_and_export(file: str) -> None:
-    data, ranks = FILES[file]
-    imported = from_galvatron(data, ranks)
-    written = to_galvatron(imported.plan, imported.num_blocks, imported.batch_size)
-    assert meaning(written, ranks) == meaning(data, ranks)
-    assert {key: value for key, value in data.items() if key in written and key not in ("use_sp", "vsp")} == {
-        key: written[key] for key in data if key not in ("use_sp", "vsp")
-    }
-    assert from_galvatron(written, ranks).plan == imported.plan
-
-
 def test_export_writes_every_key() -> None:
     plan = replace(parse("pp2: embed=fsdp6, 0-2=tp2xdp3+zero2+ckpt, 3-4=tp6, head=fsdp6"), microbatches=4)
     assert to_galvatron(plan, 5, 48) == {
-        "pp_deg": 2,
-        "tp_sizes_enc": "2,2,2,6,6",
-        "tp_consecutive_flags": "0,0,0,1,1",
-        "dp_types_enc": "0,0,0,0,0",
-        "use_sp": "0,0,0,0,0",
-        "checkpoint": "1,1,1,0,0",
-        "global_bsz": 48,
-        "chunks": 4,
-        "pp_division": "3,2",
-        "pipeline_type": "pipedream_flush",
-        "default_dp_type": "zero2",
-        "vtp": 1,
-        "vsp": 0,
-        "embed_sdp": 1,
-        "cp_sizes_enc": "1,1,1,1,1",
-        "vcp": 1,
+        **{"pp_deg": 2, "tp_sizes_enc": "2,2,2,6,6", "tp_consecutive_flags": "0,0,0,1,1"},
+        **{"dp_types_enc": "0,0,0,0,0", "use_sp": "0,0,0,0,0", "checkpoint": "1,1,1,0,0", "global_bsz": 48},
+        **{"chunks": 4, "pp_division": "3,2", "pipeline_type": "pipedream_flush", "default_dp_type": "zero2"},
+        **{"vtp": 1, "vsp": 0, "embed_sdp": 1, "cp_sizes_enc": "1,1,1,1,1", "vcp": 1},
     }
 
 
@@ -134,11 +82,8 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int, int, tuple[int, ...]]:
 
     Returns (plan, number of blocks, batch size, numbers of the blocks without values in the file).
     """
-    depth, stage, zero = (
-        draw(st.integers(1, 9)),
-        draw(st.sampled_from([1, 2, 4, 6, 12, 15])),
-        draw(st.sampled_from([0, 2])),
-    )
+    depth, stage = draw(st.integers(1, 9)), draw(st.sampled_from([1, 2, 4, 6, 12, 15]))
+    zero = draw(st.sampled_from([0, 2]))
     unlisted = (draw(st.integers(0, depth - 2)),) if depth > 1 and draw(st.booleans()) else ()
     pp = draw(st.integers(1, depth - len(unlisted)))
 
@@ -184,17 +129,6 @@ def test_plans_are_unchanged_by_export_and_import(drawn: tuple[Plan, int, int, t
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["pp1: *=dp2xtp2", "pp2: 1=fsdp4+ckpt, *=dp4", "pp1: embed=fsdp4, 0=tp2xdp2, *=fsdp4", "pp1: 0=dp4, 1-4=dp4"],
-)
-def test_plans_with_a_default_group_keep_every_layer(text: str) -> None:
-    plan = replace(parse(text), microbatches=2)
-    names = ["embed", *(f"blocks.{index}" for index in range(5)), "head"]
-    imported = from_galvatron(to_galvatron(plan, 5, 16), plan.world_size)
-    assert imported.plan.strategies(names) == plan.strategies(names)
-
-
-@pytest.mark.parametrize(
     ("changes", "ranks", "microbatches"),
     [
         ({"chunks": -1, "global_bsz": 160, "pp_deg": 1, "pp_division": "4"}, 8, 1),
@@ -226,15 +160,6 @@ def test_consecutive_flag_places_tp_ranks(flag: int, groups: list[str]) -> None:
         index = place(strategy, rank)["dp"]
         found[index] = found.get(index, "") + str(rank)
     assert list(found.values()) == groups
-
-
-@pytest.mark.parametrize(
-    ("changes", "split"),
-    [({}, (1, 1, 3)), ({"pp_division": "2,2,1"}, "even"), ({"pp_division": "1, 3, 1"}, (1, 3, 1))],
-)
-def test_pp_division_gives_the_split(changes: dict[str, Any], split: str | tuple[int, ...]) -> None:
-    data = OLD | {"pp_deg": 3, "tp_sizes_enc": "1,1,1,1,1", "tp_consecutive_flags": "1,1,1,1,1"}
-    assert from_galvatron(data | {"dp_types_enc": "0,0,0,0,0"} | changes, 12).plan.split == split
 
 
 @pytest.mark.parametrize(
@@ -294,19 +219,6 @@ def test_import_notes_name_what_the_file_leaves_open(data: dict[str, Any], ranks
     assert from_galvatron(data, ranks).notes == tuple(notes)
 
 
-def test_fewer_chunks_than_stages_are_left_to_validate() -> None:
-    data = SMALL | {"chunks": 1, "pipeline_type": "pipedream_flush"}
-    imported = from_galvatron(data, 8)
-    assert (imported.plan.microbatches, imported.plan.schedule) == (1, "1f1b")
-    assert to_galvatron(imported.plan, 4, 16)["chunks"] == 1
-
-
-def test_galvatron_files_are_recognised() -> None:
-    assert is_galvatron(HUGE)
-    assert not is_galvatron({"vitpar_plan": 1, "layers": []})
-    assert not is_galvatron(["tp_sizes_enc"])
-
-
 def test_written_file_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("an older plan")
@@ -319,18 +231,4 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
     assert read_galvatron(path, 4, 2).plan == replace(
         parse("pp1: embed=dp2xtp2, 0=fsdp4+ckpt, 1=dp2xtp2, head=dp2xtp2"), microbatches=1
     )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("an older plan")
-
-    def full_disk(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full_disk)
-    with pytest.raises(StrategyError, match=r"^cannot write the plan .*plan\.json: No space left on device$"):
-        write_galvatron(path, replace(parse("dp4"), microbatches=1), 2, 8)
-    assert path.read_text() == "an older plan"
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]

@@ -1,4 +1,4 @@
-"""Names of groups of blocks in plans, and the layerwise plan suggested where tp fits only some of the groups."""
+"""Names of groups of blocks in plans, lists of layers, and plans suggested where tp fits only some of the groups."""
 
 import json
 import re
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.errors import StrategyError
+from vitpar.models.config import ModelConfig
 from vitpar.models.swin.config import SwinConfig
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
-from vitpar.strategy.selectors import blocks_of, is_name
+from vitpar.strategy.selectors import is_name, layers_of
 from vitpar.strategy.validate import unsplittable
 
 TINY = model_config("swin_tiny_patch4_window7_224")
@@ -45,15 +46,6 @@ def test_names_have_a_canonical_form(text: str, canonical: str) -> None:
     assert str(plan) == canonical
     assert parse(canonical) == plan
     assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
-
-
-def test_order_of_names_does_not_matter() -> None:
-    assert parse("pp1: stage2=dp2, stage1=tp2, *=fsdp2") == parse("pp1: stage1=tp2, stage2=dp2, *=fsdp2")
-
-
-def test_names_are_no_numbers() -> None:
-    assert is_name("stage2") and blocks_of("stage2") is None
-    assert not any(map(is_name, ("embed", "head", "*", "3", "0-11")))
 
 
 @st.composite
@@ -101,30 +93,17 @@ def test_equal_neighbours_are_joined_when_numbered() -> None:
         ("pp1: stag1=dp2, *=tp2", NANO, "(did you mean 'stage1'?): use embed, head, stage1, stage2, stage3 or numbers"),
         ("pp1: stage4=dp2, *=tp2", NANO, "swin_nano_patch2_window4_32 has no blocks called 'stage4'"),
         ("pp1: haed=dp2, *=tp2", NANO, "(did you mean 'head'?): use embed, head, stage1"),
-        (
-            "pp2: blk=dp2",
-            VIT,
-            "vit_tiny_patch16_224 has no blocks called 'blk': use embed, head, numbers as in 0-11",
-        ),
+        ("pp2: blk=dp2", VIT, "vit_tiny_patch16_224 has no blocks called 'blk': use embed, head, numbers as in 0-11"),
         ("pp1: 0-2=dp2, stage2=fsdp2, *=tp2", NANO, "block 2 is in two groups: give it one strategy"),
         ("pp1: 5=dp2, stage3=fsdp2, *=tp2", NANO, "block 5 is in two groups: give it one strategy"),
         ("pp1: stage1=dp2, stage3=tp2", NANO, "block 2 has no strategy: add a group such as *=dp2"),
-        (
-            "pp1: stage1=tp2, *=dp2",
-            TINY,
-            "tp2 does not divide the 3 heads of stage1 of swin_tiny_patch4_window7_224: use tp3",
-        ),
+        ("pp1: stage1=tp2, *=dp2", TINY, "tp2 does not divide the 3 heads of stage1 of swin_tiny_"),
     ],
 )
 def test_names_that_do_not_fit_the_model_are_refused(text: str, config: ViTConfig | SwinConfig, message: str) -> None:
     plan = parse(text)
     with pytest.raises(StrategyError, match=re.escape(message)):
         validate(plan, config, None)
-
-
-def test_a_name_twice_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"^'stage1' is in two groups: give it one strategy"):
-        parse("pp1: stage1=dp2, stage1=fsdp2, *=tp2")
 
 
 def test_strategies_of_names_need_a_model() -> None:
@@ -153,17 +132,7 @@ MODELS = {
 }
 DATA = ("", "xdp2", "xfsdp2", "xdp2xfsdp3")
 TENSOR = (
-    "tp2",
-    "tp4",
-    "tp3",
-    "tp8",
-    "tp2+sp",
-    "tp4+sp",
-    "tp4+2d",
-    "tp9+2d",
-    "tp16+2d",
-    "tp8+2.5d",
-    "tp8+3d",
+    *("tp2", "tp4", "tp3", "tp8", "tp2+sp", "tp4+sp", "tp4+2d", "tp9+2d", "tp16+2d", "tp8+2.5d", "tp8+3d"),
     "tp27+3d",
 )
 FLAGS = ("", "+ckpt", "+offload", "+zero1")
@@ -215,3 +184,48 @@ def test_suggestion_fits_the_batch_and_the_schedule_too() -> None:
         validate(parse("dp2xtp2"), TINY, 6)
     with pytest.raises(StrategyError, match=r"give them another strategy, as in 'pp2: stage1=dp2, \*"):
         validate(replace(parse("tp2xpp2"), schedule="interleaved1f1b", virtual_stages=2), TINY, 8)
+
+
+SWIN = model_config("swin_nano_patch2_window4_32")
+
+
+def found(text: str, config: ModelConfig = SWIN) -> list[str]:
+    chosen = layers_of(text, config.layer_names, config.groups, config.name)
+    return [name for name in config.layer_names if name in chosen]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("embed", ["embed"]),
+        (" embed ,0", ["embed", "blocks.0"]),
+        ("1-2, 2-3, head", ["blocks.1", "blocks.2", "blocks.3", "head"]),
+        ("stage2", ["blocks.2", "blocks.3"]),
+        ("*", [f"blocks.{index}" for index in range(6)]),
+    ],
+)
+def test_list_names_layers(text: str, expected: list[str]) -> None:
+    """Blocks may be named twice; * stands for all blocks, so that `embed, *` leaves the head."""
+    assert found(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is not a layer selector"),
+        ("embed,", "'' is not a layer selector"),
+        ("3-1", "blocks '3-1' run backwards: write 1-3"),
+        ("4-6", "'4-6' names block 6, but swin_nano_patch2_window4_32 has 6 blocks, 0 to 5: change it"),
+        ("stage4", "has no blocks called 'stage4'"),
+        ("embed=dp2", "'embed=dp2' is not a layer selector"),
+        ("stem", "has no blocks called 'stem'"),
+    ],
+)
+def test_unknown_layers_are_refused(text: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message.replace("(", r"\(")):
+        found(text)
+
+
+def test_models_without_names_say_which_selectors_exist() -> None:
+    with pytest.raises(StrategyError, match="has no blocks called 'stage1': use embed, head, numbers as in 0-11"):
+        found("stage1", VIT)

@@ -1,6 +1,7 @@
 """Token layouts and redistributions between them, by arithmetic and on real ranks in forward and backward."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from helpers.plans import strategies_of
 from helpers.ranks import RankPool
+from vitpar import model_config
+from vitpar.planner.search.space import Space
 from vitpar.strategy import Strategy, image_layout, output_layout, parse, token_layout
-from vitpar.strategy.layout import Layout, moves, received_share, row_parts
+from vitpar.strategy.layout import Layout, moves, received_share, row_parts, token_layout_key
 
 BATCH, TOKENS, WIDTH = 72, 3, 24
 WHOLE = torch.arange(BATCH * TOKENS * WIDTH, dtype=torch.float64).view(BATCH, TOKENS, WIDTH)
@@ -58,26 +61,6 @@ def test_equal_layouts_move_nothing(strategy: Strategy) -> None:
     assert row_parts(strategy) % strategy.data_parallel == 0
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "share"),
-    [
-        ("dp4", "tp4", 3 / 4),  # each rank lacks three of the four parts
-        ("tp4", "dp4", 0),  # every rank holds everything and keeps its slice
-        ("dp4", "dp2xtp2", 1 / 4),  # half of the rows: the rank's quarter and its neighbour's
-        ("dp4", "tp2xdp2", 1 / 2),  # rank 1 holds a quarter that is not in its half
-        ("dp2xtp2", "tp2xdp2", 1 / 2),
-        ("fsdp4", "dp4", 0),
-        ("fsdp2xdp2", "dp4", 0),  # rows follow the rank order, not the roles
-        ("dp6", "tp3xdp2", 1 / 2),
-        ("dp4", "tp4+2d", 1 / 8),  # needs half of the rows and features, and has half of that
-        ("tp4+2d", "tp4", 3 / 4),
-        ("dp4", "tp4+sp", 0),
-    ],
-)
-def test_received_share_between_layouts(source: str, target: str, share: float) -> None:
-    assert received_share(layout(source), layout(target)) == pytest.approx(share)
-
-
 def test_image_and_output_layouts() -> None:
     sequence, cube = parse("dp2xtp2+sp").strategy, parse("tp8+3d").strategy
     assert [part.row for part in image_layout(sequence)] == [0, 1, 2, 3]
@@ -114,3 +97,14 @@ def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("size", MESHES)
 def test_every_redistribution_is_exact_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
     assert [problem for here in ranks(size).run(exchanged, MESHES[size]) for problem in here] == []
+
+
+@pytest.mark.parametrize("ranks", [8, 12, 16, 64])
+def test_layout_keys_are_equal_exactly_if_layouts_are(ranks: int) -> None:
+    config = model_config("vit_custom", patch_size=4, embed_dim=96, depth=2, num_heads=12)
+    strategies = Space(config, ranks, (ranks,), flags=("sp", "2d", "2.5d", "3d")).strategies(ranks)
+    first = {token_layout_key(strategy): strategy for strategy in reversed(strategies)}
+    for strategy in strategies:
+        assert token_layout(strategy) == token_layout(first[token_layout_key(strategy)]), strategy
+    for one, other in product(first.values(), repeat=2):
+        assert one == other or token_layout(one) != token_layout(other), (one, other)

@@ -1,25 +1,15 @@
 """Plan objects: open degrees, refused fields, and the place of every rank in the mesh."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 import vitpar
+from helpers.sentences import says
 from vitpar import model_config, read_recipe
 from vitpar.errors import StrategyError
-from vitpar.strategy import (
-    Axis,
-    Plan,
-    Strategy,
-    coordinates,
-    parse,
-    place_of_rank,
-    rank_grid,
-    rank_of_place,
-)
+from vitpar.strategy import Axis, Plan, Strategy, coordinates, parse, place_of_rank, rank_grid, rank_of_place
 
 
 @pytest.mark.parametrize(
@@ -51,41 +41,17 @@ def test_open_degree_takes_the_rest(text: str, world_size: int, resolved: str) -
 @pytest.mark.parametrize(
     ("text", "world_size", "message"),
     [
-        (
-            "pp2xdp2",
-            8,
-            "'pp2xdp2' needs 4 ranks but the world has 8: start 4, or leave one degree open as in 'pp2xdp'",
-        ),
+        ("pp2xdp2", 8, "'pp2xdp2' needs 4 ranks but the world has 8: start 4, or leave one degree open as in 'pp2xdp'"),
         ("dp1", 2, "'dp1' needs 1 rank but the world has 2: start 1, or leave one degree open as in 'dp'"),
-        (
-            "tp4xdp",
-            6,
-            "the degrees given in 'tp4xdp' multiply to 4, which does not divide 6 ranks: "
-            "choose degrees whose product divides 6",
-        ),
-        (
-            "tp4xdp",
-            2,
-            "the degrees given in 'tp4xdp' multiply to 4, which does not divide 2 ranks: "
-            "choose degrees whose product divides 2",
-        ),
-        (
-            "pp2: 0-3=tp3xdp, *=fsdp",
-            8,
-            "the degrees given in 'pp2: 0-3=tp3xdp, *=fsdp' multiply to 3, which does not divide 4 ranks: "
-            "choose degrees whose product divides 4",
-        ),
-        (
-            "pp2: 0-3=dp4, *=fsdp4",
-            4,
-            "'pp2: 0-3=dp4, *=fsdp4' needs 8 ranks but the world has 4: start 8, or leave one degree open",
-        ),
+        ("tp4xdp", 6, "the degrees given in 'tp4xdp' multiply to 4, which…: choose degrees whose product divides 6"),
+        ("tp4xdp", 2, "the degrees given in 'tp4xdp' multiply to 4, which…: choose degrees whose product divides 2"),
+        ("pp2: 0-3=tp3xdp, *=fsdp", 8, "the degrees given in 'pp2:…: choose degrees whose product divides 4"),
+        ("pp2: 0-3=dp4, *=fsdp4", 4, "'pp2: 0-3=dp4, *=fsdp4' needs 8 ranks but…: start 8, or leave one degree open"),
     ],
 )
 def test_degrees_that_do_not_match_the_world_are_refused(text: str, world_size: int, message: str) -> None:
-    with pytest.raises(StrategyError) as caught:
+    with says(message):
         parse(text).resolve(world_size)
-    assert str(caught.value) == message
 
 
 def test_open_degree_has_no_world_size() -> None:
@@ -98,53 +64,27 @@ def test_open_degree_has_no_world_size() -> None:
     [
         (lambda: Axis("fsd", 2), "unknown role 'fsd': roles are pp, dp, fsdp, tp (did you mean 'fsdp'?)"),  # type: ignore[arg-type]
         (lambda: Axis("dp", 0), "the degree of 'dp' is 0: use 1 to 65,536"),
-        (
-            lambda: Strategy((Axis("pp", 2),)),
-            "'pp2' is in a layer's strategy: set the pipeline degree with the plan's pp",
-        ),
+        (lambda: Strategy((Axis("pp", 2),)), "'pp2' is in a layer's…: set the pipeline degree with the plan's pp"),
         (lambda: Strategy((Axis("tp", 1),)), "'tp1' has degree 1: leave the axis out"),
-        (
-            lambda: Strategy((Axis("tp", 2), Axis("tp", 4))),
-            "role 'tp' is repeated in a strategy: give each role once",
-        ),
-        (
-            lambda: Strategy(checkpoint="ful"),
-            "unknown checkpoint policy 'ful': policies are full, selective (did you mean 'full'?)",
-        ),
-        (
-            lambda: Strategy((Axis("tp", 4),), tensor_mode="2D"),
-            "unknown tensor mode '2D': tensor modes are 1d, 2d, 2.5d, 3d",
-        ),
+        (lambda: Strategy((Axis("tp", 2), Axis("tp", 4))), "role 'tp' is repeated in a strategy: give each role once"),
+        (lambda: Strategy(checkpoint="ful"), "unknown checkpoint policy 'ful'…"),
+        (lambda: Strategy((Axis("tp", 4),), tensor_mode="2D"), "unknown tensor…: tensor modes are 1d, 2d, 2.5d, 3d"),
         (lambda: Strategy(zero=3), "zero is 3: use 0, 1 or 2, or the role fsdp for ZeRO-3"),
-        (
-            lambda: Strategy((Axis("tp", 4),), depth=2),
-            "depth 2 is given with tensor mode 1d: only 2.5d has a depth",
-        ),
+        (lambda: Strategy((Axis("tp", 4),), depth=2), "depth 2 is given with tensor mode 1d: only 2.5d has a depth"),
         (lambda: Plan(layers=()), "no block has a strategy (layers named: none): add a group such as *=dp2"),
-        (
-            lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))),
-            "'0=dp1' takes 1 rank of a stage but '*=dp2' takes 2: give all layers strategies of the same size",
-        ),
+        (lambda: Plan(layers=(("0", Strategy()), ("*", Strategy((Axis("dp", 2),))))), "'0=dp1' takes 1 rank of a…"),
         (lambda: Plan(pp=0), "the degree of 'pp' is 0: use 1 to 65,536"),
         (lambda: Plan(pp_index=1), "pp_index is 1 but pp can follow at most 0 axes: use 0 to 0"),
         (lambda: Plan(virtual_stages=0), "virtual_stages is 0: use 1 to 1,024"),
         (lambda: Plan(microbatches=0), "microbatches is 0: use 1 to 16,777,216"),
         (lambda: Plan(microbatch_size=-1), "microbatch_size is -1: use 1 to 16,777,216"),
-        (
-            lambda: Plan(schedule="1f1bb"),
-            "unknown schedule '1f1bb': schedules are 1f1b, gpipe, interleaved1f1b, interleavedzerobubble, "
-            "zbvzerobubble, dualpipev (did you mean '1f1b'?)",
-        ),
-        (
-            lambda: Plan(split="evn"),
-            "unknown split 'evn': use even, balanced or the blocks of each stage (did you mean 'even'?)",
-        ),
+        (lambda: Plan(schedule="1f1bb"), "unknown schedule '1f1bb'…"),
+        (lambda: Plan(split="evn"), "unknown split 'evn'…"),
     ],
 )
 def test_invalid_field_is_refused_on_construction(build, message: str) -> None:
-    with pytest.raises(StrategyError) as caught:
+    with says(message):
         build()
-    assert str(caught.value) == message
 
 
 def test_leftmost_axis_varies_slowest() -> None:
@@ -189,28 +129,18 @@ def test_groups_assign_a_strategy_to_every_layer(text: str, expected: list[str])
     ("text", "message"),
     [
         ("pp1: 0-2=dp2, 4-5=fsdp2", "block 3 has no strategy: add a group such as *=dp2 for all that are not named"),
-        (
-            "pp1: 0-6=dp2, *=fsdp2",
-            "blocks 0-6 are given a strategy but the model has 6 blocks, 0 to 5: change the group",
-        ),
+        ("pp1: 0-6=dp2, *=fsdp2", "blocks 0-6 are given a strategy but the model has 6 blocks, 0 to 5…"),
     ],
 )
 def test_missing_or_unknown_layers_are_refused(text: str, message: str) -> None:
-    with pytest.raises(StrategyError) as caught:
+    with says(message):
         parse(text).strategies(NAMES)
-    assert str(caught.value) == message
 
 
 def test_num_stages_counts_virtual_ones() -> None:
     plan = replace(parse("dp2xpp3xtp2"), virtual_stages=2)
     assert (plan.pipeline_degree, plan.num_stages, plan.strategy.size) == (3, 6, 4)
     assert plan.world_size == math.prod(axis.size for axis in plan.axes) == 12
-
-
-def test_importing_the_package_does_not_import_torch() -> None:
-    """Importing torch takes seconds, which errors in a strategy string should not cost."""
-    code = "import sys, vitpar.strategy; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 
 def test_reprs_leave_out_defaults() -> None:

@@ -11,9 +11,8 @@ from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 
 VOCABULARY = 200
-SPECIALS = Specials(
-    pad=0, cls=1, sep=2, mask=3, eos=4, unk=5, sentinels=tuple(range(VOCABULARY - 1, VOCABULARY - 41, -1))
-)
+SENTINELS = tuple(range(VOCABULARY - 1, VOCABULARY - 41, -1))
+SPECIALS = Specials(pad=0, cls=1, sep=2, mask=3, eos=4, unk=5, sentinels=SENTINELS)
 PLAIN = sorted(set(range(VOCABULARY)) - set(SPECIALS.all))
 
 
@@ -64,11 +63,8 @@ def test_masks_depend_on_the_key_alone():
     part = mlm(ids[3:5], lengths[3:5], keys[3:5], SPECIALS, VOCABULARY)
     assert all(np.array_equal(a[3:5], b) for a, b in zip(whole, part, strict=True))
     assert not np.array_equal(whole[1], mlm(ids, lengths, keys + 1, SPECIALS, VOCABULARY)[1])
-    noise = spans(ids, lengths, keys, SPECIALS)
-    assert all(
-        np.array_equal(a[3:5], b)
-        for a, b in zip(noise, spans(ids[3:5], lengths[3:5], keys[3:5], SPECIALS), strict=True)
-    )
+    noise, part = (spans(ids[rows], lengths[rows], keys[rows], SPECIALS) for rows in (slice(None), slice(3, 5)))
+    assert all(np.array_equal(a[3:5], b) for a, b in zip(noise, part, strict=True))
 
 
 def test_whole_words_are_chosen_together_in_random_order_until_the_rate():
@@ -89,30 +85,6 @@ def test_whole_words_are_chosen_together_in_random_order_until_the_rate():
         firsts.update(chosen)
     share = sum(targets[row, 1:].max() != -1 for row in range(500)) / 500
     assert share > 0.98 and abs((targets != -1).sum() / plain.sum() - 0.15) < 0.01
-
-
-def test_proportions_are_those_of_transformers(tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from helpers.tiny_text import write_tokenizer
-    from vitpar.data.text import open_tokenizer
-
-    library = write_tokenizer(tmp_path / "tokenizer.json", "bert")
-    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
-    ours = open_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert {ours.specials.all} == {tuple(sorted(theirs.all_special_ids))}
-    ids = np.random.default_rng(0).integers(0, ours.vocab_size, (400, 64))
-    special = np.array([theirs.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids.tolist()])
-    collator = transformers.DataCollatorForLanguageModeling(theirs, mlm_probability=0.15)
-    torch.manual_seed(0)
-    results = [mlm(ids, np.full(400, 64), np.arange(400), ours.specials, ours.vocab_size)]
-    pair = collator.torch_mask_tokens(torch.tensor(ids), torch.tensor(special, dtype=torch.bool))
-    results.append(tuple(part.numpy() for part in pair))
-    for inputs, targets in results:
-        chosen = targets >= 0
-        assert not (chosen & (special == 1)).any()
-        assert within(int(chosen.sum()), int((special == 0).sum()), 0.15)
-        assert within(int((inputs[chosen] == ours.specials.mask).sum()), int(chosen.sum()), 0.8)
 
 
 def test_inputs_and_targets_of_spans_give_the_text_back():

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.hostile_files import jpeg, streamed, write_tar
+from helpers.hostile_files import accepted, jpeg, streamed, write_tar
+from helpers.hostile_pieces import PIECES
 from helpers.tiny_images import encoded, write_tree
 from vitpar.data import (
     EvalTransform,
@@ -69,6 +70,21 @@ def test_unsupported_formats_are_refused(kind: str) -> None:
     Image.new("RGB", (16, 16)).save(file, kind)
     with pytest.raises(BadImage, match="image format is unknown"):
         decode(file.getvalue())
+
+
+def test_other_formats_in_disguise_are_refused(ghostscript: Path) -> None:
+    for data in PIECES["disguise"]:
+        with pytest.raises(BadImage, match="image format is unknown"):
+            decode(data)
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize(("kind", "places"), [("jpeg", (2,)), ("png", (8, 33)), ("gif", (13,)), ("webp", (12, 30))])
+def test_hostile_parts_of_images_are_decoded_or_refused(kind: str, places: tuple[int, ...]) -> None:
+    data = encoded(0, kind.upper())
+    for piece in PIECES[kind]:
+        for place in places:
+            accepted(decode, data[:place] + piece + data[place:])
 
 
 def test_image_claiming_too_many_pixels_is_refused() -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from helpers.command_line import refusal
 from helpers.galvatron_2022 import vit_huge_32, write_profiles
+from helpers.hostile_files import accepted
+from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.errors import PlannerError, StrategyError, UserError
 from vitpar.limits import MAX_PROFILE_BYTES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.planner.profile.cluster import find_cluster
@@ -97,6 +99,12 @@ def test_profile_with_an_invalid_model_is_refused(
 
 
 # clusters
+
+
+def test_hostile_names_of_clusters_are_read_or_refused() -> None:
+    for words in (*pairs(*WORDS["words"]["cluster"]), *LONG):
+        accepted(lambda words=words: find_cluster(words).hardware())
+
 
 CLUSTER = """
 nodes = 2

@@ -165,21 +165,10 @@ def locks(report: Report, packed: Path) -> None:
             assert loader.stdout is not None
             loader.stdout.readline()
             seen = Path(place) / "stacks"
-            record = [
-                spy,
-                "record",
-                "--gil",
-                "--nonblocking",
-                "--format",
-                "raw",
-                "--rate",
-                str(LOOKS),
-                "--output",
-                str(seen),
-            ]
+            limits = ["--rate", str(LOOKS), "--duration", str(SPIED), "--pid", str(loader.pid), "--output", str(seen)]
             begun = time.monotonic()
             subprocess.run(
-                [*record, "--duration", str(SPIED), "--pid", str(loader.pid)], check=True, capture_output=True
+                [spy, "record", "--gil", "--nonblocking", "--format", "raw", *limits], check=True, capture_output=True
             )
             seconds = time.monotonic() - begun
             loader.terminate()

@@ -153,11 +153,7 @@ def free_memory() -> int:
 
 
 def side_by_side(
-    job: Job,
-    options: argparse.Namespace,
-    end: float,
-    left: dict[str, str],
-    keep: Callable[[Sequence[Timed]], None],
+    job: Job, options: argparse.Namespace, end: float, left: dict[str, str], keep: Callable[[Sequence[Timed]], None]
 ) -> bool:
     """Measure all contenders of a job, print their table and return whether all trained correctly.
 

@@ -35,11 +35,7 @@ from vitpar.models import model_config
 from vitpar.sharded import local
 from vitpar.strategy import parse, validate
 
-CASES: dict[str, dict[str, str]] = {
-    "eager": {},
-    "compiled": {},
-    "deterministic": {"TORCHINDUCTOR_DETERMINISTIC": "1"},
-}
+CASES: dict[str, dict[str, str]] = {"eager": {}, "compiled": {}, "deterministic": {"TORCHINDUCTOR_DETERMINISTIC": "1"}}
 KERNELS = ("cudnn", "flash", "efficient")
 SIZES = {"image_size": 28, "patch_size": 2, "embed_dim": 128, "depth": 4, "num_heads": 2, "drop_path": 0.1}
 TINY = {"image_size": 8, "embed_dim": 16, "depth": 2}

@@ -8,17 +8,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, settings
 
 from helpers import command_line
-from helpers.browser import Browser, browser
 from helpers.command_line import Command, Refused, refusal, run, stop_servers
 from helpers.cpu_seconds import cpu_seconds
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 SECONDS = Path(__file__).with_name("seconds.json")
 """CPU seconds of each test that takes 0.1 or more, by its ID, with those of the processes that it starts."""
@@ -184,7 +187,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def chrome() -> Iterator["Browser"]:
     """Chromium that runs."""
-    with browser(tmp_path_factory.mktemp("chromium")) as started:
+    from helpers.browser import browser
+
+    with browser() as started:
         yield started

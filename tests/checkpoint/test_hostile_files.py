@@ -23,6 +23,7 @@ from helpers.foreign_weights import (
     timm_state,
     transformers_config,
 )
+from helpers.hostile_pieces import PICKLES
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
@@ -82,6 +83,19 @@ def test_advice_of_torch_is_not_repeated(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"could run code when loaded: use safetensors, or pass --trust") as caught:
             import_weights(path, tmp_path / "here")
         assert "weights_only" not in str(caught.value)
+
+
+def test_hostile_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, content in enumerate(PICKLES):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "plain.pth").write_bytes(content)
+        with zipfile.ZipFile(folder / "zip.pth", "w") as archive:
+            for name, body in {"data.pkl": content, "byteorder": b"little", "version": b"3\n"}.items():
+                archive.writestr(f"zip/{name}", body)
+        for name in ("plain.pth", "zip.pth"):
+            refused(folder / name, "cannot be read|more than tensors|not a weights file|no named tensors|tensor names")
+    assert not (tmp_path / "hostile").exists()
 
 
 def test_trusted_pickle_is_read(tmp_path: Path) -> None:

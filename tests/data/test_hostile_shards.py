@@ -1,8 +1,13 @@
 """Images, shards, indexes and streams made to run code, to exhaust memory, or to train on damaged data."""
 
+import gzip
+import hashlib
 import io
+import json
 import os
+import re
 import struct
+import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -12,9 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.hostile_files import header, jpeg, pax, streamed, tar_member, write_tar
+from helpers.hostile_files import accepted, header, jpeg, pax, streamed, tar_member, write_tar
+from helpers.hostile_pieces import PIECES, TAR_MEMBERS, WORDS
+from helpers.streamed_shards import answering, write_shards
 from helpers.tiny_images import encoded, write_tree
-from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform, index, pack, verify
+from vitpar.data import Labels, SampleOrder, ShardSet, StreamSet, TrainLoader, TrainTransform, index, pack, verify
 from vitpar.data import images as images_module
 from vitpar.data.images import BadImage, decode
 from vitpar.data.stream import urls
@@ -111,6 +118,17 @@ def test_hostile_tar_files_are_refused(name: str, tmp_path: Path) -> None:
     assert streamed(path) == [1] and len(ShardSet.open(tmp_path, "train")) == 1
 
 
+@pytest.mark.parametrize("label", ["cls", "json"])
+def test_hostile_members_are_read_or_refused(label: str, tmp_path: Path) -> None:
+    path = tmp_path / "train-0.tar"
+    for member in TAR_MEMBERS:
+        path.write_bytes(SAMPLE + LABEL + member + END)
+        if accepted(lambda: index(tmp_path, labels=Labels(label), workers=1)):
+            shards = ShardSet.open(tmp_path, "train")
+            assert all(accepted(shards.read, i) for i in range(len(shards)))
+        accepted(lambda: streamed(path, label=label))
+
+
 def test_extended_attributes_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(pax(b"SCHILY.xattr.user.x=" + b"y" * 9000) + SAMPLE + LABEL + END)
     index(tmp_path)
@@ -190,3 +208,69 @@ def test_large_jpeg_is_decoded_at_half_size(fast: bool, monkeypatch: pytest.Monk
     half = decode(jpeg(101, 61))
     assert whole.shape == (61, 101, 3) and half.shape == (31, 51, 3)
     assert np.abs(half[:, :50].astype(int) - whole[::2, :100:2]).max() <= 4
+
+
+def test_hostile_headers_of_an_index_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, "train", [2])
+    index(tmp_path)
+    path = tmp_path / "train.index.npy"
+    rows, manifest = path.read_bytes()[128:], json.loads((tmp_path / "dataset.json").read_text())
+    for header_bytes in PIECES["npy"]:
+        path.write_bytes(header_bytes + rows)
+        manifest["splits"]["train"]["index_sha256"] = hashlib.sha256(header_bytes + rows).hexdigest()
+        (tmp_path / "dataset.json").write_text(json.dumps(manifest))
+        assert not accepted(ShardSet.open, tmp_path, "train"), header_bytes[:200]
+
+
+# web servers
+
+ANSWERS = WORDS["http"]["answers"]
+"""Answers to a request: "STATUS | HEADER | … || BODY", or bytes if there is no "||"."""
+
+
+def test_answers_of_hostile_servers_are_read_completely_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urls, "_SILENT_S", 1.0)
+    write_shards(tmp_path, "train", [2])
+    shard = (tmp_path / "train-0.tar").read_bytes()
+    parts = {"shard": shard, "begin": shard[:700], "n": b"%d" % len(shard), "hex": b"%x" % len(shard)}
+    parts |= {"gzip": gzip.compress(shard), "file": b"file://%s" % bytes(tmp_path / "train-0.tar")}
+    for text in ANSWERS:
+        head, bar, body = text.removeprefix("? ").partition(" || ")
+        if bar:
+            head = "\r\n".join(["HTTP/1.1 " + head.replace(" | ", "\r\n"), "Connection: close", "", body])
+        words = re.split(r"\{([a-z]+)\}", head)
+        content = b"".join(parts[word] if n % 2 else word.encode("latin-1") for n, word in enumerate(words))
+        found: list[int] = []
+        with answering(content) as address:
+            is_read = accepted(lambda url, into: into.extend(streamed(url)), f"{address}/x.tar", found)
+        assert not is_read or text.startswith("?") or found == [0, 1], text
+
+
+def test_hostile_urls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "_SILENT_S", 1.0)
+    for url in (*WORDS["url"]["urls"], "http://127.0.0.1:1/\udc80.tar"):
+        assert not accepted(lambda url=url: streamed(*urls.expand(url))), url
+
+
+def test_hostile_braces_are_expanded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("a command was run"))
+    shards = [place + name for place in WORDS["url"]["places"] for name in ("x.tar", "sh")]
+    for shard in (*shards, *(f"https://host/{braces}.tar" for braces in WORDS["url"]["braces"])):
+        accepted(lambda shard=shard: StreamSet(urls.expand(shard), 1, 1, Labels()))
+
+
+def test_other_formats_in_disguise_are_refused(ghostscript: Path) -> None:
+    for data in PIECES["disguise"]:
+        with pytest.raises(BadImage, match="image format is unknown"):
+            decode(data)
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize(("kind", "places"), [("jpeg", (2,)), ("png", (8, 33)), ("gif", (13,)), ("webp", (12, 30))])
+def test_hostile_parts_of_images_are_decoded_or_refused(kind: str, places: tuple[int, ...]) -> None:
+    data = encoded(0, kind.upper())
+    for piece in PIECES[kind]:
+        for place in places:
+            accepted(decode, data[:place] + piece + data[place:])

@@ -120,6 +120,12 @@ def test_pixels_do_not_depend_on_workers(address: str) -> None:
     assert len({image.numpy().tobytes() for batch in alone for image in batch.images}) == 48, "augmented anew"
 
 
+def test_a_sample_has_another_key_in_every_pass(folder: Path) -> None:
+    batches = loaded(StreamSet((f"{folder}/train-2.tar",), 7, COUNT, Labels()), 2, batch_size=7)
+    first, second = (dict(zip(batch.labels.tolist(), batch.keys.tolist(), strict=True)) for batch in batches)
+    assert first.keys() == second.keys() and not {*first.values()} & {*second.values()}
+
+
 def test_all_ranks_have_equally_many_batches(folder: Path) -> None:
     """Three ranks decode different numbers of rows, and one decodes none.
 

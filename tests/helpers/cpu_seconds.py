@@ -11,7 +11,7 @@ def cpu_seconds() -> float:
     while waiting:
         process = Path("/proc", str(waiting.pop()))
         with suppress(OSError):  # it may have ended since
-            # The fields after the name, in parentheses: 11 to 14 are user and system ticks, of itself and of the reaped.
+            # After the name in parentheses, fields 11 to 14 are its user and system ticks, and those of reaped ones.
             ticks += sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:15]))
             for thread in (process / "task").iterdir():
                 waiting += map(int, (thread / "children").read_text().split())

@@ -3,12 +3,15 @@
 import io
 import re
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamSet
+from vitpar.errors import UserError
 
 
 def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
@@ -62,7 +65,7 @@ def jpeg(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def streamed(*paths: Path, label: str = "cls", bad_sample: str = "fail") -> list[int]:
+def streamed(*paths: Path | str, label: str = "cls", bad_sample: str = "fail") -> list[int]:
     """Return the labels of all samples that a stream yields."""
     data = StreamSet(tuple(map(str, paths)), 1, 1000, Labels.parse(label))
     found: list[int] = []
@@ -73,3 +76,30 @@ def streamed(*paths: Path, label: str = "cls", bad_sample: str = "fail") -> list
             return found
         found += [int(label) for label in batch.labels if label >= 0]
     raise AssertionError
+
+
+LONGEST = 3_000
+"""Most characters of an error message, which may quote 200 characters twice, each escaped as six."""
+ADDRESS = re.compile(r"\bat 0x(?=[0-9a-f]*[a-f])[0-9a-f]{9,}")
+"""Memory address. It is longer than a 32-bit checksum and has a letter, unlike a strategy such as dp10x100000000."""
+
+
+def message_problem(error: UserError) -> str | None:
+    """Return what is wrong with an error message, or None. It must be short plain text without memory addresses."""
+    words = str(error)
+    if len(words) > LONGEST:
+        return f"the message is too long: {len(words):,} characters"
+    if found := ADDRESS.search(words):
+        return f"the message has an address of memory: {found[0]}"
+    odd = next((char for char in words if not char.isprintable() and char != "\n"), None)
+    return None if odd is None else f"the message has an unprintable character: {odd!a}"
+
+
+def accepted(read: Callable[..., object], *arguments: Any) -> bool:
+    """Return whether `read` accepts hostile input. If not, it must raise one UserError with a good message."""
+    try:
+        read(*arguments)
+    except UserError as error:
+        assert message_problem(error) is None, error
+        return False
+    return True

@@ -2,9 +2,10 @@
 
 import functools
 import io
+import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -75,3 +76,25 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def answering(content: bytes) -> Iterator[str]:
+    """Send `content`, a complete HTTP answer or anything else, to every client, and yield the address."""
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                with server.accept()[0] as client, suppress(OSError):  # the client may close the connection
+                    client.settimeout(5)
+                    client.recv(4096)
+                    client.sendall(content)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            thread.join()

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
-from helpers.browser import CUT, DRAWN, Browser, Tab, shown
+from helpers.browser import CUT, DRAWN, Tab, shown
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
 from vitpar.planner.cost.price import plan_title
 from vitpar.planner.report.data import Findings, Provenance, findings
@@ -15,6 +16,7 @@ from vitpar.planner.search.best import Search
 from vitpar.planner.search.scaling import Point
 from vitpar.planner.search.space import Space
 
+pytestmark = pytest.mark.slow
 PLOTS = "[...document.querySelectorAll('.plot')]"
 FIRST = "document.querySelector('.plot')"
 TIMELINE = f"{PLOTS}.find(plot => plot.id.startsWith('chart-Timeline'))"
@@ -105,9 +107,7 @@ def test_zoom_is_that_of_one_chart_until_it_is_reset(found: Findings, chrome: Br
     assert after[:2] == before[:2] and after[3:] == before[3:]
     tab.press("theme-dark")
     assert tab.run(f"{TIMELINE}._fullLayout.xaxis.range") == [low, high]
-    for clicks in (1, 2):
-        tab.mouse("Pressed", left + 0.5 * width, y, clicks)
-        tab.mouse("Released", left + 0.5 * width, y, clicks)
+    tab.page.mouse.dblclick(left + 0.5 * width, y)
     tab.wait(f"{TIMELINE}._fullLayout.xaxis.range[0] === 0")
     assert tab.run(ranges) == before
 

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
-from helpers.browser import CUT, DRAWN, Browser, Tab, shown
+from helpers.browser import CUT, DRAWN, Tab, shown
 from helpers.run_folders import eval_row, start_line, train_row, write_run
 from vitpar.runs import live
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.live import serve
 from vitpar.runs.page import report
 
+pytestmark = pytest.mark.slow
 RANGES = "[...document.querySelectorAll('.charts .plot')].map(plot => plot._fullLayout.xaxis.range)"
 LOSS = "document.querySelector('.plot')"
 
@@ -76,7 +78,7 @@ def test_the_pointer_shows_all_values_at_a_step(chrome: Browser, tmp_path: Path)
     assert found[3:5] == [f"run {number}, validation : {expected[1]} at step 50" for number in (1, 2)]
     widths = tab.run(f"{LOSS}.data.filter(line => line.customdata).map(line => line.line.width)")
     assert widths[0] > widths[1] + 2, "equal lines are all visible"
-    tab.mouse("Moved", 1, 1)
+    tab.page.mouse.move(1, 1)
     tab.press("smooth-off")
     tab.press("x-samples")
     assert tab.hovered(*place(tab, 0.5))[:2] == ["6,400 samples", f"run 1 : {expected[0]}"]
@@ -98,9 +100,7 @@ def test_zoom_is_that_of_all_charts_until_it_is_reset(chrome: Browser, tmp_path:
     assert high - low < 8 and tab.run(f"{LOSS}._fullLayout.xaxis.dtick") == 1, "a step has no fractions"
     x, y = place(tab, 0.5)
     tab.run(f"delete {DRAWN}")
-    for clicks in (1, 2):
-        tab.mouse("Pressed", x, y, clicks)
-        tab.mouse("Released", x, y, clicks)
+    tab.page.mouse.dblclick(x, y)
     tab.wait(DRAWN)
     assert tab.run(RANGES) == complete
 
@@ -155,7 +155,7 @@ def test_markup_from_files_stays_inert(chrome: Browser, tmp_path: Path) -> None:
     html = report([RunRecord(run), RunRecord(run)], made_by=HOSTILE)
     tab = shown(chrome, html, tmp_path)
     for share in (0.33, 0.34):  # the restart, whose words are those of a file
-        tab.mouse("Moved", *place(tab, share))
+        tab.page.mouse.move(*place(tab, share))
     words = tab.wait(
         "[...document.querySelectorAll('.hoverlayer text')].map(text => text.textContent).find(text => "
         "text.startsWith('resumed'))"
@@ -180,7 +180,7 @@ def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch
     with serve([run], 0) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
-        tab = chrome.open(server.url)
+        tab = Tab(chrome, server.url)
         tab.wait(DRAWN)
         charts = tab.run("window.same = document.querySelector('.plot'); document.querySelectorAll('.plot').length")
         tab.press("smooth-off")

@@ -87,6 +87,16 @@ def test_every_token_is_in_the_inputs_or_the_targets(task: str, text: Path) -> N
         assert (prepared.inputs.shape[1], prepared.targets.shape[1]) == span_lengths(20)
 
 
+def test_loss_and_accuracy_are_means_over_tokens_to_predict() -> None:
+    task = task_of(recipe_to_check({"task.name": "mlm"}), 64)
+    outputs = torch.randn(3, 8, task.outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = outputs.argmax(-1)
+    targets[0] = IGNORED
+    targets[1, :4] = (targets[1, :4] + 1) % task.outputs  # 4 of 16 are wrong
+    found = task.result(task.sums(outputs, targets))
+    assert found == pytest.approx({"accuracy": 0.75, "loss": F.cross_entropy(outputs[1:].mT, targets[1:]).item()})
+
+
 def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if isinstance(value, int | float)}
 

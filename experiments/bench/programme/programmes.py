@@ -119,11 +119,7 @@ def cifar(limit: float, prediction: str) -> Job:
 
 
 MICRO = Job(
-    "micro",
-    60,
-    "rates of the data sheet, row by row",
-    ("experiments/gpu_micro.py", "--json", RESULT),
-    rehearsal=TINY,
+    "micro", 60, "rates of the data sheet, row by row", ("experiments/gpu_micro.py", "--json", RESULT), rehearsal=TINY
 )
 
 

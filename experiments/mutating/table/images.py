@@ -52,6 +52,14 @@ MUTATIONS = (
         caught_by="pytest tests/data/text/test_text_loader.py::test_batches_have_the_sequences_of_the_order",
     ),
     Mutation(
+        name="stream-keys-without-pass",
+        breaks="A sample of a stream is cropped and dropped alike in every pass.",
+        file="src/vitpar/data/stream/stream_set.py",
+        old="for x in (number, shard, code)",
+        new="for x in (0, shard, code)",
+        caught_by="pytest tests/data/test_streaming.py::test_a_sample_has_another_key_in_every_pass",
+    ),
+    Mutation(
         name="repeats-alike",
         breaks="All repeats of a sample in an epoch are cropped and dropped alike.",
         file="src/vitpar/data/loader.py",

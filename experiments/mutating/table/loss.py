@@ -39,6 +39,14 @@ MUTATIONS = (
         caught_by="pytest tests/parallel/test_loss.py::test_binary_cross_entropy_matches_timms",
     ),
     Mutation(
+        name="visible-patches-counted",
+        breaks="The loss of a masked autoencoder counts the patches that its encoder sees.",
+        file="src/vitpar/tasks/mae.py",
+        old=".mean(dim=-1).where(counts, 0.0)",
+        new=".mean(dim=-1)",
+        caught_by="pytest tests/models/test_mae.py::test_outputs_loss_and_gradients_match_transformers_in_float64",
+    ),
+    Mutation(
         name="teacher-of-unlabelled",
         breaks="The teacher's loss counts images that could not be read.",
         file="src/vitpar/tasks/distill.py",

@@ -29,6 +29,22 @@ MUTATIONS = (
         caught_by='pytest "tests/models/test_text_models.py::test_dropout_depends_on_the_samples_keys[t5]"',
     ),
     Mutation(
+        name="drop-path-of-branches-alike",
+        breaks="Stochastic depth drops the attention and the MLP of a block for the same samples.",
+        file="src/vitpar/models/layers.py",
+        old="at_place(keys, self.place + 2 * number + 1)",
+        new="at_place(keys, self.place + 1)",
+        caught_by="pytest tests/models/test_models.py::test_every_dropout_has_its_own_random_stream",
+    ),
+    Mutation(
+        name="t5-eps-not-imported",
+        breaks="An imported T5 has the usual epsilon, not that of its config.json.",
+        file="src/vitpar/weights/hints.py",
+        old='Hints(norm_eps=_measure(config.get("layer_norm_epsilon")), text=text)',
+        new="Hints(text=text)",
+        caught_by=f'pytest "{WEIGHTS}/test_text_weights.py::test_files_of_transformers_are_imported[t5]"',
+    ),
+    Mutation(
         name="bert-eps-not-imported",
         breaks="An imported BERT has the usual epsilon, not that of its config.json.",
         file="src/vitpar/weights/hints.py",

@@ -26,6 +26,14 @@ MUTATIONS = (
         caught_by=f"pytest {EVALUATION}[val-tp2-{{}}]",
     ),
     Mutation(
+        name="accuracy-of-all-tokens",
+        breaks="The accuracy of text is divided by all tokens, not by those to predict.",
+        file="src/vitpar/tasks/text.py",
+        old="torch.stack([(targets != IGNORED).sum(), first_hits",
+        new="torch.stack([torch.tensor(targets.numel()), first_hits",
+        caught_by="pytest tests/tasks/test_text_tasks.py::test_loss_and_accuracy_are_means_over_tokens_to_predict",
+    ),
+    Mutation(
         name="padding-predicted",
         breaks="Predictions have rows for the padding of the last batch.",
         file="src/vitpar/training/evaluate.py",

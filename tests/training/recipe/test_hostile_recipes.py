@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from helpers.command_line import refusal
+from helpers.hostile_files import accepted
+from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.data import EvalTransform, parse_policy
 from vitpar.errors import RecipeError, StrategyError, UserError
 from vitpar.limits import MAX_ALTERNATIVES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
@@ -33,6 +35,7 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
     [
         ("a = " + "[" * 200_000, "not valid TOML: it is nested too deeply"),
         (f"[train]\nsteps = {NINES}", "not valid TOML: Exceeds the limit"),
+        ("[model]\ndepth = 0x" + "F" * 100_000, "model.depth is a number of thousands of digits: write a smaller one"),
         ("#" * (MAX_TOML_BYTES + 1), "it has more than 262,144 bytes"),
         ("x" * 200_000 + " = 1", "unknown recipe key 'x{198}…'"),
         ("[model]\n" + "x" * 200_000 + " = 1", "unknown recipe key 'model.x+…'"),
@@ -44,6 +47,14 @@ def test_oversized_or_deeply_nested_toml_is_refused(text: str, message: str, tmp
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     refused(path, message)
+
+
+def test_hostile_toml_is_read_or_refused(tmp_path: Path) -> None:
+    path, whole = tmp_path / "recipe.toml", DEFAULT_RECIPE.read_text()
+    lines = [*(f"{line}\n{whole}" for line in WORDS["toml"]["lines"])]
+    for text in (*lines, *(f"[model]\ndepth = {value}" for value in WORDS["toml"]["values"])):
+        path.write_text(text)
+        accepted(read, path)
 
 
 def test_recipe_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> None:
@@ -151,6 +162,11 @@ def test_oversized_augmentation_policies_are_refused(policy: str, message: str) 
         parse_policy(policy)
     assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 400
     assert parse_policy("rand-m9-n64-mstd101-p1-inc1"), "the longest that is allowed"
+
+
+def test_hostile_words_of_policies_are_read_or_refused() -> None:
+    for words in pairs(*WORDS["words"]["policy"], *LONG):
+        accepted(parse_policy, words)
 
 
 def test_resize_is_limited_for_tiny_crop_pct_and_long_images() -> None:

@@ -124,6 +124,9 @@ def read_recipe(
         else:
             values[section][name] = value
     _refuse_unknown(values)
+    for section, settings in values.items():
+        for name, value in settings.items():
+            _refuse_unwritable(f"{section}.{name}", value)
     recipe = checked(values)
     written = len(recipe.to_toml().encode())
     if written > MAX_TOML_BYTES:  # a run would write a recipe.toml that cannot be read when it resumes
@@ -178,7 +181,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unwritable(key: str, value: object) -> None:
-    """Refuse values that a command line can hold and recipe.toml cannot: not UTF-8, or thousands of digits."""
+    """Refuse values that recipe.toml cannot hold: not UTF-8, or thousands of digits."""
     try:
         json.dumps({key: value}, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:

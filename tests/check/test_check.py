@@ -61,8 +61,8 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
             patch.setattr(ParallelModel, "forward_backward", moved)
         case "one weight x 1.01" | "one weight x 1.1" | "one weight x 2":
             scaled("blocks.1.attn.qkv.weight", float(mistake.split()[-1]))
-        case "all gradients / 1.01":
-            scaled("", 1 / 1.01)
+        case "all gradients / 1.01" | "all gradients / 2":
+            scaled("", 1 / float(mistake.split()[-1]))
         case "other keys":
             given(lambda x, y, k: (x, y, k + 1))
         case "keys of neighbours":
@@ -80,6 +80,12 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
             patch.setattr(step, "total_norm", lambda *a, **k: total(*a, **k) * 2**0.5)
         case "not clipped":
             patch.setattr("vitpar.training.step.clip_", lambda *_: None)
+        case "clipped to 1.2 times the limit":
+            from vitpar.training.optim.norms import clip_
+
+            patch.setattr(
+                "vitpar.training.step.clip_", lambda given, norm, limit, scale: clip_(given, norm, 1.2 * limit, scale)
+            )
         case "average decays too fast":
             from vitpar.training.optim.average import EMA
 
@@ -142,6 +148,7 @@ def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, rank
         ("one weight x 1.1", "fsdp2", {"precision": "bf16"}),
         ("one weight x 2", "tp2", {"precision": "bf16", "layer_scale": 1e-6}),
         ("all gradients / 1.01", "fsdp2", {"precision": "bf16"}),
+        ("all gradients / 2", "dp2", {}),
         ("other keys", "dp2", {}),
         ("keys of neighbours", "dp2", {"precision": "bf16"}),
         ("no smoothing", "dp2", {"precision": "bf16"}),
@@ -149,6 +156,7 @@ def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, rank
         ("labels of mixed images not mixed", "dp2", {}),
         ("replicas count twice in the norm", "dp2", {}),
         ("not clipped", "fsdp2", {}),
+        ("clipped to 1.2 times the limit", "pp2", {"train__clip_grad_norm": 0.1}),
         ("average decays too fast", "fsdp2", {}),
         ("no weight decay", "dp2", {}),
         ("wrong rate", "dp2", {}),

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from helpers.foreign_models import randomised, timm_logits
 from helpers.foreign_weights import CLASSES, HEADS, PATCH, SIZE, TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.oracles import timm
 from helpers.ranks import RankError, RankPool
+from helpers.sharded_parameters import whole
 from helpers.written_weights import weights_of
 from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult, check_plan, recipe_to_check
@@ -160,10 +160,6 @@ def by_hand(case: Case, student: nn.Module, teacher: nn.Module, config: Any) -> 
     return {"losses": losses, "gradients": gradients, "parameters": current, "averages": averages}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -> dict[str, Any]:
     """Return the same of a training of vitpar; runs on every rank."""
     config = open_weights(student).config
@@ -187,7 +183,7 @@ def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -
 
     def snapshot(number: int) -> None:
         if number == 1:
-            found["gradients"] = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+            found["gradients"] = {name: whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
 
     step, rows = trained.step(after_gradients=snapshot), model.image_rows(BATCH)
     for number, batch in enumerate(batches(case.mixed), start=1):
@@ -195,7 +191,7 @@ def under_plan(device: torch.device, case: Case, student: Path, teacher: Path) -
         taught = batch.images[trained.teacher.model.image_rows(BATCH)]
         losses.append(model.global_loss(step(number, LR, mine, batch.labels, taught=taught).loss).item())
     averages = {name: whole(sharded_as(p, trained.ema.average[name])) for name, p in parameters.items()}
-    found |= {"parameters": {name: whole(p) for name, p in parameters.items()}, "averages": averages}
+    found |= {"parameters": {name: whole(p).clone() for name, p in parameters.items()}, "averages": averages}
     return {"losses": losses, "stored": stored, **found}
 
 

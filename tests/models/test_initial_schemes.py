@@ -1,19 +1,23 @@
-"""Initialisation schemes: the distributions of timm's schemes, and the same values on every machine."""
+"""Initial values: distributions of timm's schemes, equal on every machine and under every plan."""
 
+import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from helpers.initial_values import fingerprints
 from helpers.oracles import timm
 from helpers.plans import EVERYTHING
-from vitpar import ViTConfig, model_config
+from helpers.ranks import RankPool
+from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.errors import ModelError
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initialise, seeding_name
@@ -120,19 +124,8 @@ def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "pattern", "rule", "name"),
     [
-        ("jax", "embed.patch_embed.proj.weight", initial.normal(192**-0.5), "embed.patch_embed.proj.weight"),
-        (
-            "jax",
-            "embed.patch_embed.proj.weight",
-            lambda v, s, c: initial.lecun_normal(v, s, c) * 0.8796,
-            "embed.patch_embed.proj.weight",
-        ),
         ("jax", "*.weight", initial.xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
-        ("jax", "*.mlp.*.bias", initial.constant(0.0), "blocks.0.mlp.fc1.bias"),
-        ("jax", "head.*.weight", initial.normal(0.02), "head.fc.weight"),
-        ("jax", "*_token", initial.normal(0.02), "embed.cls_token"),
         ("jax", "embed.pos_embed", lambda v, s, c: initial.normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),
-        ("timm", "embed.patch_embed.proj.*", initial.constant(0.0), "embed.patch_embed.proj.bias"),
         ("moco", "*.qkv.weight", initial.xavier_uniform(), "blocks.0.attn.qkv.weight"),
     ],
 )
@@ -237,3 +230,87 @@ def test_large_tensors_do_not_depend_on_the_chunk_size(monkeypatch: pytest.Monke
 def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
         model_config("vit_custom", **SIZES, init="jaxx")
+
+
+BATCH = 16
+PLANS = ("fsdp2", "pp2xtp2")
+
+
+def config_of(**options: Any) -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 3}
+    return model_config("vit_custom", **{**sizes, **EVERYTHING, **options})
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a hash of all bits of a tensor."""
+    return hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def one_process(seed: int, config: ViTConfig) -> dict[str, Tensor]:
+    model = LayeredModel(config)
+    initialise(model, seed, config)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def gathered(device: torch.device, mesh: str, seed: int) -> dict[str, str]:
+    """Return digests of the complete parameters that this rank holds a shard of; runs on every rank."""
+    config = config_of()
+    plan = validate(parse(mesh), config, BATCH)
+    model = parallelize(config, plan, Execution(BATCH, seed=seed), device)
+    wholes = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        wholes[name] = digest(whole.detach().float())
+    return wholes
+
+
+def union(parts: list[dict[str, str]]) -> dict[str, str]:
+    """Merge the digests of all ranks, and check that ranks with the same parameter agree."""
+    whole: dict[str, str] = {}
+    for part in parts:
+        assert all(whole.get(name, value) == value for name, value in part.items())
+        whole |= part
+    return whole
+
+
+@pytest.mark.parametrize("mesh", PLANS)
+def test_every_plan_starts_from_the_same_values(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    """Plans can be compared only if they start from identical parameters."""
+    expected = {name: digest(value) for name, value in one_process(5, config_of()).items()}
+    found = ranks(parse(mesh).world_size).run(gathered, mesh, 5)
+    assert union(found) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"position": "sincos2d"}, {"pool": "avg", "distillation": False}], ids=str)
+def test_initialise_fills_every_parameter_and_buffer(options: dict[str, Any]) -> None:
+    config = config_of(representation_size=12, **options)
+    model = LayeredModel(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    initialise(model, 0, config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.isfinite().all() and not (tensor == -1).all(), name
+
+
+def test_values_depend_on_seed_and_name() -> None:
+    one, same, other = (one_process(seed, config_of()) for seed in (1, 1, 2))
+    drawn = {name for name, value in one.items() if value.unique().numel() > 1}
+    assert {name.rpartition(".")[2] for name in one.keys() - drawn} == {"weight", "bias", "gamma"}
+    assert "embed.cls_token" in drawn and "blocks.2.mlp.fc2.weight" in drawn and "head.fc_dist.weight" not in drawn
+    for name, value in one.items():
+        assert torch.equal(value, same[name])
+        assert torch.equal(value, other[name]) == (name not in drawn), name
+    assert not torch.equal(one["blocks.0.attn.qkv.weight"], one["blocks.1.attn.qkv.weight"])
+
+
+def test_initial_values_neither_use_nor_advance_the_global_rng() -> None:
+    """A program that draws its own random numbers gets the same model and the same numbers."""
+    shape, config = torch.Size((24, 96)), config_of()
+    torch.manual_seed(0)
+    first = initial_value("blocks.0.mlp.fc2.weight", shape, 3, config)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(initial_value("blocks.0.mlp.fc2.weight", shape, 3, config), first)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(1), after)  # the global generator did not advance

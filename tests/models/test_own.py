@@ -17,7 +17,6 @@ from vitpar import Execution, parallelize, parse, read_recipe
 from vitpar.errors import ModelError
 from vitpar.models.description import TensorSpec
 from vitpar.models.families import FAMILIES, config_from_json, config_to_json, model_config
-from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.own import load
 from vitpar.parallel.attention import choose_attention, use_attention
@@ -153,12 +152,6 @@ def test_kinds_and_shapes_follow_the_layers() -> None:
     assert [layer.gives.tokens for layer in layers.values()] == [64, 64, 32, 32, 1]
 
 
-def test_layers_run_one_after_the_other() -> None:
-    model = LayeredModel(Narrowing())
-    initialise(model, 0, Narrowing())
-    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 3)
-
-
 def test_tp_is_refused_with_the_numbers_it_has_to_divide() -> None:
     with pytest.raises(vitpar.UserError, match=r"tp5 does not divide the \d+ \w+ features of"):
         vitpar.validate(vitpar.parse("tp5"), mixer(width=48), 10)
@@ -206,24 +199,17 @@ class Mine(vitpar.OwnModel):
         ("x = 1", "has no model called 'Mine': name a dataclass that derives from vitpar.OwnModel"),
         ("1/0", "fails in line 1: ZeroDivisionError"),
         ("def f(:", "SyntaxError"),
+        (CLASS.format(body="return 3"), "layer embed of .*Mine is a int: derive its class from vitpar.Layer"),
+        (CLASS.format(body="raise KeyError('x')"), "layer embed of .*Mine fails: KeyError"),
     ],
 )
-def test_files_that_define_no_model_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_files_and_layers_that_break_the_contract_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        load(file_with(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return 3", "layer embed of .*Mine is a int: derive its class from vitpar.Layer"),
-        ("raise KeyError('x')", "layer embed of .*Mine fails: KeyError"),
-    ],
-)
-def test_layers_that_break_the_contract_are_refused(body: str, message: str, tmp_path: Path) -> None:
-    name = load(file_with(tmp_path, CLASS.format(body=body)))
-    with pytest.raises(ModelError, match=message):
-        _ = model_config(name, image_size=8).layers
+        _ = model_config(load(file_with(tmp_path, text)), image_size=8).layers
+    with pytest.raises(ModelError, match="there is no file"):
+        load(f"{tmp_path}/none.py:Mine")
+    with pytest.raises(ModelError, match="there is a family called vit already"):
+        vitpar.register(Narrowing, "vit")
 
 
 def test_a_layer_that_gives_a_view_is_refused() -> None:
@@ -305,12 +291,6 @@ def test_models_of_text_are_described() -> None:
         _ = Tagger(tags=4).layers
 
 
-@pytest.mark.parametrize("name", ["vit", "swin"])
-def test_names_of_families_cannot_be_taken(name: str) -> None:
-    with pytest.raises(ModelError, match=f"there is a family called {name} already"):
-        vitpar.register(Narrowing, name)
-
-
 def test_the_attention_kernel_of_the_recipe_is_used(alone: None) -> None:
     """Sets the kernel without comparing any: the attention of an own model is not described."""
     plan = vitpar.validate(vitpar.parse("dp1"), Narrowing(), 4)
@@ -327,8 +307,3 @@ def test_images_of_other_channels_are_refused(alone: None) -> None:
     with pytest.raises(ModelError, match=r"takes images of 1 channel, but images are decoded to 3, grey ones too"):
         recipe = read_recipe(None, {"data.path": "none", "train.steps": 1})
         ImageInput(recipe, model, task_of(recipe, 4))
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no file"):
-        load(f"{tmp_path}/none.py:Mine")

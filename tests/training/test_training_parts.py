@@ -1,6 +1,5 @@
 """Parts of a training step: learning rate, weight decay, optimizers, gradient norm, moving average, weights."""
 
-import json
 import math
 import resource
 from collections.abc import Callable
@@ -72,49 +71,6 @@ def test_only_matrices_decay() -> None:
         "head.fc.weight",
         "head.fc_dist.weight",
     }
-
-
-SETTINGS = [
-    OptimizerSection(name=name, lr=0.1, weight_decay=0.3, layer_decay=0.5, implementation=implementation, **extra)
-    for name, extra in (
-        ("adamw", {"betas": (0.8, 0.9), "eps": 1e-6}),
-        ("sgd", {"momentum": 0.7}),
-        ("sgd", {"momentum": 0.9, "nesterov": True}),
-        ("sgd", {}),
-    )
-    for implementation in ("auto", "fused", "for-loop")
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s.name}-{s.momentum}-{s.implementation}")
-def test_optimizer_matches_torch(settings: OptimizerSection) -> None:
-    ours, theirs = (nn.ModuleDict({"fc": nn.Linear(5, 3), "norm": nn.LayerNorm(3)}) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    groups = [
-        {"params": [theirs["fc"].weight], "weight_decay": 0.3, "scale": 1.0},
-        {"params": [theirs["fc"].bias], "weight_decay": 0.0, "scale": 1.0},
-        {"params": [*theirs["norm"].parameters()], "weight_decay": 0.0, "scale": 0.5},  # one layer is above the norm
-    ]
-    expected: torch.optim.Optimizer
-    if settings.name == "sgd":
-        moments = {"momentum": settings.momentum, "nesterov": settings.nesterov}
-        expected = torch.optim.SGD(groups, lr=1.0, foreach=False, **moments)
-    else:
-        expected = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9), eps=1e-6, foreach=False)
-    optimizer = ShardedOptimizer(ours.named_parameters(), settings, layers_above=lambda name: int("norm" in name))
-    for lr, decay in ((0.1, 0.3), (0.02, 0.0), (0.3, 0.6)):
-        optimizer.set_weight_decay(decay)
-        expected.param_groups[0]["weight_decay"] = decay
-        for group in expected.param_groups:
-            group["lr"] = lr * group["scale"]
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            mine.grad = torch.randn_like(mine)
-            other.grad = mine.grad.clone()
-        optimizer.step(lr)
-        expected.step()
-        assert all(parameter.grad is None for parameter in ours.parameters())
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
 
 
 # gradient norm
@@ -246,52 +202,21 @@ def test_weights_that_cannot_be_written_are_an_error_of_their_file(saved: tuple[
     assert Path(caught.value.filename).name == "model-00001-of-00001.safetensors"
 
 
-def test_damaged_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Path]) -> None:
+def test_damaged_and_other_weights_are_refused_in_one_line(saved: tuple[ParallelModel, Path]) -> None:
     model, folder = saved
     (folder / "old").touch()
     (folder.with_name("step_1.partial")).mkdir()
     save_weights(model, folder, recipe().to_toml())  # replaces the folder
     assert not (folder / "old").exists() and not folder.with_name("step_1.partial").exists()
-    part = folder / "model-00001-of-00001.safetensors"
-
-    def refused(message: str) -> None:
-        with pytest.raises(DataError, match=message) as caught:
-            load_weights(model, folder)
-        assert "\n" not in str(caught.value)
-
-    content, index = part.read_bytes(), (folder / INDEX).read_text()
-    part.write_bytes(content[: len(content) // 2])
-    refused("cannot be read")
-    part.write_bytes(b"\0" * 50)
-    refused("cannot be read")
-    part.unlink()
-    refused("cannot be read")
-    part.write_bytes(content)
-    for wrong in ("{", "[]", '{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {"head.fc.bias": 3}}'):
-        (folder / INDEX).write_text(wrong)
-        refused("cannot be read|lacks the parameter|is not a file in its folder")
-    weight_map = json.loads(index)
-    weight_map["weight_map"]["embed.cls_token"] = "gone.safetensors"
-    (folder / INDEX).write_text(json.dumps(weight_map))
-    refused("cannot be read")
-    (folder / INDEX).unlink()
-    refused("cannot be read")
-    (folder / INDEX).write_text(index)
-    load_weights(model, folder)
-
-
-def test_weights_of_another_model_and_invalid_configs_are_refused(
-    saved: tuple[ParallelModel, Path], tmp_path: Path
-) -> None:
-    _, folder = saved
     cpu = torch.device("cpu")
     with pytest.raises(DataError, match=r"head.fc.weight .* has shape \[3, 24\] but the model has \[5, 24\]"):
         load_weights(built(cpu, "dp1", num_classes=5), folder)
     with pytest.raises(DataError, match=r"lacks the parameter blocks\.2\.norm1\.weight"):
         load_weights(built(cpu, "dp1", depth=3), folder)
+    part = folder / "model-00001-of-00001.safetensors"
+    part.write_bytes(part.read_bytes()[:1000])
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        load_weights(model, folder)
+    assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
-        read_config(tmp_path / "nowhere")
-    for wrong in ("{", "[1]", '{"colour": 3}', '{"name": "x"}', json.dumps({**config_of().__dict__, "embed_dim": 0})):
-        (folder / CONFIG).write_text(wrong)
-        with pytest.raises(DataError, match="cannot be read"):
-            read_config(folder)
+        read_config(folder / "nowhere")

@@ -3,7 +3,7 @@
 from mutating.mutation import Mutation
 
 EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
-CALIBRATION = "tests/training/test_predictions.py::test_calibration_error_is_that_of_the_formula"
+CALIBRATION = "tests/training/test_evaluate.py::test_calibration_error_is_that_of_the_formula"
 AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
 UPDATE = "                self.optimizer.step(lr)\n"

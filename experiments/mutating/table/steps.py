@@ -67,7 +67,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/muon.py",
         old='"(g r) i -> g r i", r=',
         new='"(r g) i -> g r i", r=',
-        caught_by="pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",
+        caught_by="pytest tests/training/optim/test_optimizers.py::test_maps_are_orthogonalised_separately",
     ),
     Mutation(
         name="adafactor-sums-of-shards",

@@ -1,4 +1,4 @@
-"""LAMB, LARS, Muon and Adafactor on sharded parameters equal a plain loop over unsharded ones in one process."""
+"""Optimizers: against torch and timm, on sharded parameters against a plain loop, and their communication."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
-from helpers.optimizer_references import ADAFACTOR, LAMB, LARS, LION, MUON, RATES, VARIANTS, reference, section, shown
+from helpers.modern_vits import modern_config
+from helpers.optimizer_references import (
+    ADAFACTOR,
+    ADAM,
+    LAMB,
+    LARS,
+    LION,
+    MUON,
+    RATES,
+    VARIANTS,
+    reference,
+    rows_of_maps,
+    section,
+    shown,
+)
+from helpers.oracles import timm
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
     LAYERS,
@@ -29,6 +44,7 @@ from helpers.sharded_parameters import (
 )
 from vitpar.models.layers import LayeredModel
 from vitpar.sharded import local
+from vitpar.training.optim.muon import orthogonalise
 from vitpar.training.optim.norms import WholeNorms
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.optim.state_memory import moments
@@ -210,27 +226,153 @@ def test_estimate_counts_the_numbers_of_the_state(name: str) -> None:
     assert kept / sum(p.numel() for p in parameters.values() if p.requires_grad) == moments(recipe, config)
 
 
+NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (6,), (4,), (3, 2, 4, 5))
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    drawn[2] *= 1e-4  # smaller than what steps of Adafactor are relative to
+    return [nn.Parameter(x) for x in drawn]
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.0])
 @pytest.mark.parametrize(
-    ("settings", "matrix", "other"),
+    "settings",
     [
-        (LION, {"exp_avg"}, {"exp_avg"}),
-        (LAMB, {"step", "exp_avg", "exp_avg_sq"}, {"step", "exp_avg", "exp_avg_sq"}),
-        (LARS, {"momentum_buffer"}, {"momentum_buffer"}),
-        ({**LARS, "momentum": 0.0}, set(), set()),
-        (MUON, {"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}),
+        *(ADAM, LION, ADAFACTOR, LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}),
+        *({**ADAM, "name": "adamw", "implementation": how} for how in ("auto", "fused", "for-loop")),
+        *({"name": "sgd", "implementation": how} for how in ("auto", "fused", "for-loop")),
+        *({"name": "sgd", "momentum": 0.9, "nesterov": nesterov} for nesterov in (False, True)),
     ],
-    ids=lambda value: shown(value) if isinstance(value, dict) else "",
+    ids=shown,
 )
-def test_optimizer_state_has_the_shape_of_the_local_shard(
-    settings: dict[str, Any], matrix: set[str], other: set[str]
+def test_updates_match_torch_and_timm(settings: dict[str, Any], decay: float) -> None:
+    """With `always_adapt` for matrices, timm's LAMB and LARS equal vitpar's.
+
+    By default timm skips the trust ratio without weight decay; vitpar follows the papers and always applies it to
+    matrices.
+    """
+    mine, theirs = parameters(), parameters()
+    chosen = section({**settings, "weight_decay": decay})
+    ours = ShardedOptimizer(zip(NAMES, mine, strict=True), chosen)
+    matrices = [p for name, p in zip(NAMES, theirs, strict=True) if "fc" in name and "weight" in name]
+    others = [p for p in theirs if all(p is not matrix for matrix in matrices)]
+    groups = [
+        {"params": matrices, "weight_decay": decay, "always_adapt": True},
+        {"params": others, "weight_decay": 0.0, "always_adapt": False},
+    ]
+    adam: dict[str, Any] = {"betas": chosen.betas, "eps": chosen.eps}
+    momentum: dict[str, Any] = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
+    other: torch.optim.Optimizer
+    match chosen.name:
+        case "adam":
+            other = torch.optim.Adam(groups, **adam)
+        case "adamw":
+            other = torch.optim.AdamW(groups, **adam)
+        case "sgd":
+            other = torch.optim.SGD(groups, **momentum)
+        case "lion":
+            other = timm.optim.Lion(groups, betas=chosen.betas)
+        case "adafactor":
+            other = torch.optim.Adafactor(groups)
+        case "lamb":
+            other = timm.optim.Lamb(groups, max_grad_norm=None, **adam)
+        case _:
+            other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, eps=0.0, **momentum)
+    for step, rate in enumerate((*RATES, 0.9)):  # Adafactor limits the last rate
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad *= step > 0 or p.dim() == 1  # the first gradients of matrices are zero
+            q.grad = p.grad.clone()
+        for group in other.param_groups:
+            group["lr"] = rate
+        ours.step(rate)
+        other.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-13), (False, 0.03)])
+@pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}, {"ns_steps": 3}], ids=str)
+def test_muon_matches_torch(
+    options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = [("blocks.0.mlp.fc1.weight", nn.Parameter(torch.ones(3, 2))), ("head.fc.weight", nn.Linear(2, 2).weight)]
-    optimizer = ShardedOptimizer(pairs, section(settings), matrices={pairs[0][0]: ()})
-    for _, p in pairs:
-        p.grad = torch.ones_like(p)
-    optimizer.step(0.1)
-    shards = [p for group in optimizer.torch_optimizer.param_groups for p in group["params"]]
-    states = [optimizer.torch_optimizer.state[shard] for shard in shards]
-    assert [set(state) for state in states] == [matrix, other]
-    for shard, state in zip(shards, states, strict=True):
-        assert all(key == "step" or value.shape == shard.shape for key, value in state.items())
+    # torch runs the iteration in bfloat16 on every device (and casts with `to` since 2.15). Without the cast both
+    # agree to the last digits.
+    if exact:
+        real = torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
+    chosen = section({"name": "muon", **options})
+    mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
+    ours = ShardedOptimizer([("proj.weight", mine)], chosen, matrices={"proj.weight": ()})
+    torchs = torch.optim.Muon(
+        [theirs],
+        weight_decay=0.3,
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        ns_steps=chosen.ns_steps,
+        adjust_lr_fn=chosen.adjust_lr_fn,
+    )
+    for rate in RATES:
+        mine.grad = torch.randn(shape, dtype=torch.float64)
+        theirs.grad = mine.grad.clone()
+        torchs.param_groups[0]["lr"] = rate
+        torchs.step()
+        ours.step(rate)
+    torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+    assert (mine != 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (30, 10), (10, 30), (3, 10, 30)])
+def test_orthogonalise_moves_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = orthogonalise(1e-4 * matrices, 5)
+    assert (result.shape, result.dtype) == (matrices.shape, dtype)
+    for matrix, whitened in zip(matrices.view(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
+        u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+        values = u.mT @ whitened.double() @ v.mT  # diagonal if the singular vectors are unchanged
+        off = values - values.diagonal().diag()
+        assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
+        assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
+    assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
+
+
+def test_maps_are_orthogonalised_separately() -> None:
+    """A large key gradient does not change the update of queries and values, although one parameter holds all three."""
+    name, rows = "blocks.0.attn.qkv.weight", rows_of_maps("blocks.0.attn.qkv.weight")
+    moved = []
+    for factor in (1.0, 1e6):
+        p = nn.Parameter(drawn("value", name))
+        p.grad = drawn("1", name)
+        p.grad[rows[1]] *= factor
+        ShardedOptimizer([(name, p)], section(MUON), matrices={name: STACKED}).step(0.1)
+        moved.append(p.detach() - drawn("value", name))
+    torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("parts", "weight", "rows"),
+    [
+        ("eva02_base", "blocks.0.mlp.fc1.weight", slice(0, None, 2)),  # gates, which alternate with values
+        (
+            "vit_22b",
+            "blocks.0.in_proj.weight",
+            [20 * head + 12 + i for head in range(12) for i in range(8)],
+        ),  # the MLP's
+    ],
+)
+def test_stacked_maps_of_modern_models_are_orthogonalised_separately(parts: str, weight: str, rows: Any) -> None:
+    config = modern_config(parts)
+    p = nn.Parameter(torch.zeros(config.layers["blocks.0"].parameters[weight.removeprefix("blocks.0.")]).double())
+    p.grad = torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = orthogonalise((1 - 0.95**2) * p.grad[rows], 5)
+    chosen = section({"name": "muon", "weight_decay": 0.0, "momentum": 0.95})
+    ShardedOptimizer([(weight, p)], chosen, matrices=config.hidden_matrices).step(1.0)
+    factor = 0.2 * max(alone.shape) ** 0.5
+    torch.testing.assert_close(p.detach()[rows], -factor * alone, atol=1e-9, rtol=1e-9)

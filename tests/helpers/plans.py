@@ -59,6 +59,7 @@ class Case:
         plan = replace(parse(self.mesh), **self.plan)
         found = features(plan, self.check.get("precision", "fp32"), False)
         found |= {f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)}
+        found.add(f"optimizer {self.check.get('optimizer__name', 'adamw')}")
         if communication := self.check.get("communication"):
             found |= {name for name, value in vars(communication).items() if value is not None}
         if plan.is_uniform:
@@ -318,6 +319,26 @@ MODERN_CASES = (
     _modern("siglip2", "pp1: head=tp2, *=dp2"),
     _modern("siglip_reg", "pp1: head=tp4+2d, *=tp4+2d", {"microbatches": 2}),
 )
+
+
+def _updated(mesh: str, name: str, rate: float, **settings: Any) -> Case:
+    check = {"optimizer__name": name, "optimizer__lr": rate, **settings}
+    return Case(mesh, check={**FP64, **check}, batch=24)
+
+
+RATES = {"lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
+"""Learning rates of optimizers that need norms of complete parameters, their rows and columns, or complete matrices."""
+UPDATED = (
+    # Some ranks of fsdp3 have empty shards.
+    *(_updated("fsdp3", *row) for row in RATES.items()),
+    *(_updated("tp2xfsdp2", *row, optimizer__layer_decay=0.5) for row in RATES.items()),
+    *(_updated("tp4+2d", *row) for row in RATES.items()),
+    *(_updated("pp1: 0-3=tp2xfsdp2, *=fsdp4", *row) for row in RATES.items()),
+    _updated("tp2xfsdp2", "lars", 1.0, optimizer__momentum=0.0),
+    _updated("tp2xfsdp2", "lars", 1.0, optimizer__nesterov=True),
+    _updated("tp2xfsdp2", "muon", 1e-3, optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
+)
+"""Plans with optimizers other than AdamW and SGD."""
 _mae, _bert, _t5 = _of("MAE"), _of("BERT"), _of("T5")
 V1_1 = {"activation": "geglu_tanh", "tied": False}
 """Options of T5 1.1."""
@@ -394,6 +415,7 @@ PARTLY_TRAINED = (
     frozen(LOWER, "dp2+zero1"),
     frozen(MIDDLE, "dp2+zero2", {"microbatches": 2}),
     frozen(LOWER, "fsdp4+ckpt", {"microbatches": 2}),
+    Case("dp2xfsdp2", check={"precision": "bf16", "train__freeze": LOWER, **SGD}, family="frozen"),
     frozen(MIDDLE, "tp2xfsdp2+ckpt.selective"),
     frozen(MIDDLE, "tp4+2d"),
     frozen(PROBE, "pp2xtp2"),
@@ -428,7 +450,7 @@ PARTLY_TRAINED = (
     _t5("tp2+sp", check={**FP64, "lora__rank": 3}),
 )
 """Plans of models with frozen parameters or adapters."""
-ALL = (*CASES, *MODERN_CASES, *SWIN_CASES, *OTHER_TASKS, *SHARING, *PARTLY_TRAINED)
+ALL = (*CASES, *UPDATED, *MODERN_CASES, *SWIN_CASES, *OTHER_TASKS, *SHARING, *PARTLY_TRAINED)
 THOROUGH = ("BERT", "T5", "tied", "relative", "frozen", "LoRA")
 """Families with code of their own for most features."""
 
@@ -455,6 +477,7 @@ def _goals(case: Case) -> set[Any]:
 
 QUICK = {str(case) for case in representatives(ALL, _goals)}
 SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
+SLOW |= {str(case) for case in UPDATED}
 
 
 def tiers() -> list[Any]:

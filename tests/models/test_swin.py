@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ from helpers.oracles import timm, transformers
 from vitpar.errors import DataError, ModelError
 from vitpar.models.families import model_config
 from vitpar.models.foreign import Renamed
+from vitpar.models.initial import initial_value, initialise
 from vitpar.models.keyed_random import at_place, drop
-from vitpar.models.layers import Layer, LayeredModel
+from vitpar.models.layers import LayeredModel
 from vitpar.models.swin.config import SwinConfig
 from vitpar.models.swin.foreign import infer_config, parts, renamed
-from vitpar.models.swin.initial import SCHEMES
 
 KEYS = torch.arange(1, 9) * 1_000_003
 NO_HINTS = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None)
@@ -93,29 +92,19 @@ def converted(state: Mapping[str, Tensor], config: SwinConfig) -> dict[str, Tens
     return result
 
 
-def filled(config: SwinConfig, layers: tuple[str, ...] | None = None, state: Mapping[str, Tensor] | None = None) -> Any:
-    """Return a model with the parameters `state`, or those of its scheme of initial values."""
-    model = LayeredModel(config, layers)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    values = {name: drawn(name, shape, config) for name, shape in shapes.items()} if state is None else state
-    model.load_state_dict({name: values[name] for name in shapes})
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.reset_buffers()
+def filled(config: SwinConfig, state: Mapping[str, Tensor] | None = None) -> Any:
+    """Return a model with the parameters `state`, or with initial values."""
+    model = LayeredModel(config)
+    initialise(model, 0, config)
+    if state is not None:
+        model.load_state_dict(state)
     return model
-
-
-def drawn(name: str, shape: tuple[int, ...], config: SwinConfig) -> Tensor:
-    """Return initial values of a parameter by the rules of its scheme."""
-    rule = next(rule for pattern, rule in SCHEMES[config.init] if fnmatch(name, pattern))
-    uniform = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(map(ord, name))))
-    return rule(uniform.mul_(2).sub_(1).add_(2**-53), torch.Size(shape), config).float()
 
 
 def assert_same_function(theirs: nn.Module, config: SwinConfig, dtype: torch.dtype, most: float) -> None:
     """Check that logits and the gradient of every parameter are equal, relative to the largest element."""
     theirs = theirs.to(dtype)
-    ours = filled(config, state=converted(dict(theirs.named_parameters()), config)).to(dtype).eval()
+    ours = filled(config, converted(dict(theirs.named_parameters()), config)).to(dtype).eval()
     images = torch.randn(3, config.channels, config.image_size, config.image_size, dtype=dtype)
     output = theirs(images)
     expected, logits = getattr(output, "logits", output), ours(images)
@@ -428,7 +417,7 @@ def test_initial_values_have_timms_distributions() -> None:
     )
     theirs = converted({name: p.detach() for name, p in model.named_parameters()}, config)
     for name, value in theirs.items():
-        ours, n = drawn(name, tuple(value.shape), config), value.numel()
+        ours, n = initial_value(name, value.shape, 0, config), value.numel()
         if value.unique().numel() == 1:
             assert torch.equal(ours, value), name
         else:

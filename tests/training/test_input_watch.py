@@ -42,7 +42,6 @@ def test_slow_input_is_reported_once_with_a_remedy() -> None:
 
 PACK = "pack smaller images (`vitpar data pack --short-side`)"
 CACHE = "set data.cache to memory, or to device if all have one size"
-HELD = {"path": "unused", "cache": "device"}
 STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "classes": 2}
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: against torch and timm, on sharded parameters against a plain loop, and their communication."""
+"""Optimizers: against torch and timm, norms of shards, communication, and state. Plans are in `helpers.plans`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,41 +6,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
 from helpers.modern_vits import modern_config
-from helpers.optimizer_references import (
-    ADAFACTOR,
-    ADAM,
-    LAMB,
-    LARS,
-    LION,
-    MUON,
-    RATES,
-    VARIANTS,
-    reference,
-    rows_of_maps,
-    section,
-    shown,
-)
 from helpers.oracles import timm
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
+    HEAD_DIM,
+    HEADS,
     LAYERS,
-    LAYOUTS,
     MESHES,
     QKV,
     SHAPES,
     STACKED,
+    TWO_AXES,
     built,
     drawn,
     give_gradients,
     layers_above,
-    like,
     modules,
     ranks_of,
-    whole,
 )
 from vitpar.models.layers import LayeredModel
 from vitpar.sharded import local
@@ -49,6 +34,34 @@ from vitpar.training.optim.norms import WholeNorms
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.sections import OptimizerSection
+
+RATES = (0.1, 0.03, 0.2, 0.05)
+
+ADAM = {"name": "adam", "betas": (0.8, 0.9), "eps": 1e-6}
+LION = {"name": "lion", "betas": (0.8, 0.9)}
+LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
+LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
+ADAFACTOR = {"name": "adafactor"}
+MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}
+
+
+def shown(settings: dict[str, Any] | str) -> str:
+    if isinstance(settings, str):
+        return settings
+    return " ".join(f"{key}={value}" for key, value in settings.items() if key not in ("betas", "eps"))
+
+
+def section(settings: Mapping[str, Any]) -> OptimizerSection:
+    return OptimizerSection(**{"weight_decay": 0.3, **settings})
+
+
+def rows_of_maps(name: str) -> list[list[int]]:
+    """Return the rows of each linear map in a matrix. qkv holds three, interleaved by head."""
+    if not name.endswith("qkv.weight"):
+        return [list(range(SHAPES[name][0]))]
+    heads = [3 * HEAD_DIM * head for head in range(HEADS)]
+    return [[start + HEAD_DIM * part + i for start in heads for i in range(HEAD_DIM)] for part in range(3)]
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
@@ -58,44 +71,10 @@ def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimiz
     return ShardedOptimizer(named.items(), section(settings), matrices=matrices, layers_above=layers_above)
 
 
-def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the complete parameters that this rank holds a shard of, after one step per rate in RATES; collective."""
-    root = built(layout)
-    for name, p in root.named_parameters():
-        assert torch.equal(whole(p), drawn("value", name)), name
-        given = like(drawn("value", name), p)
-        assert not isinstance(p, DTensor) or torch.equal(p.to_local(), given.to_local()), name
-    optimizer = optimizer_of(root, settings)
-    for step, rate in enumerate(RATES, start=1):
-        give_gradients(root, step)
-        optimizer.step(rate)
-    return {name: whole(p).numpy() for name, p in root.named_parameters()}
-
-
 NANO = {"model.name": "vit_nano_patch4_16"}
-CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (LAMB, LARS, MUON, ADAFACTOR)]
 DECAYING: tuple[dict[str, Any], ...] = tuple(
     {**settings, "layer_decay": 0.5} for settings in (LAMB, LARS, MUON, ADAFACTOR)
 )
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"), [*CASES, *(("tp2xfsdp2", settings) for settings in (*VARIANTS, *DECAYING))], ids=shown
-)
-def test_sharded_optimizer_matches_one_process(
-    layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
-) -> None:
-    """LAMB and LARS need norms of complete parameters, Adafactor of their rows and columns, and Muon complete matrices.
-
-    Under fsdp3 some ranks have empty shards; their steps must neither hang nor differ.
-    """
-    expected = reference(settings)
-    seen = set()
-    for found in ranks(ranks_of(layout)).run(trained, layout, settings):
-        seen |= set(found)
-        for name, value in found.items():
-            torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-11, rtol=1e-11, msg=name)
-    assert seen == set(SHAPES)
 
 
 def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
@@ -108,7 +87,7 @@ def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
     return dict(zip(named, zip(*found.tolist(), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("layout", [*MESHES, *LAYOUTS])
+@pytest.mark.parametrize("layout", [*MESHES, TWO_AXES])
 def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], RankPool]) -> None:
     """Norms of sharded and replicated parameters equal those of the complete tensors.
 
@@ -120,23 +99,19 @@ def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], Rank
             assert pair == pytest.approx(expected, rel=1e-12), name
 
 
-@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, ADAFACTOR, *VARIANTS], ids=shown)
-def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]) -> None:
-    """Parameters without a gradient do not change."""
+@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, ADAFACTOR], ids=shown)
+def test_parameters_without_a_gradient_do_not_change(settings: dict[str, Any]) -> None:
     root = modules(LAYERS)
     optimizer = optimizer_of(root, settings)
     idle = {"blocks.0.attn.proj.weight", "blocks.1.norm1.weight"}
-    for step, rate in enumerate(RATES, start=1):
-        give_gradients(root, step)
-        for name in idle:
-            root.get_parameter(name).grad = None
-        assert set(optimizer.gradients()) == set(SHAPES) - idle
-        optimizer.step(rate)
-        assert all(p.grad is None for p in root.parameters())
+    give_gradients(root, 1)
+    for name in idle:
+        root.get_parameter(name).grad = None
+    assert set(optimizer.gradients()) == set(SHAPES) - idle
+    optimizer.step(0.1)
     optimizer.step(0.1)  # without any gradient
-    for name, value in reference(settings).items():
-        expected = drawn("value", name) if name in idle else value
-        torch.testing.assert_close(root.get_parameter(name).detach(), expected, atol=1e-11, rtol=1e-11, msg=name)
+    assert all(p.grad is None for p in root.parameters())
+    assert {name for name, p in root.named_parameters() if torch.equal(p.detach(), drawn("value", name))} == idle
 
 
 @pytest.mark.parametrize("settings", [LION, LAMB, LARS, MUON, ADAFACTOR], ids=shown)
@@ -170,7 +145,7 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
 
 @pytest.mark.parametrize(
     ("layout", "messages"),
-    [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), ("two tensor axes", 2)],
+    [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), (TWO_AXES, 2)],
 )
 @pytest.mark.parametrize("settings", [LAMB, LARS, *DECAYING[:2]], ids=shown)
 def test_norms_take_one_all_reduce_per_process_group(

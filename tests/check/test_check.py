@@ -114,33 +114,6 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
             assert not mistake
 
 
-# Every optimizer on shards, those with norms of parameters on slices, and each other plan once.
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "muon", "adafactor")
-QUICK = {
-    *(("fsdp2", name) for name in OPTIMIZERS),
-    *(("tp2", name) for name in ("lamb", "lars", "muon", "adafactor")),
-    *(("dp1", "lars"), ("dp2+zero1", "muon"), ("pp2", "adamw")),
-}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "optimizer"),
-    [
-        pytest.param(mesh, name, marks=[] if (mesh, name) in QUICK else pytest.mark.slow)
-        for mesh in ("dp1", "tp2", "fsdp2", "dp2+zero1", "pp2")
-        for name in OPTIMIZERS
-    ],
-)
-def test_every_optimizer_passes_under_every_plan(mesh: str, optimizer: str, ranks: Callable[[int], RankPool]) -> None:
-    rates = {"lars": 1.0, "sgd": 0.1}
-    settings = {"optimizer__name": optimizer, "optimizer__lr": rates.get(optimizer, 1e-3)}
-    settings |= {"optimizer__layer_decay": 0.5, "optimizer__weight_decay": 0.05}
-    if optimizer == "sgd":
-        settings |= {"optimizer__momentum": 0.9, "optimizer__nesterov": True}
-    for result in ranks(parse(mesh).world_size).run(run, mesh, **settings):
-        assert result.passed, result.worst
-
-
 @pytest.mark.parametrize(
     ("mistake", "mesh", "settings"),
     [

@@ -321,24 +321,30 @@ MODERN_CASES = (
 )
 
 
-def _updated(mesh: str, name: str, rate: float, **settings: Any) -> Case:
-    check = {"optimizer__name": name, "optimizer__lr": rate, **settings}
-    return Case(mesh, check={**FP64, **check}, batch=24)
+def _updated(mesh: str, name: str, **settings: Any) -> Case:
+    decayed = {"optimizer__layer_decay": 0.5, "optimizer__weight_decay": 0.05, **settings}
+    return Case(mesh, check={**FP64, "optimizer__name": name, "optimizer__lr": RATES[name], **decayed}, batch=24)
 
 
-RATES = {"lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
-"""Learning rates of optimizers that need norms of complete parameters, their rows and columns, or complete matrices."""
+RATES = {"adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
+"""Learning rates of optimizers."""
 UPDATED = (
-    # Some ranks of fsdp3 have empty shards.
-    *(_updated("fsdp3", *row) for row in RATES.items()),
-    *(_updated("tp2xfsdp2", *row, optimizer__layer_decay=0.5) for row in RATES.items()),
-    *(_updated("tp4+2d", *row) for row in RATES.items()),
-    *(_updated("pp1: 0-3=tp2xfsdp2, *=fsdp4", *row) for row in RATES.items()),
-    _updated("tp2xfsdp2", "lars", 1.0, optimizer__momentum=0.0),
-    _updated("tp2xfsdp2", "lars", 1.0, optimizer__nesterov=True),
-    _updated("tp2xfsdp2", "muon", 1e-3, optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
+    *(_updated(mesh, name) for mesh in ("fsdp2", "tp2", "dp2+zero1") for name in RATES),
+    # These need norms of complete parameters, their rows and columns, or complete matrices; fsdp3 has empty shards.
+    *(
+        _updated(mesh, name)
+        for mesh in ("fsdp3", "tp2xfsdp2", "pp2", "tp4+2d", "pp1: 0-3=tp2xfsdp2, *=fsdp4")
+        for name in ("lamb", "lars", "muon", "adafactor")
+    ),
+    _updated("tp2xfsdp2", "lars", optimizer__momentum=0.0),
+    _updated("tp2xfsdp2", "lars", optimizer__nesterov=True),
+    _updated("tp2xfsdp2", "muon", optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
+    *(
+        Case(mesh, check={"optimizer__name": "sgd", "optimizer__momentum": 0.9, "optimizer__nesterov": True})
+        for mesh in ("fsdp2", "tp2")
+    ),
 )
-"""Plans with optimizers other than AdamW and SGD."""
+"""Plans with every optimizer."""
 _mae, _bert, _t5 = _of("MAE"), _of("BERT"), _of("T5")
 V1_1 = {"activation": "geglu_tanh", "tied": False}
 """Options of T5 1.1."""
@@ -476,6 +482,7 @@ def _goals(case: Case) -> set[Any]:
 
 
 QUICK = {str(case) for case in representatives(ALL, _goals)}
+QUICK |= {str(case) for case in UPDATED if case.mesh == "fsdp3"}
 SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
 SLOW |= {str(case) for case in UPDATED}
 

@@ -73,8 +73,8 @@ def trained_parts(device: torch.device, case: Case) -> tuple[set[str], set[str],
     optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection())
     images = torch.randn(len(model.image_rows(case.batch)), 3, config.image_size, config.image_size)
     model.forward_backward(images, torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch))
-    optimizer.step(0.1)
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step(0.1)
     with_state = {name.split(".", 1)[1] for name in optimizer.state()}
     return with_gradient, with_state, sum(size for _, size in model.gradient_messages)
 

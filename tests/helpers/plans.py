@@ -36,7 +36,7 @@ class Case:
     """Samples per step."""
 
     family: str = "ViT"
-    """Family of the model, one of `helpers.parity.BUILDERS`."""
+    """Family of the model, in BUILDERS or TASKS of `helpers.parity`."""
 
     parts: str = ""
     """Name in `helpers.modern_vits.PARTS`, for the family "modern ViT"."""

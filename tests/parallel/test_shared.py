@@ -1,4 +1,4 @@
-"""Parameters that layers share equal those of one process with tied tensors, under every kind of plan."""
+"""Parameters that layers share: checkpoints, debug checks and refusals. Their plans are in `helpers.plans`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from vitpar.parallel import shared
 from vitpar.training.recipe import read_recipe
 
 MODELS = {"tied": Tied(), "relative": Relative()}
-# training, saving and resuming
 
 
 def trained(

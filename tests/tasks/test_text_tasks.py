@@ -102,7 +102,7 @@ def test_plans_do_not_change_the_training(
     """Counts of targets differ between micro-batches and ranks. The last evaluation is compared with a plain loop."""
     (_,) = ranks(1).run(trained_run, recipe_of(text, task, "dp1"), tmp_path / "dp1")
     expected = rows(tmp_path / "dp1"), rows(tmp_path / "dp1", "eval")
-    plans = [("pp2xtp2xdp2", {"parallel.microbatches": 2}), ("pp2: 0-1=tp2, *=fsdp2", {})]
+    plans = [("pp2xdp2", {"parallel.microbatches": 2}), ("pp2: 0-1=tp2, *=fsdp2", {})]
     if task == "mlm":
         plans.append(("fsdp2", {"parallel.microbatches": 4}))
     for number, (mesh, more) in enumerate(plans):

@@ -129,7 +129,7 @@ def same(found: tuple[Rows, Evaluation], expected: tuple[Rows, Evaluation]) -> b
     return counts[0] == counts[1] and exact[0] == exact[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-4)
 
 
-CASES = [("val", mesh, fields) for mesh, fields in [*PLANS, ("dp8", {}), ("tp4+2d", {})]]
+CASES = [("val", mesh, fields) for mesh, fields in [*PLANS, ("dp4", {}), ("tp4+2d", {})]]
 CASES += [("train", mesh, fields) for mesh, fields in (PLANS[0], PLANS[-1])]
 
 

@@ -1,6 +1,6 @@
 """Models of the user: their description, what is refused, and how they are registered."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -8,11 +8,9 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitpar
-from helpers.ranks import RankPool
 from vitpar import Execution, parallelize, parse, read_recipe
 from vitpar.errors import ModelError
 from vitpar.models.description import TensorSpec
@@ -88,48 +86,6 @@ class Means(vitpar.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x.mean(dim=1))
-
-
-class Heads(vitpar.Layer):
-    """Two heads, each with a factor, between a column and a row layer."""
-
-    TENSOR_PARALLEL: ClassVar = {"before": "column", "factor": "per_head", "after": "row"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(3, 8), nn.Linear(8, 3)
-        self.factor = nn.Parameter(torch.empty(2, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.before(x).unflatten(-1, (-1, 4)) * vitpar.to_local(self.factor)
-        return self.after(heads.flatten(2)).clone()
-
-
-@dataclass(frozen=True)
-class Headed(Narrowing):
-    """A model whose blocks read a parameter of each head."""
-
-    def build_layer(self, name: str) -> vitpar.Layer:
-        return Heads() if name.startswith("blocks") else super().build_layer(name)
-
-
-def one_step(device: torch.device, mesh: str) -> dict[str, Tensor]:
-    """Return the loss of a step, and the gradients of one block and the layer below it."""
-    config = Headed()
-    model = parallelize(config, vitpar.validate(parse(mesh), config, 4), Execution(4), device)
-    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    loss = model.global_loss(model.forward_backward(images[model.image_rows(4)], torch.tensor([0, 1, 2, 0])))
-    gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("blocks.1")}
-    return {"loss": loss} | {
-        name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items() if g is not None
-    }
-
-
-def test_a_parameter_of_each_head_is_split_under_tp(ranks: Callable[[int], RankPool]) -> None:
-    (one,), two = ranks(1).run(one_step, "dp1"), ranks(2).run(one_step, "tp2")
-    assert one["blocks.1.factor"].count_nonzero() == 2
-    for found in two:
-        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-9)
 
 
 def test_description_of_the_example_equals_its_modules() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 from helpers.parity import skip_what_cannot_run
 from helpers.ranks import RankPool
@@ -119,24 +118,6 @@ def test_splitting_a_layer_does_not_change_whether_it_uses_float8(
 def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
     assert multiplies_in_float8(768, 768, 768) and not multiplies_in_float8(768, 768, 769)
     assert multiplies_in_float8(384, 1536, 614) and not multiplies_in_float8(384, 1536, 615)
-
-
-def test_compiled_block_equals_an_uncompiled_one() -> None:
-    """Compiled, a block packs the gradients of queries, keys and values in another order (vitpar.models.compiled)."""
-    torch.compiler.reset()
-    layer: Any = CONFIG.build_layer("blocks.1")
-    for number, (name, parameter) in enumerate(layer.named_parameters()):
-        torch.nn.init.normal_(parameter, float("norm" in name), 0.1, torch.Generator().manual_seed(number))
-    layer.bfloat16().reset_buffers()
-    float8.compute_in_float8("blocks.1", layer, 0)
-    x, upstream = random(8, 5, CONFIG.embed_dim).requires_grad_(), random(8, 5, CONFIG.embed_dim)
-    leaves = [x, *layer.parameters()]
-    graphs = AotEagerAndRecordGraphs()
-    compiled = torch.compile(layer.forward, backend=graphs, fullgraph=True)
-    found, plain = (torch.autograd.grad(forward(x, None), leaves, upstream) for forward in (compiled, layer))
-    assert "cat" in graphs.bw_graphs[0].code and "aten._scaled_mm" in graphs.fw_graphs[0].code
-    for mine, right in zip(found, plain, strict=True):
-        assert far(mine, right) < 0.01
 
 
 def test_model_without_large_layers_is_refused() -> None:

@@ -91,6 +91,10 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if isinstance(value, int | float)}
 
 
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def trained_run(device: torch.device, recipe: Recipe, run: Path, resume: Path | None = None) -> None:
     train(device, recipe, run, **({} if resume is None else {"resume": resume}))
 
@@ -102,7 +106,7 @@ def test_plans_do_not_change_the_training(
     """Counts of targets differ between micro-batches and ranks. The last evaluation is compared with a plain loop."""
     (_,) = ranks(1).run(trained_run, recipe_of(text, task, "dp1"), tmp_path / "dp1")
     expected = rows(tmp_path / "dp1"), rows(tmp_path / "dp1", "eval")
-    plans = [("pp2xdp2", {"parallel.microbatches": 2}), ("pp2: 0-1=tp2, *=fsdp2", {})]
+    plans = [("pp2xtp2", {"parallel.microbatches": 2}), ("dp2xtp2+sp", {}), ("pp2: 0-1=tp2, *=fsdp2", {})]
     if task == "mlm":
         plans.append(("fsdp2", {"parallel.microbatches": 4}))
     for number, (mesh, more) in enumerate(plans):
@@ -113,6 +117,9 @@ def test_plans_do_not_change_the_training(
         ):
             for one, other in zip(mine, theirs, strict=True):
                 assert numbers(one) == pytest.approx(numbers(other), rel=1e-9), mesh
+        saved, other = (weights_in(tmp_path / name / "weights") for name in (str(number), "dp1"))
+        assert saved.keys() == other.keys(), "the vocabulary is saved complete, and shared tensors once"
+        assert all(torch.allclose(saved[name], other[name], rtol=1e-6, atol=1e-9) for name in other), mesh
     # Resumed under another plan.
     recipe = recipe_of(text, task, "fsdp2xtp2")
     ranks(4).run(trained_run, recipe, tmp_path / "moved", tmp_path / "dp1" / "checkpoints" / "step_2")
@@ -125,8 +132,7 @@ def test_plans_do_not_change_the_training(
     config = recipe.config(trained.outputs, trained.model_options)
     model = LayeredModel(config).double().eval()
     initialise(model, 0, config)  # fills buffers
-    weights = tmp_path / "dp1" / "weights"
-    model.load_state_dict({k: v for f in weights.glob("*.safetensors") for k, v in load_file(f).items()}, strict=False)
+    model.load_state_dict(weights_in(tmp_path / "dp1" / "weights"), strict=False)
     model.tie()
     losses, hits = [], []
     for batch in TextEvalLoader(shards, batch_size=1, workers=0):

@@ -17,7 +17,6 @@ from helpers.command_line import Command
 from helpers.foreign_models import timm_logits
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of, model_of
-from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
@@ -100,13 +99,6 @@ def test_import_changes_classes_and_image_size(tmp_path: Path) -> None:
     assert torch.equal(weights.read("blocks.0.norm1.bias"), state["blocks.0.norm1.bias"])
 
 
-@pytest.mark.parametrize(("old", "new"), [(3, 4), (5, 2), (2, 7)])
-def test_position_interpolation_matches_timm(old: int, new: int) -> None:
-    positions = torch.randn(1, 1 + old * old, 6, generator=torch.Generator().manual_seed(0))
-    theirs = timm.layers.resample_abs_pos_embed(positions, [new, new])
-    torch.testing.assert_close(resampled(positions, 1, new), theirs)
-
-
 def without(*names: str) -> Callable[[dict[str, Tensor]], None]:
     def change(state: dict[str, Tensor]) -> None:
         for name in names:
@@ -180,12 +172,6 @@ def test_class_names_come_from_the_config(tmp_path: Path) -> None:
         assert found == (expected and tuple(expected)), source
     import_weights(tmp_path / "timm", tmp_path / "fewer", classes=3)
     assert read_class_names(tmp_path / "fewer", 3) is None
-
-
-def test_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
-    source = saved(tmp_path / "there", timm_state())
-    with pytest.raises(DataError, match="do not show the number of heads: name the model with --model"):
-        import_weights(source, tmp_path / "here")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,8 @@
 
 import io
 import json
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +13,9 @@ from helpers.command_line import Refused, run
 from helpers.ranks import RankPool
 from helpers.small_data import CLASSES
 from helpers.trained import recipe_of
-from vitpar.bench import Benchmark, PhaseClock, Repeated, Settings, bench
+from vitpar.bench import Benchmark, Settings, bench
 from vitpar.bench.feeds import Loaded, Synthetic
-from vitpar.bench.kernels import _kernel_flops
-from vitpar.bench.limits import block_products, matmul_rates, measure_limits, rank_flops, update_bytes
+from vitpar.bench.limits import matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.sharded import local
@@ -203,22 +198,6 @@ def flops_of_a_rank(device: torch.device, recipe: Recipe) -> float:
     return sum(rank_flops(trained_parts(device, recipe).model))
 
 
-@pytest.mark.parametrize(("mesh", "tensor", "parts"), [("tp2xdp2", 2, 2), ("tp4+2d", 2, 2), ("tp8+3d", 4, 2)])
-def test_matmul_shapes_are_a_ranks_share_of_a_block(mesh: str, tensor: int, parts: int, data: Path) -> None:
-    recipe = recipe_of(data, mesh)
-    config = recipe.config(CLASSES)
-    plan = recipe.plan(config)
-    numbers, batch = SimpleNamespace(float8=True), SimpleNamespace(microbatch_rows=24)
-    # The smallest layer has as many features on both sides, the others at least 1.5 times as many in the mean.
-    settings = SimpleNamespace(fp8_min_features=config.embed_dim + 1)
-    model: Any = SimpleNamespace(config=config, plan=plan, batch=batch, precision=numbers, execution=settings)
-    shapes, in_float8 = zip(*block_products(model), strict=True)
-    assert in_float8 == (True, False, True, True), "qkv, proj, fc1, fc2"
-    whole = 24 * config.tokens * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_hidden_dim)
-    assert sum(math.prod(shape) for shape in shapes) == whole / (tensor * parts)
-    assert {rows for rows, *_ in shapes} == {24 // parts * config.tokens}
-
-
 def rates_and_bytes(device: torch.device, recipe: Recipe) -> tuple[tuple[float, float], int, tuple[int, int]]:
     trained = trained_parts(device, recipe)
     trained.optimizer.allocate()
@@ -232,37 +211,6 @@ def test_rates_and_update_bytes_match_the_step(ranks: Callable[[int], RankPool],
     assert norm == 3 * held
     # AdamW reads parameter, gradient and two moments, and writes all but the gradient: 7. The moving average adds 3.
     assert update == pytest.approx((7 + 3) * held, rel=0.01)
-
-
-def test_phase_clock_sums_by_name_and_resets() -> None:
-    clock = PhaseClock(CPU)
-    for _ in range(2):
-        with clock("long"):
-            time.sleep(0.02)
-        with clock("short"):
-            pass
-    found = clock.read()
-    assert list(found) == ["long", "short"]
-    assert found["long"] >= 0.04 > found["short"] > 0
-    assert clock.read() == {}
-
-
-def test_operator_flops_go_to_its_longest_kernel() -> None:
-    def kernel(name: str, duration: float) -> Any:
-        return SimpleNamespace(name=name, duration=duration)
-
-    events = [
-        SimpleNamespace(flops=10, kernels=[kernel("gemm", 5.0), kernel("splitk_reduce", 1.0)]),
-        SimpleNamespace(flops=4, kernels=[kernel("gemm", 2.0)]),
-        SimpleNamespace(flops=0, kernels=[kernel("norm", 9.0)]),
-        SimpleNamespace(flops=7, kernels=[]),
-    ]
-    assert _kernel_flops(SimpleNamespace(events=lambda: events)) == {"gemm": 14}
-
-
-def test_repeated_mean_and_deviation() -> None:
-    assert Repeated((1.0, 2.0, 3.0)).mean == 2.0 and Repeated((1.0, 2.0, 3.0)).deviation == 1.0
-    assert Repeated((4.0,)).deviation == 0.0
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -322,10 +270,7 @@ INVALID = [
     (["--recipe", "recipe.toml"], "nowhere"),
     (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
     (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 does nothing with data"),
-    (
-        ["--mesh", "tp2", "--model", "vit_tiny_patch16_224"],
-        "tp2 does not divide the 3 heads of vit_tiny_patch16_224",
-    ),
+    (["--mesh", "tp2", "--model", "vit_tiny_patch16_224"], "tp2 does not divide the 3 heads of vit_tiny_patch16_224"),
     (["--profile", "recipe.toml"], "cannot write traces to 'recipe.toml' (File exists): give --profile"),
 ]
 

@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from helpers.ranks import RankPool
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.intervals import EPOCH
-from vitpar.sharded import sharded_as
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import find
@@ -63,14 +60,8 @@ SPOILS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: flip(path, "index.json"), "index.json"),
     (lambda path: flip(path, "state.json"), "state.json"),
     (lambda path: (path / SHARD).unlink(), "No such file"),
-    (lambda path: changed(path, lambda index: index.shards.__setitem__(0, "../../../secret")), "is not one of its fil"),
-    (lambda path: changed(path, lambda index: index.tensors[BIAS].parts.clear()), "do not fill"),
-    (lambda path: changed(path, lambda i: i.tensors[BIAS].parts.__setitem__(0, (0, (3,), (7,)))), "do not fill"),
-    (lambda path: (path / "index.json").write_text("[" * 10_000), "cannot be read"),
-    (lambda path: stated(path, "{}"), "state.json"),
-    (lambda path: stated(path, '{"step": NaN, "samples": 1, "data": ""}'), "state.json"),
+    (lambda path: changed(path, lambda i: i.tensors[BIAS].parts.clear()), "do not fill"),
     (lambda path: stated(path, '{"step": -1, "samples": 1, "data": ""}'), "state.json"),
-    (lambda path: stated(path, "[" * 100_000), "state.json"),
 ]
 
 
@@ -216,21 +207,6 @@ def test_ranks_do_not_resume_from_different_checkpoints(trained: Path, ranks: Ca
     assert len({*ranks(3).run(opened, [last] * 3)}) == 1
     for error in ranks(3).run(opened, [last, last, first]):
         assert re.match(r"rank 2 found another checkpoint at '.*' than rank 0: copy one to all machines", error)
-
-
-def shares_memory(device: torch.device) -> bool:
-    """Return whether a shard still uses the same memory after `sharded_as`."""
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
-    shard = torch.zeros_like(parameter.to_local())
-    laid = sharded_as(parameter, shard)
-    assert isinstance(laid, DTensor) and laid.shape == parameter.shape
-    return laid.to_local().data_ptr() == shard.data_ptr()
-
-
-def test_sharded_as_does_not_copy(ranks: Callable[[int], RankPool]) -> None:
-    """A copy would need memory for a second shard while training runs."""
-    assert ranks(2).run(shares_memory) == [True, True]
 
 
 # changed settings

@@ -15,15 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from helpers.foreign_models import timm_logits
-from helpers.foreign_weights import (
-    TIMM_CONFIG,
-    WIDTH,
-    as_transformers,
-    saved,
-    timm_state,
-    transformers_config,
-)
-from helpers.hostile_pieces import PICKLES
+from helpers.foreign_weights import TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
@@ -74,28 +66,6 @@ def test_pickle_with_code_is_refused_without_running_it(tmp_path: Path) -> None:
         (folder := tmp_path / kind).mkdir()
         refused(pickled(kind, folder, folder / "mark"), "contains more than tensors .*--trust")
         assert not (folder / "mark").exists()
-
-
-def test_advice_of_torch_is_not_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "theirs.pth"
-    for code in (b"\x80\x02}q\x00cos\nsystem\n(X\x01\x00\x00\x00atR.", b"\x80\x02K\x01)R.", b"\x80\x02K\x01K\x01a."):
-        path.write_bytes(code)
-        with pytest.raises(UserError, match=r"could run code when loaded: use safetensors, or pass --trust") as caught:
-            import_weights(path, tmp_path / "here")
-        assert "weights_only" not in str(caught.value)
-
-
-def test_hostile_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for number, content in enumerate(PICKLES):
-        (folder := tmp_path / str(number)).mkdir()
-        (folder / "plain.pth").write_bytes(content)
-        with zipfile.ZipFile(folder / "zip.pth", "w") as archive:
-            for name, body in {"data.pkl": content, "byteorder": b"little", "version": b"3\n"}.items():
-                archive.writestr(f"zip/{name}", body)
-        for name in ("plain.pth", "zip.pth"):
-            refused(folder / name, "cannot be read|more than tensors|not a weights file|no named tensors|tensor names")
-    assert not (tmp_path / "hostile").exists()
 
 
 def test_trusted_pickle_is_read(tmp_path: Path) -> None:
@@ -163,29 +133,19 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
         (one_tensor_for_all, "larger than the file"),
         (claiming(torch.ones(3).to_sparse()), "cannot be a parameter"),
-        (claiming(torch.empty(4, device="meta")), "larger than the file|cannot be read"),
         (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*cannot be a parameter"),
         (cut, "cannot be read"),
-        (raw(b""), "is not a weights file"),
         (raw(b"PK\x03\x04" + b"\0" * 100), "cannot be read"),
-        (raw(b"\xff\xfe\x80 not a pickle \xfa"), "is not a weights file"),
         (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
         (lambda folder: os.mkfifo(folder / "x.pth") or folder / "x.pth", "no weights at"),
-        (claiming(torch.ones(1, 1, 1, 1, 1)), r"norm.bias has shape \[1, 1, 1, 1, 1\]"),
         (lambda folder: folder / "gone", "no weights at"),
         (safetensors({}, length=2**64 - 1), "cannot be read"),
         (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)), "cannot be read"),
-        (safetensors({"a": tensor(0, 8, 2), "b": tensor(0, 8, 2)}, bytes(8)), "cannot be read"),
-        (safetensors({"a": tensor(8, 0, 2)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2**62, 2**62)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "cannot be a parameter: it has dtype I64"),
-        (safetensors({"a": tensor(0, 0, 0)}), "the tensor names in"),
         (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "the tensor names in .* it has a{198}…$"),
-        (safetensors({"": tensor(0, 4, 1)}, bytes(4)), "cannot be a parameter: it has no name"),
-        (safetensors(b"\xff\xfe\xfa{}"), "cannot be read"),
         (safetensors(b"[" * 100_000), "cannot be read"),
-        (raw(b"\1\2", "x.safetensors"), "cannot be read"),
     ],
 )
 def test_files_with_false_claims_are_refused(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
@@ -203,16 +163,12 @@ def mapped(file: Any) -> str:
     ("text", "message"),
     [
         *((mapped(name), "is not a file in its folder") for name in ("../secret.safetensors", "..", "", "a\0b", ["x"])),
-        (mapped("/etc/passwd"), "'/etc/passwd', which is not a file in its folder"),
         (mapped("sub/x.safetensors"), "is not a file in its folder"),
         (mapped(3), "lists 3, which is not a file"),
         (mapped("gone.safetensors"), "No such file"),
-        (mapped("."), "is not a file in its folder|it is a folder"),
         (json.dumps({"weight_map": {"other": "model.safetensors"}}), "lacks other, which its index lists"),
         ("{}", "has no weight_map"),
-        ("[]", "it is not a JSON object"),
         ("[" * 100_000, "cannot be read"),
-        (b"\xff\xfe{}", "cannot be read"),
         ('{"weight_map": ' + "9" * 5_000 + "}", "cannot be read"),
     ],
 )
@@ -250,14 +206,6 @@ def test_symlinks_to_regular_files_are_followed(tmp_path: Path) -> None:
         import_weights(folder, refused_place)
 
 
-def test_absurd_sizes_in_a_foreign_config_allocate_nothing(tmp_path: Path) -> None:
-    """Sizes come from the tensors; the config is used only for what tensors do not tell."""
-    sizes = ("hidden_size", "num_hidden_layers", "intermediate_size", "image_size", "patch_size")
-    config = transformers_config(**dict.fromkeys(sizes, 10**9))
-    import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here")
-    assert read_config(tmp_path / "here").embed_dim == WIDTH
-
-
 def test_invalid_values_in_a_foreign_config(tmp_path: Path) -> None:
     folder = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config())
     images = {"image_mean": [10**400] * 3, "image_std": [float("nan"), 1, 1], "resample": [2]}
@@ -289,24 +237,6 @@ def test_invalid_values_in_a_foreign_config(tmp_path: Path) -> None:
 def weights(tmp_path: Path) -> Path:
     import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "weights")
     return tmp_path / "weights"
-
-
-COUNTS = ("embed_dim", "depth", "mlp_hidden_dim", "num_classes", "num_reg_tokens", "representation_size")
-ABSURD: list[dict[str, Any]] = [
-    *({name: 10**9} for name in COUNTS),
-    *({"embed_dim": 10**18, "num_heads": 1}, {"image_size": 4 * 10**9}, {"channels": 10**12}, {"patch_size": 8}),
-    *({"embed_dim": "24"}, {"embed_dim": 24.0}, {"num_heads": True}, {"depth": -1}, {"num_heads": 0}),
-    *({"pool": "max"}, {"colour": 1}),
-]
-
-
-def test_absurd_own_config_is_refused_before_allocation(weights: Path) -> None:
-    config = json.loads((weights / "config.json").read_text())
-    for said in ABSURD:
-        (weights / "config.json").write_text(json.dumps(config | said))
-        with pytest.raises(DataError) as caught:
-            read_config(weights)
-        assert "\n" not in str(caught.value), said
 
 
 def test_unreadable_own_weights_are_refused(weights: Path) -> None:

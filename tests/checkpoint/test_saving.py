@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: their content, when they count as complete, and errors that end the run."""
+"""Checkpoints written in the background: shares of ranks, content, when they count as complete, and errors."""
 
 import os
 import threading
@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from helpers.ranks import RankPool
 from vitpar.checkpoint import Writer, atomic, load_tensors
 from vitpar.checkpoint.image import SafetensorsBuffer
+from vitpar.checkpoint.sharing import Held, divide, held
 from vitpar.checkpoint.writer import BUSY, DONE, FAILED
 from vitpar.errors import CheckpointError
 
@@ -202,3 +203,15 @@ def test_failures_keep_a_complete_checkpoint(alone: None, tmp_path: Path, monkey
         writer.finish()
     load_tensors(tmp_path / "step_1", {"a": (found := torch.zeros(3))})
     assert torch.equal(found, torch.ones(3))
+
+
+def test_replicated_tensors_are_balanced_by_bytes_and_parts_must_fill_them() -> None:
+    everyone: list[list[Held]] = [[(f"t{n}", "float32", (n + 1,), (0,), (n + 1,)) for n in range(100)]] * 4
+    names, _ = divide(everyone)
+    loads = [sum(4 * (int(name[1:]) + 1) for name in mine) for mine in names]
+    assert sum(loads) == 4 * 5050 and max(loads) - min(loads) <= 400
+    everyone = [[("t", "float32", (4,), (0,), (3,))], [("t", "float32", (4,), (2,), (2,))]]
+    with pytest.raises(AssertionError, match="the parts of t fill it"):
+        divide(everyone)
+    tensors = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "scalar": torch.tensor(1.0)}
+    assert held(tensors) == [("a", "bfloat16", (2, 3), (0, 0), (2, 3)), ("scalar", "float32", (), (), ())]

@@ -109,11 +109,7 @@ def test_stream_has_the_samples_of_the_same_shards_on_disk(folder: Path) -> None
     sets = [[f"{start}/{name}" for name in names] for start in (str(folder / "packed"), "s3://bucket/data")]
     here, there = (
         Reader(
-            StreamSet(tuple(urls), 35, 7, Labels()),
-            StreamPart(0, 1),
-            0,
-            bad_sample="fail",
-            stopping=threading.Event(),
+            StreamSet(tuple(urls), 35, 7, Labels()), StreamPart(0, 1), 0, bad_sample="fail", stopping=threading.Event()
         )
         for urls in sets
     )

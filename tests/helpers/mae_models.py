@@ -1,22 +1,16 @@
 """A small masked autoencoder, its twin in transformers, and its recipe to check plans with."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers.oracles import transformers
-from vitpar import model_config, parse, validate
-from vitpar.check import CheckResult, check_plan
-from vitpar.models.config import ModelConfig
+from vitpar import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.models.mae import foreign
 from vitpar.models.mae.config import MAEConfig
-from vitpar.tasks.mae import MAE
-from vitpar.training.recipe import read_recipe
 
 SIZES: dict[str, Any] = {
     "patch_size": 4,
@@ -39,39 +33,6 @@ def mae(**options: Any) -> MAEConfig:
     config = model_config("mae_custom", **{"init": "perturbed", **SIZES, **DECODER, **options})
     assert isinstance(config, MAEConfig)
     return config
-
-
-def check_mae(device: torch.device, mesh: str, plan: dict[str, Any], **settings: Any) -> CheckResult:
-    """Compare a plan with one process; runs on every rank."""
-    given = {
-        "data.path": "unused",
-        "train.steps": 1,
-        "train.batch_size": 8,
-        "train.precision": "fp64",
-        "task.name": "mae",
-        "model.name": "mae_custom",
-        **{f"model.{name}": value for name, value in SIZES.items()},
-        "model.options": DECODER,
-        **{name.replace("__", "."): value for name, value in settings.items()},
-    }
-    recipe = read_recipe(None, given)
-    config = recipe.config(1)
-    valid = validate(replace(parse(mesh), **plan), config, recipe.train.batch_size)
-    return check_plan(recipe, config, valid, device)
-
-
-def check_mistake(device: torch.device, mesh: str, mistake: str) -> CheckResult:
-    """Check a plan with targets of other keys or of other images than those of the outputs; runs on every rank."""
-    right = MAE.local_targets
-
-    def wrong(self: MAE, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
-        return (
-            right(self, images, keys + 1, config) if mistake == "keys" else right(self, images.roll(1, 0), keys, config)
-        )
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MAE, "local_targets", wrong)
-        return check_mae(device, mesh, {"microbatches": 2} if mesh == "pp2" else {})
 
 
 def twin(config: MAEConfig, norm_pix_loss: bool = True) -> nn.Module:

@@ -45,12 +45,7 @@ VIT5 = {
 PARTS: dict[str, dict[str, Any]] = {
     "deit3": {"layer_scale": 0.1, "prefix_positions": False},
     "dinov2": {"layer_scale": 0.1},
-    "dinov2_giant_reg4": {
-        "layer_scale": 0.1,
-        "num_reg_tokens": 4,
-        "prefix_positions": False,
-        "activation": "swiglu",
-    },
+    "dinov2_giant_reg4": {"layer_scale": 0.1, "num_reg_tokens": 4, "prefix_positions": False, "activation": "swiglu"},
     "dinov3": {**DINOV3, "layer_scale": 0.1, "qkv_bias": "none"},
     "dinov3_qkvb": {**DINOV3, "layer_scale": 0.1, "qkv_bias": "qv"},
     "dinov3_plus": {**DINOV3, "layer_scale": 0.1, "qkv_bias": "none", "activation": "swiglu"},

@@ -1,12 +1,15 @@
-"""Plans that the tests and the support matrix in the docs cover."""
+"""Plans of tiny models of every family, and the choice of the command that tests each of them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
+from helpers.modern_vits import PARTS
 from vitpar.errors import StrategyError
 from vitpar.parallel import Communication
 from vitpar.strategy import Strategy, parse
@@ -15,7 +18,7 @@ from vitpar.strategy.support import features
 
 @dataclass(frozen=True)
 class Case:
-    """Plan of a tiny ViT, with the options of the check."""
+    """Plan of a tiny model, with the options of the check."""
 
     mesh: str
     """Strategy string."""
@@ -24,16 +27,19 @@ class Case:
     """Other fields of the plan."""
 
     model: dict[str, Any] = field(default_factory=dict)
-    """Options of the tiny ViT, which has 12 heads."""
+    """Options of the model."""
 
     check: dict[str, Any] = field(default_factory=dict)
     """Options of `helpers.parity.check`."""
 
     batch: int = 16
-    """Images per step."""
+    """Samples per step."""
 
-    family: ClassVar[str] = "ViT"
-    """Family of the model."""
+    family: str = "ViT"
+    """Family of the model, in BUILDERS or TASKS of `helpers.parity`."""
+
+    parts: str = ""
+    """Name in `helpers.modern_vits.PARTS`, for the family "modern ViT"."""
 
     @property
     def ranks(self) -> int:
@@ -41,11 +47,11 @@ class Case:
         return parse(self.mesh).world_size
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """Return the model's options. The model has 4 blocks, or 8 if the plan names blocks or has many stages."""
+    def depth(self) -> int:
+        """Return the blocks of a ViT: 4, or 8 if the plan names blocks or has many stages."""
         plan = parse(self.mesh)
         few = plan.is_uniform and plan.pp * self.plan.get("virtual_stages", 1) <= 4 and "split" not in self.plan
-        return {"num_classes": 10, "depth": 4 if few else 8, "drop_path": 0.1, **self.model}
+        return 4 if few else 8
 
     @property
     def features(self) -> frozenset[str]:
@@ -53,17 +59,19 @@ class Case:
         plan = replace(parse(self.mesh), **self.plan)
         found = features(plan, self.check.get("precision", "fp32"), False)
         found |= {f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)}
+        found.add(f"optimizer {self.check.get('optimizer__name', 'adamw')}")
         if communication := self.check.get("communication"):
             found |= {name for name, value in vars(communication).items() if value is not None}
         if plan.is_uniform:
             found.add(" x ".join(sorted(["pp"] * (plan.pp > 1) + [axis.role for axis in plan.strategy.axes])))
         else:
             found.add(f"layerwise, pp{plan.pp}")
-        return frozenset(found)
+        return frozenset(found | {f"model.{key}={value}" for key, value in PARTS.get(self.parts, {}).items()})
 
     def __str__(self) -> str:
         settings = [f"{k}={v}" for part in (self.plan, self.model, self.check) for k, v in part.items()]
-        return " ".join([self.mesh, *settings])
+        model = "" if self.family == "ViT" else self.parts or self.family
+        return " ".join(filter(None, [model, self.mesh, *settings]))
 
 
 INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
@@ -85,82 +93,39 @@ T196 = {"image_size": 56, "patch_size": 4, "depth": 2, "pool": "avg"}
 T197 = {"image_size": 56, "patch_size": 4, "depth": 2}
 
 CASES = (
-    # every role alone
-    Case("dp1"),
-    Case("dp1", {"microbatches": 4}),
-    Case("dp2"),
-    Case("fsdp2"),
-    Case("tp2"),
-    Case("pp2"),
-    Case("dp4", {"microbatches": 2}),
-    Case("fsdp4"),
-    Case("tp4"),
-    Case("pp4"),
-    Case("dp8"),
-    Case("fsdp8"),
-    Case("pp8"),
     # degrees that are not powers of two
     Case("tp3xfsdp2", batch=12),
     Case("tp2xdp3", batch=24),
     Case("pp3xfsdp2", {"split": (2, 3, 3)}, batch=24),
     # pairs, both orders where the order matters
-    Case("dp2xfsdp2"),
-    Case("fsdp2xdp2"),
-    Case("dp2xtp2"),
-    Case("tp2xdp2"),
-    Case("fsdp2xtp2"),
-    Case("tp2xfsdp2"),
-    Case("pp2xdp2"),
-    Case("pp2xfsdp2"),
     Case("pp2xtp2"),
-    Case("tp2xpp2"),
+    *(Case(mesh) for mesh in ("fsdp2xdp2", "tp2xdp2", "tp2xpp2", "tp2xdp2xpp2", "pp2xfsdp2xdp2")),
     # triples and all four
-    Case("pp2xtp2xdp2"),
-    Case("pp2xdp2xtp2"),
-    Case("tp2xdp2xpp2"),
     Case("pp2xtp2xfsdp2"),
     Case("dp2xfsdp2xtp2"),
     Case("pp2xdp2xfsdp2"),
     # schedules, micro-batches, stages
     Case("pp2", {"schedule": "gpipe"}),
-    Case("pp4xdp2", {"schedule": "gpipe", "microbatches": 8}),
-    Case("pp2xtp2", {"schedule": "gpipe"}),
-    Case("pp2", INTERLEAVED),
-    Case("pp2xtp2xdp2", INTERLEAVED),
-    Case("pp2xfsdp2", {**INTERLEAVED, "microbatches": 4}),
     Case("pp2xdp2", {"microbatch_size": 2}),
     Case("pp2", model={"depth": 5}),
     Case("pp2xfsdp2", {"split": "balanced"}, model={"depth": 5}),
     Case("pp2xdp2", {"split": (3, 5)}),
     # checkpointing
-    Case("dp1+ckpt"),
-    Case("fsdp2xtp2+ckpt"),
-    Case("pp2xtp2xdp2+ckpt", model=EVERYTHING),
-    Case("dp2xfsdp2+ckpt"),
     Case("pp2+ckpt", INTERLEAVED),
     # model options, with a number of classes that tp does not divide
     Case("dp1", model=EVERYTHING),
-    Case("tp4xfsdp2", model={**EVERYTHING, "num_classes": 7}),
-    Case("pp2xtp2xdp2", model={**EVERYTHING, "num_classes": 7}),
+    *(Case(mesh, model=EVERYTHING, check=FP64) for mesh in ("tp4+sp", "tp4+2d", "dp2xtp4+2d", "tp8+2.5d", "tp8+3d")),
+    *(Case(mesh, model=EVERYTHING) for mesh in ("pp2xtp2xdp2+ckpt", "pp2xtp2xfsdp2+sp", "pp2xtp4+2d+ckpt")),
+    *(Case(mesh, model={**EVERYTHING, "num_classes": 7}) for mesh in ("tp4xfsdp2", "pp2xtp2xdp2")),
+    Case("tp2xfsdp2", model=EVERYTHING, check={"precision": "fp16"}),
+    Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
     Case("tp2xdp2", model={"pool": "avg", "position": "sincos2d", "representation_size": 48}),
     # precision
-    Case("pp2xtp2xdp2", check={"precision": "fp64"}),
-    Case("dp2xfsdp2", check={"precision": "fp64"}),
-    Case("pp2xfsdp2", INTERLEAVED, check={"precision": "fp64"}),
     Case("dp1", check={"precision": "bf16"}),
-    Case("dp2xfsdp2", check={"precision": "bf16"}),
-    Case("pp2xfsdp2", INTERLEAVED, check={"precision": "bf16"}),
-    Case("pp2xtp2xdp2", check={"precision": "bf16"}),
-    Case("fsdp2xtp2", check={"precision": "bf16"}),
-    Case("pp2xtp2xdp2", check={"precision": "fp16"}),
-    Case("tp2xfsdp2", model=EVERYTHING, check={"precision": "fp16"}),
     Case("dp2xfsdp2", check={"precision": "fp16", "reduce_dtype": "fp16"}),
     Case("dp1", {"microbatches": 4}, check={"precision": "fp8"}),
-    Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
     Case("tp2xfsdp2+sp+ckpt.selective", check={"precision": "fp8", "reduce_dtype": "bf16"}),
-    Case("tp4+2d", check={"precision": "fp8"}),
     Case("tp2xdp2", check={"precision": "fp8", "train__fp8_min_features": 97}),  # all but proj
-    Case("pp2", ZBV, check={"precision": "fp8"}),
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
     Case("pp2xtp2xdp2", check={**FP64, "task__options": {"bce": True, "bce_target_threshold": 0.0}}),
@@ -172,87 +137,34 @@ CASES = (
     Case("tp2xfsdp2", check={"optimizer": "fused"}),
     Case("pp2xtp2xdp2", check={"optimizer": "for-loop"}),
     # zero1 and zero2
-    Case("dp4+zero1", {"microbatches": 2}),
-    Case("dp4+zero2", {"microbatches": 2}),
-    Case("dp2xtp2+zero1", check=FP64),
-    Case("dp2xtp2+zero2", check={"precision": "bf16"}),
-    Case("pp2xdp2+zero1"),
-    Case("pp2xdp2+zero2", check=FP64),
-    Case("pp2xdp2+zero1", ZBV),
-    Case("pp2xdp2+zero2", INTERLEAVED),
     Case("dp3+zero2+ckpt", batch=24),
     # +sp, which also splits the images of a micro-batch over tp
     Case("tp2+sp", check=FP64),
-    Case("tp4+sp", model=EVERYTHING, check=FP64),
     Case("tp3xfsdp2+sp", batch=36, check=FP64),
     Case("tp2xdp2+sp", model=ODD, check=FP64),
-    Case("dp2xtp2+sp", {"microbatches": 2}),
-    Case("tp2xdp2xfsdp2+sp", check=FP64),
-    Case("pp2xtp2+sp", check=FP64),
-    Case("pp2xtp2xfsdp2+sp", model=EVERYTHING),
-    Case("pp2xtp2+sp", INTERLEAVED, batch=16),
     Case("pp2xtp2xdp2+sp", ZBV, batch=32),
-    Case("tp2xfsdp2+sp+ckpt", check={"precision": "bf16"}),
     # 2d
-    Case("tp4+2d", check=FP64),
-    Case("tp4+2d", model=EVERYTHING, check=FP64),
     Case("tp4+2d", model=ODD, check=FP64),
-    Case("tp4+2d", {"microbatches": 4}),
     Case("tp4+2d", model={"norm_eps": 0.1}, check=FP64),
-    Case("tp4xdp2+2d", check=FP64),
-    Case("dp2xtp4+2d", model=EVERYTHING),
-    Case("fsdp2xtp4+2d", check=FP64),
-    Case("tp4xdp2+2d+zero1"),
-    Case("pp2xtp4+2d", check=FP64),
-    Case("pp2xtp4+2d", INTERLEAVED),
-    Case("pp2xtp4+2d", ZERO_BUBBLE),
-    Case("pp2xtp4+2d", ZBV, check=FP64),
-    Case("pp2xtp4+2d+ckpt", model=EVERYTHING),
-    Case("tp4+2d", check={"precision": "bf16"}),
     # 2.5d
     Case("tp8+2.5d@2", check=FP64),
-    Case("tp8+2.5d", model=EVERYTHING, check=FP64),
     Case("tp8+2.5d", {"microbatches": 2}, model=ODD),
-    Case("tp8+2.5d+ckpt", check={"precision": "bf16"}),
     # 3d
-    Case("tp8+3d", check=FP64),
-    Case("tp8+3d", model=EVERYTHING, check=FP64),
     Case("tp8+3d", {"microbatches": 2}, model=ODD, check=FP64),
     Case("tp8+3d+ckpt", model={"num_classes": 7}),
-    Case("tp8+3d", check={"precision": "bf16"}),
     # zero-bubble and V-shaped schedules
     Case("pp2", ZERO_BUBBLE),
-    Case("pp2", ZBV, check=FP64),
     Case("pp2", DUALPIPEV, check=FP64),
-    Case("pp4", ZBV),
     Case("pp4", DUALPIPEV, model=EVERYTHING),
-    Case("pp4", {**ZERO_BUBBLE, "microbatches": 8}),
-    Case("pp3xdp2", {**DUALPIPEV, "split": (1, 1, 2, 2, 1, 1)}, batch=24),
-    Case("pp2xdp2", ZBV),
-    Case("pp2xfsdp2", ZERO_BUBBLE, check=FP64),
-    Case("pp2xfsdp2", DUALPIPEV),
-    Case("pp2xdp2xfsdp2", ZBV),
     Case("pp2xtp2", ZBV, model=EVERYTHING),
-    Case("pp2xtp2xdp2", DUALPIPEV, check=FP64),
-    Case("pp2xtp2xfsdp2", ZERO_BUBBLE, check={"precision": "bf16"}),
+    Case("pp3xdp2", {**DUALPIPEV, "split": (1, 1, 2, 2, 1, 1)}, batch=24),
     Case("pp2", {**ZBV, "split": (1, 3, 3, 1)}),
-    # hybrid sharding under every kind of schedule
-    Case("pp2xdp2xfsdp2", INTERLEAVED, check=FP64),
-    Case("pp2xfsdp2xdp2", {"schedule": "gpipe"}),
     # memory
-    Case("dp2+ckpt.selective"),
-    Case("tp2xfsdp2+ckpt.selective", check=FP64),
-    Case("tp2xfsdp2+sp+ckpt.selective", model=EVERYTHING),
-    Case("tp4+2d+ckpt.selective"),
-    Case("pp2xtp2+ckpt.selective", INTERLEAVED),
     Case("fsdp2+offload"),
     Case("tp2xdp2+zero1+offload", check={"precision": "bf16"}),
     Case("pp2xfsdp2+offload+ckpt"),
     # micro-batches of one image a rank
-    Case("dp1", {"microbatches": 16}, check=FP64),
-    Case("fsdp2", {"microbatches": 8}, model=EVERYTHING, check=FP64),
     Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
-    Case("pp2xtp2+sp", {"microbatches": 4}, batch=8, check=FP64),
     # timing of the communication
     Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
     Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
@@ -294,6 +206,261 @@ CASES = (
 )
 
 
+TINY_SWIN: Mapping[str, Any] = {
+    "patch_size": 2,
+    "image_size": 16,  # grids of 8, 4 and 2 tokens: windows are shifted in the first two stages
+    "window_size": 2,
+    "embed_dim": 24,
+    "depths": (2, 2, 2),
+    "num_heads": (12, 12, 24),
+    "mlp_ratio": 2.0,
+    "num_classes": 5,
+    "drop_path": 0.1,
+}
+"""Options of the tiny Swin Transformer. Degrees of 2, 3 and 4 divide the numbers of every stage."""
+DEEP = {"depths": (3, 2, 3)}
+"""Depths for plans with eight stages."""
+UNEVEN = {"num_heads": (3, 6, 12), "embed_dim": 12}
+"""Heads of which 3 are in the first stage, as swin_tiny has: tp2 fits from the second stage on."""
+SGD = {"optimizer__name": "sgd"}
+"""Adam moves an element by the sign of its gradient, and a tiny norm has elements whose gradient is only rounding."""
+
+
+def _of(family: str) -> Callable[..., Case]:
+    return partial(Case, family=family)
+
+
+_swin = _of("Swin")
+SWIN_CASES = (
+    # every role alone, pairs, triples
+    _swin("dp1", {"microbatches": 4}, check=FP64),
+    _swin("pp4", model=DEEP),
+    _swin("tp3xfsdp2", batch=12),
+    _swin("dp2xfsdp2", check=FP64),
+    _swin("pp2xtp2xdp2", check=FP64),
+    _swin("pp2xtp2xfsdp2"),
+    _swin("pp2xdp2xfsdp2"),
+    # tensor modes
+    _swin("tp4+2d", {"microbatches": 2}, model={"drop_path": 0.4}),
+    _swin("tp9+2d", batch=36, check={**FP64, "recipe_steps": 0, "sgd_steps": 1}),
+    # schedules
+    _swin("pp2", {"schedule": "gpipe"}),
+    _swin("pp3", {"schedule": "gpipe"}, batch=12, check=FP64),
+    _swin("pp2", ZERO_BUBBLE, check=FP64),
+    _swin("pp4", ZBV, model=DEEP),
+    _swin("pp2xtp2", ZBV, model={"drop_path": 0.3}, check=FP64),
+    _swin("pp2", DUALPIPEV, check=FP64),
+    _swin("pp3xdp2", DUALPIPEV, model={"depths": (1, 2, 3)}, batch=24),
+    _swin("pp2xdp2", {"microbatch_size": 2}),
+    # stages of any size
+    _swin("pp2", {"split": (1, 5)}, check=FP64),
+    _swin("pp2xdp2", {"split": (5, 1)}),
+    _swin("pp2xtp2", {"split": "balanced"}, model={"depths": (1, 2, 4)}, check=FP64),
+    _swin("pp2", {**INTERLEAVED, "split": (1, 2, 1, 2)}),
+    _swin("pp3", {"split": (3, 1, 2)}, batch=12),
+    _swin("pp2", {**ZBV, "split": (2, 1, 2, 1)}, check=FP64),
+    # zero1, zero2, checkpointing, offload
+    _swin("dp2xtp2+zero2", check=FP64),
+    _swin("dp2+ckpt", check=FP64),
+    _swin("tp2xfsdp2+ckpt.selective"),
+    _swin("fsdp2+offload"),
+    # precision
+    _swin("dp1", check={"precision": "bf16", **SGD}),
+    _swin("tp2xfsdp2+sp", check={"precision": "fp16"}),
+    # layer by layer: names, numbers and both
+    _swin("pp1: stage1=dp2, *=tp2", model=UNEVEN, check=FP64),
+    _swin("pp1: stage1=fsdp4, *=tp2xfsdp2", model=UNEVEN),
+    _swin("pp2: stage1=dp2, stage2=tp2+sp, *=fsdp2", check=FP64),
+    _swin("pp1: stage1=tp4+2d, stage2=dp4, stage3=tp4+sp, *=fsdp4", check=FP64),
+    _swin("pp1: embed=dp4, 0=tp2xdp2, 1=fsdp4, stage2=tp4, *=dp4+zero2", check=FP64),
+    _swin("pp1: 0-2=dp4, 3-5=tp4"),
+    _swin("pp2: 0-1=dp2+ckpt, stage3=fsdp2, *=tp2", {"split": (3, 3)}, check=FP64),
+    _swin("pp2: stage1=tp2, stage3=tp2+sp, *=dp2+zero1", INTERLEAVED, check=FP64),
+    _swin("pp2: stage2=dp2, *=tp2", ZBV, check=FP64),
+    _swin("pp2: stage1=dp2, head=tp2, *=fsdp2", DUALPIPEV),
+    _swin("pp1: stage1=tp8+3d, stage2=tp8+2.5d, *=dp2xtp4+2d", check=FP64),
+    _swin("pp2: stage1=dp4, stage2=tp4+2d, *=tp2xfsdp2+ckpt", {"schedule": "gpipe"}, check=FP64),
+    # timing of the communication
+    _swin("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
+    _swin("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
+)
+
+
+def _modern(parts: str, mesh: str, plan: dict[str, Any] | None = None, **options: Any) -> Case:
+    check = {**FP64, "recipe_steps": 0}
+    return Case(mesh, plan or {}, check=check, family="modern ViT", parts=parts, **options)
+
+
+TENSOR_MODES = ("tp2", "tp2+sp", "tp4+2d", "tp8+2.5d", "tp8+3d")
+"""Every tensor mode."""
+MODERN_CASES = (
+    *(
+        _modern(parts, mesh)
+        for parts in ("dinov3_qkvb", "eva02_clip", "siglip2", "vit5", "vit_22b")
+        for mesh in TENSOR_MODES
+    ),
+    *(_modern("parallel", mesh) for mesh in ("tp3", "tp2+sp+ckpt", "tp4+2d+ckpt", "tp8+3d+ckpt")),
+    _modern("dinov3_plus", "tp4+sp", {"microbatches": 2}),
+    _modern("fc_norm", "tp2+sp"),
+    _modern("fc_norm", "tp8+3d"),
+    _modern("inner norms", "tp3+sp", batch=12),
+    _modern("rms", "tp4+2d"),
+    _modern("deit3", "pp3", batch=12),
+    _modern("dinov2_giant_reg4", "pp2xtp2xdp2"),
+    _modern("eva02_base", "pp2xtp2xfsdp2"),
+    _modern("siglip_reg", "pp3xdp2", batch=12),
+    _modern("siglip", "tp2xfsdp2+sp+ckpt"),
+    _modern("vit5", "pp2xtp2", ZBV, model={"depth": 4}),
+    _modern("vit_22b", "fsdp2xtp2+sp"),
+    _modern("vit_22b", "dp2+zero2", {"microbatches": 2}),
+    _modern("eva02_tiny", "dp2xfsdp2+ckpt.selective"),
+    _modern("dinov3", "pp2: 0=tp2, *=fsdp2"),
+    _modern("eva02_clip", "pp2: 0=tp2+sp, 1=dp2, head=dp2, *=fsdp2+ckpt"),
+    _modern("siglip2", "pp1: head=tp2, *=dp2"),
+    _modern("siglip_reg", "pp1: head=tp4+2d, *=tp4+2d", {"microbatches": 2}),
+)
+
+
+def _updated(mesh: str, name: str, **settings: Any) -> Case:
+    decayed = {"optimizer__layer_decay": 0.5, "optimizer__weight_decay": 0.05, **settings}
+    return Case(mesh, check={**FP64, "optimizer__name": name, "optimizer__lr": RATES[name], **decayed}, batch=24)
+
+
+RATES = {"adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
+"""Learning rates of optimizers."""
+UPDATED = (
+    *(_updated(mesh, name) for mesh in ("fsdp2", "tp2", "dp2+zero1") for name in RATES),
+    # These need norms of complete parameters, their rows and columns, or complete matrices; fsdp3 has empty shards.
+    *(
+        _updated(mesh, name)
+        for mesh in ("fsdp3", "tp2xfsdp2", "pp2", "tp4+2d", "pp1: 0-3=tp2xfsdp2, *=fsdp4")
+        for name in ("lamb", "lars", "muon", "adafactor")
+    ),
+    _updated("tp2xfsdp2", "lars", optimizer__momentum=0.0),
+    _updated("tp2xfsdp2", "lars", optimizer__nesterov=True),
+    _updated("tp2xfsdp2", "muon", optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
+    *(
+        Case(mesh, check={"optimizer__name": "sgd", "optimizer__momentum": 0.9, "optimizer__nesterov": True})
+        for mesh in ("fsdp2", "tp2")
+    ),
+)
+"""Plans with every optimizer."""
+_mae, _bert, _t5 = _of("MAE"), _of("BERT"), _of("T5")
+V1_1 = {"activation": "geglu_tanh", "tied": False}
+"""Options of T5 1.1."""
+OTHER_TASKS = (
+    _mae("dp1", {"microbatches": 2}, check=FP64),
+    _mae("tp2xdp2+sp", {"microbatches": 2}, check=FP64),
+    _mae("fsdp2", check={**FP64, "task__options": {"norm_pix_loss": False}}),
+    _mae("pp2", ZBV, check=FP64),
+    _mae("pp2xtp2", {"microbatches": 2}, check=FP64),
+    _mae("pp1: 0-1=tp2, *=fsdp2", check=FP64),
+    _mae("tp4+2d", check=FP64),
+    _mae("tp8+3d", check=FP64),
+    # The vocabulary is split with tp, and its embedding shared with the head or the decoder.
+    _bert("dp1", {"microbatches": 2}, check=FP64),
+    _bert("dp2+zero2", {"microbatches": 2}, check=FP64),
+    _bert("tp4", check=FP64),
+    _bert("tp2+sp", check={"precision": "bf16", **SGD}),
+    _bert("fsdp2xtp2+sp", {"microbatches": 2}, check=FP64),
+    _bert("tp2xdp2+sp+ckpt.selective", check=FP64),
+    _bert("pp2xtp2", ZBV, check=FP64),
+    _bert("pp1: embed=tp2+sp+ckpt, head=tp2+sp+ckpt, 0=tp2, 1=fsdp2, *=dp2", check=FP64),
+    _bert("pp1: embed=fsdp2, 0=tp2, 1=tp2+sp+ckpt, 2=dp2, *=fsdp2", check=FP64),
+    _t5("dp2xtp2+zero1", check=FP64),
+    _t5("tp2xfsdp2+sp", check=FP64),
+    _t5("pp2xfsdp2", {"microbatches": 2}, check=FP64),
+    _t5("pp2", INTERLEAVED, check=FP64),
+    _t5("pp1: embed=tp2, dec_embed=tp2, head=tp2, 0=fsdp2, *=tp2+sp", check=FP64),
+    _t5("pp1: embed=fsdp2, 0=tp2, 1=dp2, 2=fsdp2, 3=tp2+sp, 4=tp2+ckpt, *=fsdp2", check=FP64),
+    _t5("tp2+sp", model=V1_1, check=FP64),
+    _t5("tp2", model=V1_1, check={"precision": "fp16", **SGD}),
+    _t5("pp2xtp2", DUALPIPEV, model={**V1_1, "depth": 1}, check=FP64),
+)
+"""Plans of models that learn from pixels or text."""
+_tied, _table = _of("tied"), _of("relative")
+BF16 = {"precision": "bf16"}
+SHARING = (
+    _tied("dp2", check=BF16),
+    _tied("fsdp2", check=BF16),
+    _tied("tp2xfsdp2+sp", check=FP64),
+    _tied("dp2+zero1", check=FP64),
+    _tied("pp1: embed=fsdp2, head=fsdp2, *=tp2", check=FP64),
+    _tied("pp2", {"schedule": "gpipe"}, check={**FP64, "optimizer__name": "lamb"}),
+    _tied("pp4", check={**FP64, "optimizer__layer_decay": 0.7}),
+    _tied("pp2", INTERLEAVED, check=FP64),
+    _tied("pp2", ZERO_BUBBLE, check=BF16),
+    _tied("pp2xdp2", ZBV, check=BF16),
+    _tied("pp2xfsdp2", DUALPIPEV, check=FP64),
+    _tied("pp2", check={**FP64, "train__freeze": "1-2"}),
+    _table("dp2", check=BF16),
+    _table("fsdp2", check={**BF16, "train__ema_decay": 0.9}),
+    _table("tp2", check=FP64),
+    _table("tp2xdp2+sp", check=BF16),
+    _table("pp1: 0=tp2, 1=dp2, 2=tp2+sp, *=fsdp2", check=FP64),
+    _table("pp2: 0=tp2, 1=dp2+zero2, 2=tp2+sp+ckpt, *=fsdp2+offload", check=FP64),
+    _table("pp2xtp2", check={**FP64, "train__freeze": "embed"}),
+    _table("pp2xfsdp2", ZBV, check=BF16),
+    _table("pp2", DUALPIPEV, check=FP64),
+)
+"""Plans of models whose layers share a matrix, or a table of all blocks."""
+
+
+def frozen(freeze: str, mesh: str, plan: dict[str, Any] | None = None, family: str = "frozen") -> Case:
+    return Case(mesh, plan or {}, check={**FP64, "train__freeze": freeze}, family=family)
+
+
+def lora(mesh: str, plan: dict[str, Any] | None = None, **settings: Any) -> Case:
+    lora = {f"lora__{name}": value for name, value in {"rank": 3, "alpha": 5, **settings}.items()}
+    return Case(mesh, plan or {}, check={**FP64, **lora}, family="LoRA")
+
+
+PROBE, LOWER, MIDDLE, HEAD = "embed, *", "embed, 0-1", "1-2", "2-3, head"
+BITFIT, NORMS = "embed, *, !*.bias", "embed, 0, blocks.*, head, !blocks.[23].norm?.*"
+PARTLY_TRAINED = (
+    frozen(LOWER, "dp2+zero1"),
+    frozen(MIDDLE, "dp2+zero2", {"microbatches": 2}),
+    frozen(LOWER, "fsdp4+ckpt", {"microbatches": 2}),
+    Case("dp2xfsdp2", check={"precision": "bf16", "train__freeze": LOWER, **SGD}, family="frozen"),
+    frozen(MIDDLE, "tp2xfsdp2+ckpt.selective"),
+    frozen(MIDDLE, "tp4+2d"),
+    frozen(PROBE, "pp2xtp2"),
+    frozen(PROBE, "pp2xfsdp2", {"schedule": "gpipe"}),
+    frozen(LOWER, "pp2", INTERLEAVED),
+    frozen(HEAD, "pp2xfsdp2", ZERO_BUBBLE),
+    frozen(LOWER, "pp2", ZERO_BUBBLE),
+    frozen("embed, 0", "pp2", ZBV),
+    frozen(PROBE, "pp2xfsdp2", DUALPIPEV),
+    frozen(LOWER, "pp2: embed=fsdp2, 0-1=tp2, 2=dp2+zero1, *=fsdp2"),
+    frozen(BITFIT, "tp2xfsdp2", {"microbatches": 2}),
+    frozen(NORMS, "tp4+sp"),
+    frozen("*.weight", "tp2xdp2+zero1"),
+    frozen(NORMS, "pp2xdp2", ZERO_BUBBLE),
+    frozen(BITFIT, "pp2xfsdp2", ZBV),
+    frozen("embed, *, !*.relative_position_bias_table, !*.bias", "tp2+sp", family="Swin"),
+    frozen("embed, stage1, stage2", "pp2: stage1=dp2, stage2=tp2, *=fsdp2", family="Swin"),
+    lora("dp2"),
+    lora("dp2+zero1", {"microbatches": 2}, targets=("qkv", "blocks.[01].mlp.fc2")),
+    lora("tp2xfsdp2+ckpt"),
+    lora("tp4+sp", {"microbatches": 2}, train="head, *.bias, *.norm1.*"),
+    lora("tp4+2d", train=""),
+    lora("tp2xdp2+ckpt.selective"),
+    lora("pp2xfsdp2", ZERO_BUBBLE),
+    lora("pp2xtp2", ZBV),
+    lora("pp2: embed=fsdp2, 0-1=tp2+sp, 2=dp2+zero2, *=fsdp2"),
+    lora("tp8+3d"),
+    lora("tp8+2.5d", train="head, *.bias"),
+    replace(lora("tp2"), model={"parallel_blocks": True, "activation": "swiglu"}),
+    Case("tp2+sp", check={**FP64, "lora__rank": 3, "lora__alpha": 5}, family="Swin"),
+    _bert("tp2", check={**FP64, "lora__rank": 3, "lora__targets": ("qkv", "proj", "dense")}),
+    _t5("tp2+sp", check={**FP64, "lora__rank": 3}),
+)
+"""Plans of models with frozen parameters or adapters."""
+ALL = (*CASES, *UPDATED, *MODERN_CASES, *SWIN_CASES, *OTHER_TASKS, *SHARING, *PARTLY_TRAINED)
+THOROUGH = ("BERT", "T5", "tied", "relative", "frozen", "LoRA")
+"""Families with code of their own for most features."""
+
+
 def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[Any]]) -> list[Case]:
     """Return few cases that reach every goal that `cases` reach, chosen greedily by new goals per rank.
 
@@ -306,6 +473,31 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
         best, reached, _ = max(waiting, key=lambda item: len(missing & item[1]) / item[2])
         missing -= reached
         found.append(best)
+    return found
+
+
+def _goals(case: Case) -> set[Any]:
+    own = {(case.family, feature) for feature in case.features} if case.family in THOROUGH else set()
+    return {case.family, *case.features, *own}
+
+
+QUICK = {str(case) for case in representatives(ALL, _goals)}
+QUICK |= {str(case) for case in UPDATED if case.mesh == "fsdp3"}
+SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
+SLOW |= {str(case) for case in UPDATED}
+
+
+def tiers() -> list[Any]:
+    """Return test parameters of all plans, small ones first, marked by the command that runs them.
+
+    `make test` runs few plans that have every feature at least once, and with each family of THOROUGH. `make test-slow`
+    runs few more that have every feature with every family that the tables have it with, and `make soak` the rest.
+    """
+    found = []
+    for case in sorted(ALL, key=lambda case: case.ranks):
+        name = str(case)
+        marks = [] if name in QUICK else [pytest.mark.slow] if name in SLOW else [pytest.mark.soak]
+        found.append(pytest.param(case, marks=marks, id=name))
     return found
 
 

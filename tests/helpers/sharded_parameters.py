@@ -1,13 +1,12 @@
 """Small float64 parameters with a ViT's names, sharded in many ways with plain torch, without vitpar."""
 
 import zlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # Tensor parallelism divides these dims, as it must; fsdp often does not. Over 3 ranks, or 2 under tp2, one rank has
 # an empty shard of fc1 in block 0.
@@ -116,57 +115,19 @@ def over_two_tensor_axes() -> nn.Module:
     return root
 
 
-def fully_sharded_over_two_tensor_axes() -> nn.Module:
-    """Return modules under two tensor axes and fsdp: 8 ranks, three placements on one dim."""
-    devices = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("fsdp", "rows", "columns"))
-    root = modules(LAYERS)
-    for name, p in list(root.named_parameters()):
-        if (dim := split_dim(name)) is not None:
-            # A parameter with too few rows for both axes is split over only one.
-            placements = [Shard(dim), Shard(dim) if p.shape[dim] % 4 == 0 else Replicate()]
-            split = distribute_tensor(p.detach(), devices["rows", "columns"], placements, src_data_rank=None)
-            replace_(root, name, split)
-    for layer in LAYERS:
-        fully_shard(root.get_submodule(layer), mesh=devices["fsdp"])
-    return root
-
-
-def a_mesh_for_each_layer() -> nn.Module:
-    """Return modules on four ranks that form a different mesh in every layer, and two meshes in one layer."""
-    meshes = [
-        (DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])), [Shard(0), Replicate()]),
-        (DeviceMesh("cpu", torch.tensor([[0, 1, 2, 3]])), [Replicate(), Shard(0)]),
-        (DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]])), [Shard(0), Shard(0)]),
-    ]
-    root = modules(LAYERS)
-    for layer, (mesh, placements) in zip(LAYERS, meshes, strict=True):
-        for name in layer_shapes(layer):
-            value = root.get_parameter(name).detach()
-            if name.endswith("fc1.weight"):  # on a different mesh than the rest of its layer
-                replace_(
-                    root, name, distribute_tensor(value, meshes[0][0], [Replicate(), Shard(0)], src_data_rank=None)
-                )
-            else:
-                replace_(root, name, distribute_tensor(value, mesh, placements, src_data_rank=None))
-    return root
-
-
-LAYOUTS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "two tensor axes": (4, over_two_tensor_axes),
-    "two tensor axes and fsdp": (8, fully_sharded_over_two_tensor_axes),
-    "a mesh for each layer": (4, a_mesh_for_each_layer),
-}
+TWO_AXES = "two tensor axes"
+"""Name of the layout of `over_two_tensor_axes`."""
 MESHES = {"fsdp2": 2, "tp2": 2, "fsdp3": 3, "tp2xfsdp2": 4, "fsdp2xtp2": 4, "dp2xfsdp2": 4, "pp2xfsdp2": 4}
 
 
 def ranks_of(layout: str) -> int:
     """Return the number of ranks of a layout."""
-    return LAYOUTS[layout][0] if layout in LAYOUTS else MESHES[layout]
+    return 4 if layout == TWO_AXES else MESHES[layout]
 
 
 def built(layout: str) -> nn.Module:
     """Return this rank's modules under a layout; collective."""
-    return LAYOUTS[layout][1]() if layout in LAYOUTS else wrapped(layout)
+    return over_two_tensor_axes() if layout == TWO_AXES else wrapped(layout)
 
 
 def give_gradients(root: nn.Module, step: int) -> None:

@@ -19,7 +19,7 @@ from vitpar.models.foreign import Renamed
 from vitpar.models.layers import Layer, LayeredModel
 from vitpar.models.t5 import foreign as t5_foreign
 from vitpar.models.t5.config import T5Config
-from vitpar.parallel.vocabulary import VocabularyPart, first_hits, token_losses
+from vitpar.parallel.vocabulary import VocabularyPart, token_losses
 
 TextModel = BertConfig | T5Config
 PADDED = IGNORED
@@ -158,14 +158,11 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class TokenLoss:
     """Mean cross-entropy of the tokens whose target is not `PADDED`."""
 
-    measures: bool = False
-    """Whether to count the tokens whose target has the largest logit."""
-
     def count(self, targets: Tensor, batch: int) -> Tensor:
         return (targets != PADDED).sum()
 
     def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
         return token_losses(outputs, targets, part).sum()
 
-    def measure(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor | None:
-        return first_hits(outputs, targets, part).sum().double()[None] if self.measures else None
+    def measure(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> None:
+        return None

@@ -21,7 +21,6 @@ OPENMPI = {
 KUBERNETES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 """Variables that operators of Kubernetes set for the only process of each pod."""
 
-BOTH = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 ONE_HOST = {"SLURM_STEP_TASKS_PER_NODE": "11", "SLURM_STEP_NODELIST": "node07", "SLURM_LOCALID": "9"}
 
 
@@ -73,30 +72,20 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
     ("env", "message"),
     [
         (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set although"),
-        (without(TORCHRUN, "MASTER_PORT"), "MASTER_PORT is not set although"),
-        (without(TORCHRUN, "RANK"), "RANK is not set although"),
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set .* or unset RANK to start locally"),
         (without(TORCHRUN, "LOCAL_RANK") | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_RANK is not set .* or unset RANK to"),
         (without(KUBERNETES, "MASTER_ADDR"), "MASTER_ADDR is not set .* or unset RANK to start locally"),
         (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number of at most 20 digits: unset it or"),
         (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "torchrun gave local rank 4 of 4 on this machine in a world of 8, which"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000: give a port from 1 to 65535"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
         (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),
         (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, r"'node\[7-' is not of the form .* set MASTER_ADDR"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, r"'4\(y2\)' is not a count"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but .* lists 3 machines"),
-        (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set although"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
         (TORCHRUN | {"WORLD_SIZE": "65537"}, "torchrun gave a world of 65537 ranks: start at most 65536, or correct"),
-        (OPENMPI | dict.fromkeys(BOTH, "9" * 20), "openmpi gave a world of 9{20} ranks: start at most 65536, or"),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "65537"}, "slurm gave a world of 65537 ranks: start at most 65536, or corr"),
-        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{198}…', which is not a whole number of at most 20 d"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x99999999)"}, r"'4\(x99999999\)' is not a count .* 65536 machines"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1," * 70000}, "'(1,){99}…', where '1' is not a count .* 65536 machi"),
         ({"WORLD_SIZE": "\x1b[2J" + "4" * 300}, r"WORLD_SIZE is \\x1b\[2J4{194}… but RANK is not set"),
     ],
 )
@@ -118,14 +107,8 @@ def test_slurm_node_lists_are_expanded() -> None:
 
 MALFORMED = ("", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b")
 OVERSIZED = {
-    "lists more than 65536 hosts": (
-        *("n[0-99999999999]", "n[0-65536]", "n[0-255][0-255][0-1]", "n[" + ",".join(["0-9999"] * 7) + "]"),
-        *("n[0-9999]," * 7 + "m", "a," * 70000 + "b"),
-    ),
-    "is not of the form": (
-        *(f"n[{'0' * 100000}-{'0' * 100000}9]", f"{'n' * 100000}[0-65535]", "[0-65535]" + "[1]" * 30000),
-        *("n" * 50000 + "[", "[" * 50000, "," * 100000),
-    ),
+    "lists more than 65536 hosts": ("n[0-99999999999]", "n[0-255][0-255][0-1]", "a," * 70000 + "b"),
+    "is not of the form": ("[0-65535]" + "[1]" * 30000, "[" * 50000),
     "": MALFORMED,
 }
 

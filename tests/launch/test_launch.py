@@ -10,15 +10,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from helpers.killed_runs import alive
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
-from vitpar.launch.local import FATAL, TAIL, _tail
 from vitpar.launch.report import PREFIX
 
 # Program of the ranks. It imports torch, which takes seconds, only if the test needs torch.distributed.
@@ -199,16 +196,6 @@ def test_failure_ends_all_ranks_and_is_shown_once(
     wait_until(lambda: not alive(pids))
 
 
-@pytest.mark.parametrize("stacks", range(TAIL - 4, TAIL + 3))
-def test_cause_of_an_abort_is_shown_before_stacks_of_any_length(stacks: int, tmp_path: Path) -> None:
-    workers: Any = SimpleNamespace(log=lambda rank: tmp_path / f"rank{rank}.log")
-    lines = ["free(): invalid pointer", f"{FATAL}Aborted", *(f"frame {number}" for number in range(stacks))]
-    workers.log(1).write_text("\n".join(lines))
-    gap = ["…"] if stacks > TAIL else []
-    shown = lines[:2] + gap + lines[2:][-TAIL:]
-    assert _tail(1, workers).split("\n  ")[1:] == shown
-
-
 def test_rank_0_reports_errors_like_other_ranks(program: list[str], capfd) -> None:
     assert spawn(1, [*program, "user"], device="cpu") == 2
     assert capfd.readouterr().err == "error: batch 7 does not divide by 2: use batch 8\n"
@@ -358,42 +345,3 @@ def test_rank_that_cannot_join_is_an_error() -> None:
     nobody_there = World(1, 2, 1, 2, "torchrun", "127.0.0.1", 1)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 waited 0\.5 s for rank 0 at 127\.0\.0\.1:1 .* MASTER_PORT"):
         join(nobody_there, "cpu", timeout=0.5)
-
-
-SHARED = (
-    (
-        "from vitpar.launch import World, join, leave",
-        "try: join(World(1, 2, 1, 2, 'torchrun', '127.0.0.1', 1), 'cpu', timeout=0.5)",  # no other rank joins
-        "except Exception: pass",
-    ),
-    (
-        "from vitpar.launch import leave",
-        "from vitpar_cli.main import main",
-        "sys.argv = ['vitpar', 'plan', 'dp2', '--model', 'vit_tiny_patch16_224', '--json']",
-        "try: main()",
-        "except SystemExit as end: assert not end.code, end.code",
-    ),
-)
-
-
-def test_cores_are_shared_before_torch_is_imported() -> None:
-    """If the number of threads is set later, MKL no longer detects nested parallel calls."""
-    launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    env = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    after = ("import torch; print(there, torch.get_num_threads())", "leave(); print('OMP_NUM_THREADS' in os.environ)")
-    programs = ["\n".join(("import os, sys", *by, "there = os.environ['OMP_NUM_THREADS']", *after)) for by in SHARED]
-    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    pipe = subprocess.PIPE
-    for started in [
-        subprocess.Popen([sys.executable, "-c", program], env=env, stdout=pipe, stderr=pipe, text=True)
-        for program in programs
-    ]:
-        printed, errors = started.communicate()
-        assert printed.split()[-3:] == [share, share, "False"], errors
-
-
-@pytest.mark.slow  # ranks of the pools join as under torchrun
-def test_torchrun_world_is_joined(program: list[str], tmp_path: Path) -> None:
-    argv = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *program, "sum", str(tmp_path)]
-    subprocess.run([sys.executable, *argv], check=True, capture_output=True)
-    assert [(tmp_path / f"sum{rank}").read_text() for rank in range(2)] == [f"torchrun {r}/2 3.0 1" for r in range(2)]

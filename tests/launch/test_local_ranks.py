@@ -1,11 +1,24 @@
-"""Cores and memory of a rank on its machine."""
+"""Cores, memory and open files of a rank: shared with others, kept after use, and limited."""
 
+import io
+import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from vitpar.launch import local_ranks
-from vitpar.launch.local_ranks import _left, _placed, _ranges
+from helpers.ranks import in_forks
+from vitpar.errors import LaunchError
+from vitpar.launch import ALONE, World, join, local_ranks, resources, spawn
+from vitpar.launch.local_ranks import _left, _placed
+from vitpar.launch.resources import ENOUGH, LEAST, LEAST_A_RANK, allow_open_files, freed_memory_given_back
+from vitpar.launch.store import meeting_place
+from vitpar.planner.measure.device import _resident
 
 
 def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
@@ -37,11 +50,6 @@ def test_ranks_of_one_container_share_files() -> None:
     assert [_placed(ranks, rank).size for rank in range(4)] == [3, 1, 3, 3]
 
 
-def test_cores_are_sent_as_ranges() -> None:
-    assert _ranges([0, 1, 2, 5, 7, 8]) == [[0, 2], [5, 5], [7, 8]]
-    assert _ranges([3]) == [[3, 3]]
-
-
 def test_memory_is_limited_by_every_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "_CGROUPS", tmp_path)
     job = tmp_path / "job"
@@ -55,3 +63,104 @@ def test_memory_is_limited_by_every_control_group(tmp_path: Path, monkeypatch: p
     (task / "memory.max").write_text("350\n")
     assert list(_left("12:cpu:/other\n0::/job/task\n")) == [50, 400]
     assert list(_left("0::/gone\n")) == [], "a container sees its own group at the root, here without a limit"
+
+
+def kept() -> float:
+    """Return the share of 256 MiB that stays resident after it was freed."""
+    before = _resident("VmRSS")
+    for _ in range(2):
+        x = torch.ones(2**26)
+        del x
+    return (_resident("VmRSS") - before) / 2**28
+
+
+def shares() -> list[float]:
+    """Return the shares in a world, inside `freed_memory_given_back`, and after it."""
+    join(ALONE, "cpu")
+    first = kept() if "LATER" not in os.environ else 0.0  # memory that was freed before the block may be reused inside
+    with freed_memory_given_back():
+        meanwhile = kept()
+    return [first, meanwhile, kept()]
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.confstr("CS_GNU_LIBC_VERSION") is None, reason="needs glibc"
+)
+def test_ranks_keep_freed_memory_unless_settings_forbid_it() -> None:
+    environments = {
+        "default": {},
+        "given back": {"LATER": "1"},
+        "off": {"VITPAR_KEEP_FREED_MEMORY": "0"},
+        "other setting": {"MALLOC_ARENA_MAX": "2"},  # which says nothing about freed memory
+        "user's setting": {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        "later, with the user's setting": {"LATER": "1", "MALLOC_MMAP_THRESHOLD_": "134217728"},
+    }
+    found = dict(zip(environments, in_forks(shares, environments.values()), strict=True))
+    assert found["default"][0] > 0.9 and found["other setting"][0] > 0.9, found
+    assert found["off"][0] < 0.1 and found["user's setting"][0] < 0.1, found
+    assert found["given back"][1] < 0.1 < 0.9 < found["given back"][2], found
+    assert found["later, with the user's setting"][1] < 0.1, found
+
+
+NEEDED = {ranks: LEAST + LEAST_A_RANK * ranks for ranks in (2, 5000)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [
+        (2, (20, 10_000), (ENOUGH, 10_000)),
+        (2, (20, NEEDED[2]), (NEEDED[2], NEEDED[2])),
+        (2, (8000, 10_000), None),
+        (2, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        (2, (1024, resource.RLIM_INFINITY), (ENOUGH, resource.RLIM_INFINITY)),
+        (5000, (1024, 100_000), (NEEDED[5000], 100_000)),
+        (1, (20, 30), (30, 30)),
+    ],
+)
+def test_open_file_limit_is_raised(
+    ranks: int, before: tuple[int, int], after: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: before)
+    monkeypatch.setattr(resources.resource, "setrlimit", lambda which, limits: given.append(limits))
+    allow_open_files(ranks)
+    assert given == ([] if after is None else [after])
+
+
+def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda which: (20, NEEDED[2] - 1))
+    with pytest.raises(LaunchError, match=r"2 ranks need 54 open files in a process, but .* 53: .*`ulimit -n 54`"):
+        allow_open_files(2)
+
+
+WORLD = World(0, 2, 0, 2, "openmpi", "127.0.0.1", 29999)
+WAYS: dict[str, Callable[[], Any]] = {
+    "spawn": lambda: spawn(2, ["-c", "1"], device="cpu"),
+    "join": lambda: join(WORLD, "cpu"),
+    "meet": lambda: meeting_place(WORLD),
+}
+CHECK = ("check", "--mesh", "dp2", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu")
+
+
+def limited() -> dict[str, str]:
+    """Return the error of every way into a world, and what a command prints, in a process of at most 20 open files."""
+    from vitpar_cli.main import main
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+    said = {}
+    for name, enter in WAYS.items():
+        with pytest.raises(LaunchError) as refused:
+            enter()
+        said[name] = str(refused.value)
+    sys.argv = ["vitpar", *CHECK]
+    with redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
+        main()
+    return {**said, "command": errors.getvalue(), "exit code": str(ended.value.code)}
+
+
+def test_every_way_into_a_world_checks_the_limit() -> None:
+    (said,) = in_forks(limited, [{}])
+    sentence = "2 ranks need 54 open files in a process, but the limit is 20: raise it"
+    assert all(said[name].startswith(sentence) for name in WAYS), said
+    assert said["exit code"] == "2"
+    assert said["command"].startswith(f"error: {sentence}") and said["command"].count("\n") == 1

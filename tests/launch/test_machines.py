@@ -4,7 +4,6 @@ The last test connects two network namespaces with nothing but a virtual cable.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,16 +68,6 @@ def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
     everyone = [(rank, host, rank % 2, 2) for rank, host in enumerate(HOSTS)]
     for rank in range(4):
         assert (tmp_path / f"rank{rank}").read_text() == f"{launcher.__name__} False lo {everyone}"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="OpenMPI's mpirun is not installed")
-def test_mpirun_world_is_joined(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, tmp_path / "program.py"]
-    subprocess.run([*map(str, argv), str(tmp_path)], env=clean_environment() | {"HOST": "a"}, check=True, timeout=120)
-    for rank in range(2):
-        assert (tmp_path / f"rank{rank}").read_text() == f"openmpi True lo {[(r, 'a', r, 2) for r in range(2)]}"
 
 
 # Errors under torchrun
@@ -214,52 +203,3 @@ def test_slurm_script_resumes_after_a_preemption(place: Path, cluster: dict[str,
 
 
 # Two hosts with a cable between them
-
-
-@pytest.fixture
-def cable() -> Iterator[tuple[str, str]]:
-    """Yield two network namespaces, 10.203.77.1 and .2, that reach each other and nothing else."""
-    names = (f"vp{os.getpid()}a", f"vp{os.getpid()}b")
-    commands = [
-        *(f"netns add {name}" for name in names),
-        f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}",
-        *(f"-n {name} addr add 10.203.77.{n}/24 dev {name}" for n, name in enumerate(names, start=1)),
-        *(f"-n {name} link set {device} up" for name in names for device in ("lo", name)),
-    ]
-    try:
-        for command in commands:
-            try:
-                subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
-            except FileNotFoundError:
-                pytest.skip("iproute2's ip is not installed")
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-        yield names
-    finally:
-        if shutil.which("ip"):
-            for name in names:
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.slow
-def test_two_hosts_train_over_a_direct_cable_and_a_shared_folder(place: Path, cable: tuple[str, str]) -> None:
-    agents = []
-    for number, name in enumerate(cable):
-        argv = [
-            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-            *("--nproc-per-node=1", f"--node-rank={number}", "--master-addr=10.203.77.1", "--master-port=29500"),
-            *("-m", "vitpar_cli.main", "train", "--recipe", "recipe.toml", "--mesh", "dp", "--run-dir", "cable"),
-            *("--steps", "6", "--set", "data.workers=0"),
-        ]
-        env = clean_environment() | {"GLOO_SOCKET_IFNAME": name}
-        agents.append(subprocess.Popen(argv, cwd=place, env=env, stderr=subprocess.PIPE, text=True))
-    try:
-        errors = [agent.communicate(timeout=200)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], errors
-    alone = run(place, ["train", "--recipe", "recipe.toml", "--run-dir", "one", "--steps", "6"])
-    assert alone.returncode == 0, alone.stderr
-    losses = [[row["loss"] for row in rows(place / folder).values()] for folder in ("cable", "one")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Initialisation schemes: the distributions of timm's schemes, and the same values on every machine."""
+"""Initial values: distributions of timm's schemes, and the same values on every machine."""
 
 import os
 import subprocess
@@ -120,19 +120,8 @@ def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("scheme", "pattern", "rule", "name"),
     [
-        ("jax", "embed.patch_embed.proj.weight", initial.normal(192**-0.5), "embed.patch_embed.proj.weight"),
-        (
-            "jax",
-            "embed.patch_embed.proj.weight",
-            lambda v, s, c: initial.lecun_normal(v, s, c) * 0.8796,
-            "embed.patch_embed.proj.weight",
-        ),
         ("jax", "*.weight", initial.xavier_uniform(parts=3), "blocks.0.attn.qkv.weight"),
-        ("jax", "*.mlp.*.bias", initial.constant(0.0), "blocks.0.mlp.fc1.bias"),
-        ("jax", "head.*.weight", initial.normal(0.02), "head.fc.weight"),
-        ("jax", "*_token", initial.normal(0.02), "embed.cls_token"),
         ("jax", "embed.pos_embed", lambda v, s, c: initial.normal(0.02)(v * 0.9545, s, c), "embed.pos_embed"),
-        ("timm", "embed.patch_embed.proj.*", initial.constant(0.0), "embed.patch_embed.proj.bias"),
         ("moco", "*.qkv.weight", initial.xavier_uniform(), "blocks.0.attn.qkv.weight"),
     ],
 )
@@ -237,3 +226,49 @@ def test_large_tensors_do_not_depend_on_the_chunk_size(monkeypatch: pytest.Monke
 def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
         model_config("vit_custom", **SIZES, init="jaxx")
+
+
+def config_of(**options: Any) -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 2, "num_classes": 3}
+    return model_config("vit_custom", **{**sizes, **EVERYTHING, **options})
+
+
+def one_process(seed: int, config: ViTConfig) -> dict[str, Tensor]:
+    model = LayeredModel(config)
+    initialise(model, seed, config)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"position": "sincos2d"}, {"pool": "avg", "distillation": False}], ids=str)
+def test_initialise_fills_every_parameter_and_buffer(options: dict[str, Any]) -> None:
+    config = config_of(representation_size=12, **options)
+    model = LayeredModel(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    initialise(model, 0, config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.isfinite().all() and not (tensor == -1).all(), name
+
+
+def test_values_depend_on_seed_and_name() -> None:
+    one, same, other = (one_process(seed, config_of()) for seed in (1, 1, 2))
+    drawn = {name for name, value in one.items() if value.unique().numel() > 1}
+    assert {name.rpartition(".")[2] for name in one.keys() - drawn} == {"weight", "bias", "gamma"}
+    assert "embed.cls_token" in drawn and "blocks.2.mlp.fc2.weight" in drawn and "head.fc_dist.weight" not in drawn
+    for name, value in one.items():
+        assert torch.equal(value, same[name])
+        assert torch.equal(value, other[name]) == (name not in drawn), name
+    assert not torch.equal(one["blocks.0.attn.qkv.weight"], one["blocks.1.attn.qkv.weight"])
+
+
+def test_initial_values_neither_use_nor_advance_the_global_rng() -> None:
+    """A program that draws its own random numbers gets the same model and the same numbers."""
+    shape, config = torch.Size((24, 96)), config_of()
+    torch.manual_seed(0)
+    first = initial_value("blocks.0.mlp.fc2.weight", shape, 3, config)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(initial_value("blocks.0.mlp.fc2.weight", shape, 3, config), first)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(1), after)  # the global generator did not advance

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.foreign_models import randomised
 from helpers.mae_models import converted, filled, mae, twin
@@ -119,34 +117,6 @@ def test_masks_depend_on_the_samples_keys_only() -> None:
     assert not torch.allclose(model(x), model(x, KEYS[:2]))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_description_matches_the_modules(case: str) -> None:
-    config = CASES[case]
-    model = LayeredModel(config)
-    initialise(model, 0, config)
-    x: Tensor = torch.randn(2, config.channels, config.image_size, config.image_size)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x[:1])
-    assert config.flops == 3 * counter.get_total_flops()
-    assert config.parameters == sum(p.numel() for p in model.parameters())
-    for name, layer in model.layers().items():
-        described, tokens = config.layers[name], dict[str, int]()
-        assert described.parameters == {key: tuple(p.shape) for key, p in layer.named_parameters()}
-        for part in described.parts:
-            if part.tokens:
-                layer.get_submodule(part.name).register_forward_hook(noted(tokens, part.name))
-        taken, x = x, layer(x)
-        if described.takes is not None:
-            assert taken.shape[1:] == (described.takes.tokens, described.takes.features)
-        assert x.shape[1:] == (described.gives.tokens, described.gives.features)
-        assert x.is_contiguous() and not x._is_view()
-        assert tokens == {part.name: part.tokens for part in described.parts if part.tokens}
-
-
-def noted(tokens: dict[str, int], part: str) -> Any:
-    return lambda module, inputs, output: tokens.update({part: output.shape[1]})
-
-
 SIZES = {"mae_vit_base": 111_655_680, "mae_vit_large": 329_239_296, "mae_vit_huge": 656_613_964}
 """Parameters of the authors' models, without the fixed positions, which are parameters there."""
 
@@ -173,11 +143,6 @@ def test_names(name: str, fields: Mapping[str, Any]) -> None:
     config = model_config(name, num_classes=7)
     assert {key: getattr(config, key) for key in fields} == fields
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
-
-
-def test_sizes_follow_options() -> None:
-    config = model_config("mae_vit_base", embed_dim=96, decoder_embed_dim=64)
-    assert isinstance(config, MAEConfig) and (config.mlp_hidden_dim, config.decoder_mlp_hidden_dim) == (384, 256)
 
 
 @pytest.mark.parametrize(

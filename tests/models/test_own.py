@@ -1,6 +1,6 @@
 """Models of the user: their description, what is refused, and how they are registered."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -8,16 +8,13 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitpar
-from helpers.ranks import RankPool
 from vitpar import Execution, parallelize, parse, read_recipe
 from vitpar.errors import ModelError
 from vitpar.models.description import TensorSpec
 from vitpar.models.families import FAMILIES, config_from_json, config_to_json, model_config
-from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.own import load
 from vitpar.parallel.attention import choose_attention, use_attention
@@ -91,48 +88,6 @@ class Means(vitpar.Layer):
         return self.fc(x.mean(dim=1))
 
 
-class Heads(vitpar.Layer):
-    """Two heads, each with a factor, between a column and a row layer."""
-
-    TENSOR_PARALLEL: ClassVar = {"before": "column", "factor": "per_head", "after": "row"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(3, 8), nn.Linear(8, 3)
-        self.factor = nn.Parameter(torch.empty(2, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.before(x).unflatten(-1, (-1, 4)) * vitpar.to_local(self.factor)
-        return self.after(heads.flatten(2)).clone()
-
-
-@dataclass(frozen=True)
-class Headed(Narrowing):
-    """A model whose blocks read a parameter of each head."""
-
-    def build_layer(self, name: str) -> vitpar.Layer:
-        return Heads() if name.startswith("blocks") else super().build_layer(name)
-
-
-def one_step(device: torch.device, mesh: str) -> dict[str, Tensor]:
-    """Return the loss of a step, and the gradients of one block and the layer below it."""
-    config = Headed()
-    model = parallelize(config, vitpar.validate(parse(mesh), config, 4), Execution(4), device)
-    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    loss = model.global_loss(model.forward_backward(images[model.image_rows(4)], torch.tensor([0, 1, 2, 0])))
-    gradients = {name: p.grad for name, p in model.named_parameters() if name.startswith("blocks.1")}
-    return {"loss": loss} | {
-        name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items() if g is not None
-    }
-
-
-def test_a_parameter_of_each_head_is_split_under_tp(ranks: Callable[[int], RankPool]) -> None:
-    (one,), two = ranks(1).run(one_step, "dp1"), ranks(2).run(one_step, "tp2")
-    assert one["blocks.1.factor"].count_nonzero() == 2
-    for found in two:
-        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-9)
-
-
 def test_description_of_the_example_equals_its_modules() -> None:
     config = mixer(width=48, depth=2, num_classes=7)
     with torch.device("meta"):
@@ -151,12 +106,6 @@ def test_kinds_and_shapes_follow_the_layers() -> None:
     layers = Narrowing().layers
     assert [layer.kind for layer in layers.values()] == ["embed", "block1", "block2", "block3", "head"]
     assert [layer.gives.tokens for layer in layers.values()] == [64, 64, 32, 32, 1]
-
-
-def test_layers_run_one_after_the_other() -> None:
-    model = LayeredModel(Narrowing())
-    initialise(model, 0, Narrowing())
-    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 3)
 
 
 def test_tp_is_refused_with_the_numbers_it_has_to_divide() -> None:
@@ -206,24 +155,17 @@ class Mine(vitpar.OwnModel):
         ("x = 1", "has no model called 'Mine': name a dataclass that derives from vitpar.OwnModel"),
         ("1/0", "fails in line 1: ZeroDivisionError"),
         ("def f(:", "SyntaxError"),
+        (CLASS.format(body="return 3"), "layer embed of .*Mine is a int: derive its class from vitpar.Layer"),
+        (CLASS.format(body="raise KeyError('x')"), "layer embed of .*Mine fails: KeyError"),
     ],
 )
-def test_files_that_define_no_model_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_files_and_layers_that_break_the_contract_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        load(file_with(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return 3", "layer embed of .*Mine is a int: derive its class from vitpar.Layer"),
-        ("raise KeyError('x')", "layer embed of .*Mine fails: KeyError"),
-    ],
-)
-def test_layers_that_break_the_contract_are_refused(body: str, message: str, tmp_path: Path) -> None:
-    name = load(file_with(tmp_path, CLASS.format(body=body)))
-    with pytest.raises(ModelError, match=message):
-        _ = model_config(name, image_size=8).layers
+        _ = model_config(load(file_with(tmp_path, text)), image_size=8).layers
+    with pytest.raises(ModelError, match="there is no file"):
+        load(f"{tmp_path}/none.py:Mine")
+    with pytest.raises(ModelError, match="there is a family called vit already"):
+        vitpar.register(Narrowing, "vit")
 
 
 def test_a_layer_that_gives_a_view_is_refused() -> None:
@@ -305,12 +247,6 @@ def test_models_of_text_are_described() -> None:
         _ = Tagger(tags=4).layers
 
 
-@pytest.mark.parametrize("name", ["vit", "swin"])
-def test_names_of_families_cannot_be_taken(name: str) -> None:
-    with pytest.raises(ModelError, match=f"there is a family called {name} already"):
-        vitpar.register(Narrowing, name)
-
-
 def test_the_attention_kernel_of_the_recipe_is_used(alone: None) -> None:
     """Sets the kernel without comparing any: the attention of an own model is not described."""
     plan = vitpar.validate(vitpar.parse("dp1"), Narrowing(), 4)
@@ -327,8 +263,3 @@ def test_images_of_other_channels_are_refused(alone: None) -> None:
     with pytest.raises(ModelError, match=r"takes images of 1 channel, but images are decoded to 3, grey ones too"):
         recipe = read_recipe(None, {"data.path": "none", "train.steps": 1})
         ImageInput(recipe, model, task_of(recipe, 4))
-
-
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no file"):
-        load(f"{tmp_path}/none.py:Mine")

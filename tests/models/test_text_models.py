@@ -1,17 +1,13 @@
 """BERT and T5: logits and gradients of transformers, description, names, initial values, refusals."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.oracles import transformers
 from helpers.text_models import (
@@ -30,11 +26,10 @@ from helpers.text_models import (
 from vitpar.errors import ModelError
 from vitpar.models import FAMILIES, initial, model_config, text_layers
 from vitpar.models.derived import with_frozen
-from vitpar.models.families import config_from_json, config_to_json
+from vitpar.models.families import config_to_json
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.keyed_random import at_place, drop
-from vitpar.models.layers import Layer, LayeredModel
-from vitpar.models.t5.layers import buckets
+from vitpar.models.layers import LayeredModel
 from vitpar.models.text_layers import Embedding
 
 CASES: dict[str, TextModel] = {
@@ -87,12 +82,6 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 def test_logits_and_gradients_match_transformers_in_float64(case: str, masked: bool) -> None:
     found = errors(CASES[case], torch.float64, masked=masked)
     assert max(found.values()) <= 1e-10, found
-
-
-@pytest.mark.parametrize("case", ["bert", "t5", "t5 v1.1"])
-def test_logits_and_gradients_match_transformers_in_float32(case: str) -> None:
-    found = errors(CASES[case], torch.float32)
-    assert max(found.values()) <= 1e-4, found
 
 
 @pytest.mark.parametrize("case", ["bert", "t5", "t5 v1.1"])
@@ -155,49 +144,6 @@ def test_gradients_of_embeddings_are_accurate_in_16_bits(dtype: torch.dtype) -> 
     torch.testing.assert_close(embedding.weight.grad[0].double(), gradient.double().sum((0, 1)), rtol=0.004, atol=0)
 
 
-def tokens_of_modules(layer: Layer, parts: list[str]) -> dict[str, int]:
-    """Return a mapping that a forward of `layer` fills: the tokens of a sample that each module gives."""
-    tokens: dict[str, int] = {}
-
-    def note(part: str) -> Callable[..., None]:
-        return lambda module, inputs, output: tokens.update({part: math.prod(output.shape[1:-1])})
-
-    for part in parts:
-        layer.get_submodule(part).register_forward_hook(note(part))
-    return tokens
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_description_matches_the_modules(case: str) -> None:
-    config = CASES[case]
-    model = LayeredModel(config)
-    initialise(model, 0, config)
-    x, sides, _ = sample(config, 2)
-    for name, layer in model.layers().items():
-        described = config.layers[name]
-        assert described.parameters == {key: tuple(p.shape) for key, p in layer.named_parameters()}
-        computed = {part.name: part.tokens for part in described.parts if part.tokens and part.role != "gate"}
-        tokens = tokens_of_modules(layer, list(computed))
-        taken, x = x, layer(x, **{key: sides[key] for key in layer.SIDE_INPUTS if key in sides})
-        if described.takes is not None:
-            assert taken.shape[1:] == (described.takes.tokens, described.takes.features)
-        assert x.shape[1:] == (described.gives.tokens, described.gives.features)
-        assert x.is_contiguous() and not x._is_view()
-        assert tokens == computed
-    layers = list(config.layers.values())
-    assert all(before.gives == after.takes for before, after in pairwise(layers))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_flops_match_torchs_counter(case: str) -> None:
-    config = CASES[case]
-    model, (x, sides, _) = LayeredModel(config), sample(config, 1)
-    initialise(model, 0, config)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x, **sides)
-    assert config.flops == 3 * counter.get_total_flops()
-
-
 NAMES = [*FAMILIES["bert"].published(), *FAMILIES["t5"].published(), "google-bert/bert-base-cased"]
 
 
@@ -240,11 +186,6 @@ def test_options_replace_sizes() -> None:
     assert base.input.shape == (128,) and base.output_shape == (128, 30522) and base.num_classes == 30522
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_configuration_survives_json(case: str) -> None:
-    assert config_from_json(json.loads(json.dumps(config_to_json(CASES[case])))) == CASES[case]
-
-
 REFUSED: tuple[tuple[Callable[..., TextModel], dict[str, Any], str], ...] = (
     (bert, {"num_heads": 3}, "3 heads do not divide embed_dim 16 of bert_custom: change one of the two"),
     (bert, {"positions": 8}, "bert_custom has 12 tokens but 8 positions: use at least as many positions"),
@@ -269,15 +210,6 @@ def test_sizes_that_do_not_fit_are_refused(
         model(**options)
     with pytest.raises(ModelError, match="t5_custom needs the model options depth, num_heads"):
         model_config("t5_custom", embed_dim=8)
-
-
-@pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize(("number", "most"), [(32, 128), (8, 11), (64, 1000)])
-def test_buckets_are_those_of_transformers(both_ways: bool, number: int, most: int) -> None:
-    attention = transformers.models.t5.modeling_t5.T5Attention
-    relative = torch.arange(1 - 512, 512)
-    theirs = attention._relative_position_bucket(relative, both_ways, number, most)
-    assert torch.equal(buckets(512, number, most, both_ways=both_ways), theirs)
 
 
 @pytest.mark.parametrize("name", ["bert_base", "t5_small", "t5_v1_1_small"])

@@ -1,8 +1,4 @@
-"""Collectives of every plan in one step, counted and compared with a table that gives the reasons.
-
-The model has 4 wrapped layers: embed, two blocks, head. A step is forward, backward, gradient norm, clipping and
-optimizer; the second step of a run is counted, because the first also sets up.
-"""
+"""Collectives of every plan in one step, and of its end, compared with tables that give the reasons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 
 from helpers.collectives import Events, Sent
 from helpers.ranks import RankPool
@@ -19,6 +14,7 @@ from vitpar.parallel import Communication
 from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
+from vitpar.training.step import TrainStep
 
 BATCH = 8
 
@@ -174,12 +170,12 @@ TABLE = (
 )
 
 
-def built(device: torch.device, row: Row) -> tuple[ParallelModel, ShardedOptimizer]:
+def built(device: torch.device, row: Row, **execution: Any) -> tuple[ParallelModel, ShardedOptimizer]:
     sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
     config = model_config("vit_custom", **{**sizes, **row.model})
     plan = validate(replace(parse(row.mesh), **row.plan), config, BATCH)
     communication = Communication(**row.communication)
-    model = parallelize(config, plan, Execution(BATCH, communication=communication), device)
+    model = parallelize(config, plan, Execution(BATCH, communication=communication, **execution), device)
     return model, ShardedOptimizer(model.named_parameters(), OptimizerSection())
 
 
@@ -217,50 +213,21 @@ def test_collectives_of_a_step_match_the_table(row: Row, ranks: Callable[[int], 
         assert updating == ({"all_reduce": NORM} if world > 1 else {})
 
 
-def sent_forward_and_backward(device: torch.device, row: Row) -> tuple[dict[str, int], dict[str, int]]:
-    """Return this rank's collectives in the forward and in the backward of its only stage; runs on every rank."""
-    model, _ = built(device, row)
-    (stage,) = model.stages.values()
-    with Sent() as forward:
-        logits = stage(torch.ones(len(model.image_rows(BATCH)), 3, 8, 8))
-    with Sent() as back:
-        logits.sum().backward()
-    return dict(forward.counts), dict(back.counts)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "forward", "back"),
-    [
-        ("dp2", {}, {"all_reduce": 1}),
-        ("fsdp2", {"all_gather": 4}, {"all_gather": 3, "reduce_scatter": 4}),
-        ("tp2", {"all_reduce": 2 * 2 + 1}, {"all_reduce": 2 * 2, "all_gather": 1}),
-        (  # the sum of partial gradients starts in backward
-            "tp2+sp",
-            {"all_gather": 2 * 2 + 1, "reduce_scatter": 2 * 2, "all_reduce": 1},
-            {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 2, "all_reduce": 1},
-        ),
-    ],
-)
-def test_collectives_of_forward_and_backward_separately(
-    mesh: str, forward: dict[str, int], back: dict[str, int], ranks: Callable[[int], RankPool]
-) -> None:
-    for counted in ranks(2).run(sent_forward_and_backward, Row(mesh, "", {})):
-        assert counted == (forward, back)
-
-
-def counted_twice(device: torch.device, row: Row) -> tuple[int, int]:
-    """Return the collectives of a step by `Sent` and by torch's CommDebugMode; runs on every rank."""
-    model, optimizer = built(device, row)
-    with Sent() as ours, CommDebugMode() as theirs:
+def reduced_bytes(device: torch.device, mesh: str, precision: str, reduce_dtype: str | None) -> int:
+    """Return the bytes of the gradients that this rank sends in a step; runs on every rank."""
+    model, _ = built(device, Row(mesh, "", {}), precision=precision, reduce_dtype=reduce_dtype)
+    with Sent() as sent:
         backward(model)
-        update(model, optimizer)
-    return sum(ours.counts.values()), theirs.get_total_counts()
+    return sent.bytes["all_reduce" if mesh == "dp2" else "reduce_scatter"]
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "fsdp2", "tp2"])
-def test_counts_agree_with_torchs_comm_debug_mode(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    for ours, theirs in ranks(2).run(counted_twice, Row(mesh, "", {})):
-        assert ours == theirs > 1
+@pytest.mark.parametrize(("precision", "reduce_dtype"), [("fp16", "fp16"), ("bf16", "bf16")])
+@pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
+def test_gradients_are_reduced_in_the_given_dtype(
+    mesh: str, precision: str, reduce_dtype: str, ranks: Callable[[int], RankPool]
+) -> None:
+    for wide in ranks(2).run(reduced_bytes, mesh, precision, None):
+        assert ranks(2).run(reduced_bytes, mesh, precision, reduce_dtype) == [wide // 2] * 2
 
 
 def listed(device: torch.device, row: Row) -> tuple[list[str], dict[str, int]]:
@@ -290,3 +257,57 @@ def test_zero1_is_fsdp_that_keeps_parameters_until_backward(
     once = pool.run(sent_in_a_step, Row(zero1, "", {}, plan=two))[0][0]
     twice = pool.run(sent_in_a_step, Row(fsdp, "", {}, plan=two, communication=kept))[0][0]
     assert twice == {**once, "all_gather": once["all_gather"] + 4}
+
+
+VIT = {"name": "vit_custom", "image_size": 8, "patch_size": 4, "embed_dim": 24, "num_heads": 2, "num_classes": 4}
+
+
+def after_the_last_product(device: torch.device, mesh: str, sizes: dict[str, Any]) -> list[str]:
+    """Return the communication of a step after its last product, to the end of the update; runs on every rank."""
+    config = model_config(**sizes)
+    plan = validate(parse(mesh), config, BATCH)
+    model = parallelize(config, plan, Execution(BATCH), device)
+    images = torch.randn(len(model.image_rows(BATCH)), 3, 8, 8)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection(), matrices=config.hidden_matrices)
+    step = TrainStep(model, optimizer, clip_grad_norm=1.0)
+    step(1, 1e-3, images, torch.zeros(BATCH, dtype=torch.int64))
+    with Events() as found, found.noting_waits():
+        step(2, 1e-3, images, torch.zeros(BATCH, dtype=torch.int64))
+    last = max(number for number, name in enumerate(found.names) if name == "product")
+    return found.names[last + 1 :]
+
+
+def norm(ranks: int) -> list[str]:
+    return [f"all_reduce {ranks}"]
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ("dp2", ["all_reduce 2", "wait", *norm(2)]),
+        ("fsdp2", ["reduce_scatter 2", *norm(2)]),
+        ("dp2+zero1", ["reduce_scatter 2", *norm(2)]),
+        ("tp2", norm(2)),
+        ("tp2xfsdp2+sp", ["reduce_scatter 2", "all_reduce 2", "wait", *norm(4)]),
+        # Partial gradients along j and along k: two messages at once.
+        ("tp8+3d", ["reduce_scatter 2", "all_reduce 2", "all_reduce 2", "wait", "wait", *norm(8)]),
+        # Two meshes, of four and of eight shards, whose groups along j have the same ranks: one message.
+        ("pp1: 0=dp2xfsdp2xtp2+sp, *=fsdp4xtp2+sp", ["reduce_scatter 4", "all_reduce 2", "wait", *norm(8)]),
+        # Sums of layers without fully_shard and with it: both are on their way before the first is waited for.
+        ("pp1: 1=tp2xfsdp2+sp, *=tp2xdp2+sp", ["all_reduce 4", "all_reduce 2", "wait", "wait", "wait", *norm(4)]),
+    ],
+)
+def test_messages_after_the_last_product(
+    mesh: str, expected: list[str], depth: int, ranks: Callable[[int], RankPool]
+) -> None:
+    """Their number does not depend on the depth, and all start before the first wait."""
+    pool = ranks(parse(mesh).world_size)
+    for found in pool.run(after_the_last_product, mesh, {**VIT, "depth": depth}):
+        assert found == expected
+
+
+def test_sums_along_two_axes_follow_each_other(ranks: Callable[[int], RankPool]) -> None:
+    """Norms of queries and keys are partial along j and along k under 3d: the second sum needs the first."""
+    for found in ranks(8).run(after_the_last_product, "tp8+3d", {**VIT, "depth": 2, "qk_norm": True}):
+        assert found[-5:] == ["all_reduce 2", "wait", "all_reduce 2", "wait", *norm(8)]

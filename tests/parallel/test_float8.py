@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import AotEagerAndRecordGraphs
 
-from helpers.parity import run_compiled, skip_what_cannot_run
-from helpers.plans import Case
+from helpers.parity import skip_what_cannot_run
 from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
@@ -16,7 +14,6 @@ from vitpar.launch import ALONE, join, leave
 from vitpar.models.vit.layers import Block
 from vitpar.parallel import Execution, float8, parallelize
 from vitpar.parallel.precision import resolve_precision, slow_here
-from vitpar.planner.measure.hardware import products
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.strategy.execution import FastAccum, multiplies_in_float8
@@ -123,24 +120,6 @@ def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
     assert multiplies_in_float8(384, 1536, 614) and not multiplies_in_float8(384, 1536, 615)
 
 
-def test_compiled_block_equals_an_uncompiled_one() -> None:
-    """Compiled, a block packs the gradients of queries, keys and values in another order (vitpar.models.compiled)."""
-    torch.compiler.reset()
-    layer: Any = CONFIG.build_layer("blocks.1")
-    for number, (name, parameter) in enumerate(layer.named_parameters()):
-        torch.nn.init.normal_(parameter, float("norm" in name), 0.1, torch.Generator().manual_seed(number))
-    layer.bfloat16().reset_buffers()
-    float8.compute_in_float8("blocks.1", layer, 0)
-    x, upstream = random(8, 5, CONFIG.embed_dim).requires_grad_(), random(8, 5, CONFIG.embed_dim)
-    leaves = [x, *layer.parameters()]
-    graphs = AotEagerAndRecordGraphs()
-    compiled = torch.compile(layer.forward, backend=graphs, fullgraph=True)
-    found, plain = (torch.autograd.grad(forward(x, None), leaves, upstream) for forward in (compiled, layer))
-    assert "cat" in graphs.bw_graphs[0].code and "aten._scaled_mm" in graphs.fw_graphs[0].code
-    for mine, right in zip(found, plain, strict=True):
-        assert far(mine, right) < 0.01
-
-
 def test_model_without_large_layers_is_refused() -> None:
     with pytest.raises(
         RecipeError, match=r"blocks of vit_nano_patch4_16 reaches train\.fp8_min_features 576: use bf16"
@@ -183,25 +162,3 @@ def test_slow_cpus_and_gpus_without_float8_rates_are_reported() -> None:
     assert slow_here("fp8", CPU) == "this CPU has no fp8 instructions: steps take far longer than in fp32"
     with pytest.raises(PlannerError, match="8xA100 has no rate of float8 matrix products: plan for bf16"):
         estimate_model(CONFIG, "fp8", find_cluster("8xA100").hardware(), ("tp1",))
-
-
-def test_reduce_dtypes_are_those_of_bf16() -> None:
-    assert (
-        resolve_precision("fp8", "bf16").reduce is torch.bfloat16 and resolve_precision("fp8").reduce is torch.float32
-    )
-    with pytest.raises(RecipeError, match="fp8 cannot reduce gradients in 'fp16': use fp32 or bf16"):
-        resolve_precision("fp8", "fp16")
-
-
-def test_float8_matmul_rate_can_be_measured() -> None:
-    products(CPU, float8.E4M3, [(8, 32, 16), (16, 16, 16)])()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mesh", ["dp1", "tp2"])
-def test_compiled_float8_is_one_graph_and_matches_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    case = Case(mesh, model={"depth": 10}, check={"compile_blocks": True, "precision": "fp8"})
-    for result, graphs in ranks(case.ranks).run(run_compiled, case):
-        assert result.passed, result.worst
-        assert graphs == 1

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed import group
 from torch.profiler import profile
 
@@ -116,32 +115,3 @@ def test_gradients_that_are_not_needed_send_nothing(
     for names, wrong in ranks(2).run(backward, kind, frozen=frozen):
         assert names == expected
         assert not wrong
-
-
-def split(device: torch.device, kind: str) -> tuple[list[str], list[str]]:
-    """Return the order in a backward for the input, and then in one for the weight; on every rank."""
-    rank = torch.distributed.get_rank()
-    x, weights, biases, gradients = inputs()
-    leaf = mine(x, kind, rank).clone().requires_grad_()
-    weight, bias = weights[rank].requires_grad_(), biases[rank].requires_grad_()
-    y = forward(kind, False, leaf * 1, weight, bias)  # below the layer is a norm, not a leaf
-    with profile() as first:
-        torch.autograd.grad(y, leaf, gradients[rank], retain_graph=True)
-    with profile() as second:
-        torch.autograd.grad(get_gradient_edge(y), [get_gradient_edge(weight)], gradients[rank])
-    return order(first), order(second)
-
-
-@pytest.mark.parametrize(
-    ("kind", "first", "second"),
-    [
-        ("column", ["product", "all-reduce", "wait"], ["product"]),
-        ("batch", ["product", "reduce-scatter", "wait"], ["gather", "wait", "product"]),
-    ],
-)
-def test_separate_backwards_send_nothing_twice(
-    kind: str, first: list[str], second: list[str], ranks: Callable[[int], RankPool]
-) -> None:
-    """Zero-bubble schedules run the backward of a layer twice."""
-    for found in ranks(2).run(split, kind):
-        assert found == (first, second)

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.parity import run_compiled
-from helpers.plans import Case
 from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
@@ -143,14 +140,6 @@ def test_gradients_stay_in_16_bits_on_request() -> None:
         assert kept is not None and kept.dtype is torch.bfloat16 and torch.equal(kept.float(), converted)
 
 
-def test_float32_images_give_the_same_result(device: torch.device) -> None:
-    model = built(device)
-    images, labels = batch(model)
-    assert images is not None
-    assert torch.equal(model.forward_backward(images.float(), labels), model.forward_backward(images, labels))
-    assert torch.equal(model.predict(images.float(), 8), model.predict(images, 8))
-
-
 def test_each_layer_takes_one_copy_per_direction(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One foreach copy per layer casts parameters, and one per micro-batch returns gradients.
 
@@ -185,31 +174,6 @@ def test_evaluation_computes_in_16_bits(device: torch.device) -> None:
     assert all(p.dtype is torch.float32 and torch.equal(p, 2 * before[name]) for name, p in model.named_parameters())
 
 
-def wrapped(device: torch.device, mesh: str, plan: dict[str, Any]) -> bool:
-    """Return whether the layers are wrapped by ``fully_shard``; runs on every rank."""
-    stages = built(device, mesh, **plan).stages.values()
-    found = {isinstance(layer, FSDPModule) for stage in stages for layer in stage.layers().values()}
-    (same,) = found
-    return same
-
-
-@pytest.mark.parametrize(
-    ("mesh", "plan", "expected"),
-    [
-        ("dp2", {}, False),
-        ("tp2", {}, False),
-        ("pp2", {"microbatches": 2}, False),
-        ("pp2", {"microbatches": 4, "schedule": "zbvzerobubble", "virtual_stages": 2}, True),
-        ("dp2+zero1", {}, True),
-        ("fsdp2", {}, True),
-    ],
-)
-def test_only_sharded_or_offloaded_layers_are_wrapped(
-    mesh: str, plan: dict[str, Any], expected: bool, ranks: Callable[[int], RankPool]
-) -> None:
-    assert set(ranks(2).run(wrapped, mesh, plan)) == {expected}
-
-
 def summed_in_bf16(device: torch.device) -> tuple[list[int], bool, dict[str, int]]:
     """Compare sums of gradients in bf16 with sums in fp32; runs on every rank.
 
@@ -239,13 +203,3 @@ def test_reduce_dtype_halves_the_gradient_messages_of_replicas(ranks: Callable[[
         assert wide == 2 * narrow and right
         # From gradients to the message and back, without a message in fp32 between.
         assert more == {"cat": -1, "_to_copy": 0, "_foreach_copy_": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mesh", ["dp1", "dp2+ckpt"])
-def test_compiled_blocks_accept_low_precision_copies(mesh: str, ranks: Callable[[int], RankPool]) -> None:
-    case = Case(mesh, {"microbatches": 2}, {"depth": 10}, {"compile_blocks": True, "precision": "bf16"})
-    for result, graphs in ranks(case.ranks).run(run_compiled, case):
-        assert result.passed, result.worst
-        assert graphs == 1, "every block must run the same compiled graph"

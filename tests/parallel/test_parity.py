@@ -1,35 +1,39 @@
 """Every plan of `helpers.plans` against one process: the loss, every gradient, SGD steps and recipe steps."""
 
-import importlib
+import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from helpers.covering_set import tiers
-from helpers.parity import run_case, run_compiled, skip_what_cannot_run
-from helpers.plans import CASES, Case
+from helpers.modern_vits import PARTS
+from helpers.parity import parts_of, run_case, run_compiled, skip_what_cannot_run
+from helpers.plans import ALL, BITFIT, Case, frozen, lora, tiers
 from helpers.ranks import RankPool
+from vitpar import Execution, parallelize
 from vitpar.check import CheckResult
-from vitpar.parallel import data as data_parallel
-from vitpar.parallel import model as parallel_model
-from vitpar.training import step
-from vitpar.training.optim.norms import clip_
+from vitpar.models.config import ModelConfig
+from vitpar.tasks.mae import MAE
+from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.recipe.sections import OptimizerSection
 
 
 @pytest.mark.each_row
-@pytest.mark.parametrize("case", tiers(CASES))
+@pytest.mark.parametrize("case", tiers())
 def test_plan_matches_one_process(case: Case, ranks: Callable[[int], RankPool]) -> None:
     """All ranks must agree on the result, which covers gradients, updates, averages and the gradient norm."""
     skip_what_cannot_run(case.check.get("precision", "fp32"))
     results = ranks(case.ranks).run(run_case, case)
     assert all(result.passed for result in results), results[0].worst
     assert len({str(result) for result in results}) == 1, "ranks disagree about the result"
-    names = {comparison.name for comparison in results[0].comparisons}
-    for what in ("gradient", "SGD update", "update", "average"):
-        assert f"{what} blocks.0.attn.qkv.weight" in names and f"{what} head.fc.bias" in names
-    assert {"gradient norm of step 2", "clipped norm of step 2"} <= names
+    recipe, config, _, _ = parts_of(case)
+    trained = {f"{name}.{key}" for name, layer in config.layers.items() for key in layer.parameters}
+    trained -= recipe.frozen(config)
+    compared = {comparison.name for comparison in results[0].comparisons}
+    updates = () if case.check.get("recipe_steps") == 0 else ("update", "average")
+    assert {f"{what} {name}" for name in trained for what in ("gradient", "SGD update", *updates)} <= compared
+    assert not updates or {"gradient norm of step 2", "clipped norm of step 2"} <= compared
 
 
 slow, soak = pytest.mark.slow, pytest.mark.soak
@@ -37,91 +41,79 @@ slow, soak = pytest.mark.slow, pytest.mark.soak
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "precision"),
     [
-        "tp2+ckpt",
-        *(pytest.param(mesh, marks=slow) for mesh in ("dp1", "fsdp2", "pp2")),
-        *(pytest.param(mesh, marks=soak) for mesh in ("dp1+ckpt", "dp2", "tp2", "tp2xfsdp2")),
+        ("tp2+ckpt", "fp32"),
+        *(pytest.param(mesh, "fp32", marks=slow) for mesh in ("dp1", "fsdp2", "pp2")),
+        *(pytest.param(*row, marks=slow) for row in (("dp2+ckpt", "bf16"), ("dp1", "fp8"), ("tp2", "fp8"))),
+        *(pytest.param(mesh, "fp32", marks=soak) for mesh in ("dp1+ckpt", "dp2", "tp2", "tp2xfsdp2")),
     ],
 )
-def test_compiled_blocks_match_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_compiled_blocks_match_one_process(mesh: str, precision: str, ranks: Callable[[int], RankPool]) -> None:
     """All blocks share one graph; a graph per block would exceed the compiler's recompile limit."""
     # More blocks than the compiler's recompile limit (8), after which it silently runs the function eagerly.
-    case = Case(mesh, model={"depth": 10, "drop_path": 0.1}, check={"compile_blocks": True})
+    skip_what_cannot_run(precision)
+    check = {"compile_blocks": True, "precision": precision}
+    case = Case(mesh, {"microbatches": 2}, {"depth": 10}, check)
     for result, graphs in ranks(case.ranks).run(run_compiled, case):
         assert result.passed, result.worst
         assert graphs == 1, "every block must run the same compiled graph"
 
 
-def test_table_has_enough_plans_and_ranks() -> None:
-    assert len({(case.mesh, str(case.plan)) for case in CASES}) >= 24
-    assert max(case.ranks for case in CASES) == 8
+def test_tables_have_enough_plans_and_ranks() -> None:
+    assert len({(case.family, case.mesh, str(case.plan)) for case in ALL}) >= 200
+    assert max(case.ranks for case in ALL) == 9
+    assert set(PARTS) - {case.parts for case in ALL} <= {"gap", "dinov2", "siglip_gap"}
 
 
-def spoil_and_run(device: torch.device, case: Case, spoil: str) -> CheckResult:
-    """Check one case with deliberately wrong gradients."""
-    with pytest.MonkeyPatch.context() as patch:
-        spoil_gradients(patch, spoil)
-        return run_case(device, case)
-
-
-def spoil_gradients(patch: pytest.MonkeyPatch, how: str) -> None:
-    """Patch gradient reduction.
-
-    how: "averaged" divides by the data-parallel ranks; anything else scales block 0 by 1 / 0.99
-    """
-    from vitpar.models.vit import layers as vit
-
-    def divisor(module: Any, ranks: int) -> float:
-        if how == "averaged":
-            return float(ranks)
-        return 0.99 if isinstance(module, vit.Block) and module.index == 0 else 1.0
-
-    # The package exports a function of the module's name, which hides the module from a normal import.
-    parallelize = importlib.import_module("vitpar.parallel.parallelize")
-    real = data_parallel.shard
-
-    def shard(layer: Any, mesh: Any, *settings: Any) -> None:
-        real(layer, mesh, *settings)
-        layer.set_gradient_divide_factor(divisor(layer, mesh.size()))
-
-    def gradient_sums(layers: Any, *more: Any) -> Any:
-        layers = list(layers)
-        module_of.update({id(parameter): layer for layer, _ in layers for parameter in layer.parameters()})
-        return data_parallel.gradient_sums(layers, *more)
-
-    class Spoilt(data_parallel.GradientSum):
-        def wait(self) -> None:
-            super().wait()
-            for parameter in self._parameters:
-                parameter.grad /= divisor(module_of[id(parameter)], self._group.size())
-
-    module_of: dict[int, Any] = {}
-    patch.setattr(data_parallel, "GradientSum", Spoilt)
-    patch.setattr(parallel_model, "gradient_sums", gradient_sums)
-    patch.setattr(parallelize, "shard", shard)
+def trained_parts(device: torch.device, case: Case) -> tuple[set[str], set[str], int]:
+    """Return parameters with a gradient and with a state, and the bytes of gradient messages; runs on every rank."""
+    recipe, config, plan, _ = parts_of(case)
+    execution = Execution(case.batch, frozen=recipe.frozen(config))
+    model = parallelize(config, plan, execution, device)
+    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSection())
+    images = torch.randn(len(model.image_rows(case.batch)), 3, config.image_size, config.image_size)
+    model.forward_backward(images, torch.zeros(case.batch, dtype=torch.int64), torch.arange(case.batch))
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step(0.1)
+    with_state = {name.split(".", 1)[1] for name in optimizer.state()}
+    return with_gradient, with_state, sum(size for _, size in model.gradient_messages)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "precision"), [("averaged", "fp32"), ("averaged", "bf16"), ("one block scaled", "fp32")]
+    "case", [frozen("embed, 0-1", "dp2"), lora("dp2", train="head, *.bias"), frozen(BITFIT, "fsdp2")], ids=str
 )
-@pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
-def test_check_detects_a_wrong_gradient_scale(
-    mesh: str, spoil: str, precision: str, ranks: Callable[[int], RankPool]
+def test_frozen_parameters_have_neither_gradient_nor_state_nor_message(
+    case: Case, ranks: Callable[[int], RankPool]
 ) -> None:
-    """The check must fail on averaged instead of summed gradients, and on an error of 1 % in one block."""
-    result = ranks(2).run(spoil_and_run, Case(mesh, check={"precision": precision}), spoil)[0]
-    assert not result.passed
+    recipe, config, _, _ = parts_of(case)
+    shapes = {
+        f"{name}.{key}": shape for name, layer in config.layers.items() for key, shape in layer.parameters.items()
+    }
+    trained = shapes.keys() - recipe.frozen(config)
+    assert 0 < len(trained) < len(shapes)
+    for with_gradient, with_state, sent in ranks(2).run(trained_parts, case):
+        assert with_gradient == trained and with_state <= trained
+        if case.mesh == "dp2":
+            assert sent == 4 * sum(math.prod(shapes[name]) for name in trained)
 
 
-def clipped_less(device: torch.device, case: Case) -> list[str]:
-    """Return what fails if gradients are clipped to 1.2 times the limit."""
+def with_wrong_targets(device: torch.device, case: Case, mistake: str) -> CheckResult:
+    """Check a masked autoencoder whose targets have other keys or images than its outputs; runs on every rank."""
+    right = MAE.local_targets
+
+    def wrong(self: MAE, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
+        if mistake == "keys":
+            return right(self, images, keys + 1, config)
+        return right(self, images.roll(1, 0), keys, config)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "clip_", lambda gradients, norm, limit, scale: clip_(gradients, norm, 1.2 * limit, scale))
-        return [comparison.name for comparison in run_case(device, case).comparisons if comparison.severity > 1]
+        patch.setattr(MAE, "local_targets", wrong)
+        return run_case(device, case)
 
 
-def test_check_detects_a_limit_of_clipping_that_depends_on_the_plan(ranks: Callable[[int], RankPool]) -> None:
-    """AdamW updates alike for gradients of any scale."""
-    failed = ranks(2).run(clipped_less, Case("pp2", check={"train__clip_grad_norm": 0.1}))[0]
-    assert "clipped norm of step 1" in failed
+@pytest.mark.parametrize("mistake", ["keys", "rows"])
+@pytest.mark.parametrize("mesh", ["tp2+sp", "pp2"])
+def test_check_detects_targets_of_other_keys_or_rows(mesh: str, mistake: str, ranks: Callable[[int], RankPool]) -> None:
+    case = Case(mesh, {"microbatches": 2} if mesh == "pp2" else {}, family="MAE")
+    assert not ranks(2).run(with_wrong_targets, case, mistake)[0].passed

@@ -1,7 +1,7 @@
-"""Parameters that layers share equal those of one process with tied tensors, under every kind of plan."""
+"""Parameters that layers share: checkpoints, debug checks and refusals. Their plans are in `helpers.plans`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,67 +9,16 @@ import pytest
 import torch
 
 import vitpar
-from helpers.parity import check
-from helpers.plans import DUALPIPEV, INTERLEAVED, ZBV, ZERO_BUBBLE
+from helpers.plans import ZBV
 from helpers.ranks import RankPool
 from helpers.shared_models import Relative, Tied
 from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse, validate
-from vitpar.check import CheckResult
 from vitpar.errors import FaultError, ModelError, RecipeError, StrategyError
 from vitpar.parallel import shared
 from vitpar.training.recipe import read_recipe
 
 MODELS = {"tied": Tied(), "relative": Relative()}
-CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("tied", "dp1", {}, {}),
-    ("tied", "dp2", {}, {"precision": "bf16"}),
-    ("tied", "fsdp2", {}, {"precision": "bf16"}),
-    ("tied", "tp2", {}, {}),
-    ("tied", "tp2xfsdp2+sp", {}, {}),
-    ("tied", "dp2+zero1", {}, {}),
-    ("tied", "pp1: embed=fsdp2, head=fsdp2, *=tp2", {}, {}),
-    ("tied", "pp2", {"schedule": "gpipe"}, {"optimizer__name": "lamb"}),
-    ("tied", "pp2xfsdp2", {}, {"optimizer__name": "lamb", "precision": "bf16"}),
-    ("tied", "pp4", {}, {"optimizer__layer_decay": 0.7}),
-    ("tied", "pp2", INTERLEAVED, {}),
-    ("tied", "pp2", ZERO_BUBBLE, {"precision": "bf16"}),
-    ("tied", "pp2", ZBV, {}),
-    ("tied", "pp2xdp2", ZBV, {"precision": "bf16"}),
-    ("tied", "pp2xfsdp2", DUALPIPEV, {}),
-    ("tied", "pp2", {}, {"train__freeze": "1-2"}),
-    ("relative", "dp1", {}, {"optimizer__name": "sgd"}),
-    ("relative", "dp2", {}, {"precision": "bf16"}),
-    ("relative", "fsdp2", {}, {"precision": "bf16", "train__ema_decay": 0.9}),
-    ("relative", "tp2", {}, {}),
-    ("relative", "tp2xdp2+sp", {}, {"precision": "bf16"}),
-    ("relative", "pp1: 0=tp2, 1=dp2, 2=tp2+sp, *=fsdp2", {}, {}),
-    ("relative", "pp2: 0=tp2, 1=dp2+zero2, 2=tp2+sp+ckpt, *=fsdp2+offload", {}, {}),
-    ("relative", "pp2xtp2", {}, {"train__freeze": "embed"}),
-    ("relative", "pp2xfsdp2", ZBV, {"precision": "bf16"}),
-    ("relative", "pp2", DUALPIPEV, {}),
-]
-
-IDS = [f"{name}-{mesh.replace(' ', '')}-{plan.get('schedule', '')}" for name, mesh, plan, _ in CASES]
-
-
-def run(device: torch.device, name: str, mesh: str, plan: dict[str, Any], settings: dict[str, Any]) -> CheckResult:
-    """Check a plan on every rank."""
-    config = MODELS[name]
-    valid = validate(replace(parse(mesh), **plan), config, 16)
-    return check(config, valid, 16, device, **{"precision": "fp64", **settings})
-
-
-@pytest.mark.parametrize(("name", "mesh", "plan", "settings"), CASES, ids=IDS)
-def test_plans_match_one_process(
-    name: str, mesh: str, plan: dict[str, Any], settings: dict[str, Any], ranks: Callable[[int], RankPool]
-) -> None:
-    result = ranks(parse(mesh).world_size).run(run, name, mesh, plan, settings)[0]
-    assert result.passed, result.worst
-    assert MODELS[name].shared.keys() <= {one.name.removeprefix("gradient ") for one in result.quantities["gradient"]}
-
-
-# training, saving and resuming
 
 
 def trained(

@@ -94,21 +94,6 @@ def test_plain_parallelize_module_applies_a_plan(strategy: str, ranks: Callable[
         assert len(errors) == 17 and max(errors.values()) < 1e-12, errors
 
 
-def split_over_two_axes(device: torch.device) -> list[str]:
-    """Apply a plan over the two axes of 3d with torch's function; return the placements of the weights."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("j", "k"))
-    layer = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
-    plan = tensor_parallel_plan({"fc1": "column", "fc2": "row"}, "tp8+3d")
-    parallelize_module(layer, mesh, plan, src_data_rank=None)
-    return [str(layer[name].weight.placements) for name in ("fc1", "fc2")]
-
-
-def test_torch_does_not_check_the_axes_of_the_mesh(ranks: Callable[[int], RankPool]) -> None:
-    """3d depends on it, although torch's documentation says one axis."""
-    found = ranks(4).run(split_over_two_axes)
-    assert found == [[str((Shard(0), Shard(1))), str((Shard(1), Shard(0)))]] * 4
-
-
 def test_plan_of_a_layer_names_its_modules() -> None:
     layers = model_config("vit_tiny_patch16_224").layers
     styles = tensor_parallel_plan(layers["blocks.0"], "tp2")

@@ -1,4 +1,4 @@
-"""Losses and hits of token logits, complete and split by vocabulary, compared with torch's."""
+"""Token logits, complete and split by vocabulary: losses and hits compared with torch's, and refused plans."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import RankPool
+from helpers.text_models import TextModel, TokenLoss, bert, sample, t5
+from vitpar import parse, validate
+from vitpar.errors import ModelError, StrategyError
 from vitpar.models import IGNORED
+from vitpar.models.initial import initialise
+from vitpar.models.layers import LayeredModel
 from vitpar.models.roles import chunk_range
-from vitpar.parallel import vocabulary
+from vitpar.parallel import parallelize, vocabulary
 from vitpar.parallel.vocabulary import VocabularyPart, complete_logits, first_hits, token_losses
+from vitpar.strategy import Execution
 
 SHAPE = 3, 5, 23
 """Samples, tokens, ids. Parts of 2 ranks have 12 and 11 ids, those of 4 ranks 6, 6, 6 and 5."""
 
 
-def sample(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Return logits of very different sizes, and targets, of which some are IGNORED."""
     draws = torch.Generator().manual_seed(0)
     logits = torch.randn(SHAPE, generator=draws, dtype=torch.float64) * torch.logspace(-1, 2, 5)[:, None]
@@ -44,7 +50,7 @@ FACTORS = torch.linspace(0.5, 2, 15).view(3, 5)
 @pytest.mark.parametrize("chunk", [1, 2 * 23, 2**23])
 def test_losses_are_torchs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "LOSS_CHUNK", chunk)
-    logits, targets = sample()
+    logits, targets = logits_and_targets()
     losses = token_losses(logits, targets)
     torch.testing.assert_close(losses, expected_losses(logits, targets), rtol=1e-13, atol=1e-13)
     assert losses[0, 1] == losses[2, 4] == 0.0 and losses.dtype is torch.float64
@@ -57,7 +63,7 @@ def test_losses_are_torchs(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_losses_of_narrow_logits_are_accurate(dtype: torch.dtype) -> None:
-    logits, targets = sample(dtype)
+    logits, targets = logits_and_targets(dtype)
     exact = logits.detach().double().requires_grad_()
     losses, right = token_losses(logits, targets), expected_losses(exact, targets)
     assert losses.dtype is torch.float32
@@ -84,7 +90,7 @@ class Largest(TorchDispatchMode):
 
 def test_logits_are_kept_in_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "LOSS_CHUNK", 2 * 23)
-    logits, targets = sample(torch.bfloat16)
+    logits, targets = logits_and_targets(torch.bfloat16)
     kept: dict[int, Tensor] = {}
     with Largest() as largest:
         with saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x):
@@ -97,7 +103,7 @@ def test_logits_are_kept_in_16_bits_only(monkeypatch: pytest.MonkeyPatch) -> Non
 def split(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return errors of what ranks compute from parts; runs on every rank."""
     assert dist.group.WORLD is not None
-    logits, targets = sample(dtype)
+    logits, targets = logits_and_targets(dtype)
     size, rank = dist.get_world_size(), dist.get_rank()
     ids = chunk_range(SHAPE[2], size, rank)
     part, here = VocabularyPart(ids.start, dist.group.WORLD), slice(ids.start, ids.stop)
@@ -132,3 +138,43 @@ def test_parts_give_the_losses_and_hits_of_complete_logits(
         assert found["losses"] <= 1e-13 * (1 if dtype is torch.float64 else 1e9), found
         assert found["gradient"] <= limit, found
         assert found["hits"] and found["ties"] and found["complete"] and 0 < found["number"] < math.prod(SHAPE[:2])
+
+
+BATCH = 8
+
+
+def plain(config: TextModel) -> LayeredModel:
+    """Return the model in one process, with its initial values in float64 and shared tensors."""
+    model = LayeredModel(config).double()
+    model.tie()
+    initialise(model, 0, config)
+    return model
+
+
+def test_masks_may_be_left_out_but_not_the_decoders_ids(alone: None) -> None:
+    for config in (bert(), t5()):
+        model = parallelize(config, validate(parse("dp1"), config, BATCH), Execution(BATCH, "fp64"), "cpu", TokenLoss())
+        x, sides, _ = sample(config, BATCH)
+        needed = {name: side for name, side in sides.items() if name == "decoder_input_ids"}
+        logits = model.predict(x, BATCH, **needed)
+        assert logits is not None and torch.allclose(logits, plain(config).eval()(x, **needed))
+    with pytest.raises(ModelError, match="t5_custom takes decoder_input_ids besides its input: pass each by its name"):
+        model.predict(x, BATCH, attention_mask=sides["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tp4+2d", "layers 'block' of bert_custom, whose parts only tp and \\+sp can split: leave \\+2d out"),
+        ("tp8", "tp8 does not divide the 4 heads of bert_custom: use tp2 or tp4"),
+        (
+            "pp1: embed=tp2, *=dp2",
+            "embed and head share embed.word_embeddings.weight, but their strategies are tp2 and",
+        ),
+        ("tp4", "tp4 leaves a rank without any of the 5 token ids of bert_custom: use a sm"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(mesh: str, message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        validate(parse(mesh), bert(vocab_size=5 if mesh == "tp4" else 40), BATCH)
+    validate(parse("tp4"), bert(vocab_size=7), BATCH)

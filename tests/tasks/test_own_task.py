@@ -152,11 +152,7 @@ WRONG = [
         lambda self, outputs, targets: (outputs[:, 0] - targets).square().mean(),
         r"`losses` .* is \[\] for 3 s",
     ),
-    (
-        "losses",
-        lambda self, outputs, targets: outputs + torch.ones(7, 2),
-        r"`losses` of task .* fails: RuntimeError: ",
-    ),
+    ("losses", lambda self, outputs, targets: outputs + torch.ones(7, 2), r"`losses` of task .* fails: RuntimeError: "),
     ("figures", lambda self, outputs, targets: {"mae": outputs[:, 0]}, r"has no 'within', which METRICS names: add it"),
     ("reference", Task.reference, r"has no `reference`: define it"),
     ("targets", lambda self, labels: 3, r"`targets` of task .* has no row for each sample"),

@@ -11,10 +11,7 @@ from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import pack_small
 from helpers.trained import recipe_of, train
 
-CROPS = {
-    "resized": ({}, "fsdp4"),
-    "padded": ({"data.crop_padding": 2, "augment.policy": "cifar10"}, "pp2xtp2"),
-}
+CROPS = {"resized": ({}, "fsdp4"), "padded": ({"data.crop_padding": 2, "augment.policy": "cifar10"}, "pp2xtp2")}
 
 
 @pytest.mark.parametrize(("crop", "plan"), CROPS.values(), ids=CROPS)

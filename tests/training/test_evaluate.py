@@ -1,27 +1,72 @@
-"""Evaluation: exact under every plan with an incomplete last batch, and without side effects on training."""
+"""Evaluation: exact under every plan, without side effects on training, with calibration and files of predictions."""
 
 import hashlib
+import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
 from helpers.calibration import expected_calibration_error
-from helpers.evaluated import BATCH, PLANS, SEED, built, config_of
 from helpers.ranks import RankPool
 from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
-from vitpar import parse
+from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
 from vitpar.data.images import decode
 from vitpar.errors import DataError
+from vitpar.models import IGNORED
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.parallel import Execution, ParallelModel, parallelize
+from vitpar.tasks import LabelSet, task_of
+from vitpar.tasks.classify import Classify
+from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, Predictions, evaluate
 from vitpar.training.optim.optimizer import ShardedOptimizer
+from vitpar.training.prediction_file import PredictionFile
+from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
+
+# 17 images make two full batches and one image, so the second of two ranks sees only padding.
+BATCH = 8
+INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("dp1", {}),
+    ("dp1", {"microbatches": 4}),
+    ("dp2", {}),
+    ("fsdp2", {}),
+    ("tp2", {}),
+    ("pp2", {}),
+    ("pp2", INTERLEAVED),
+    ("pp2xdp2", {"microbatches": 2}),
+]
+
+SEED = 1
+"""Seed whose initial parameters classify at least one image of each split correctly, with every torch version."""
+
+
+def config_of() -> ViTConfig:
+    sizes = {"image_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 4, "num_heads": 2, "dropout": 0.2}
+    return model_config("vit_custom", num_classes=CLASSES, init="perturbed", **sizes)
+
+
+def built(
+    device: torch.device, data: Path, mesh: str, fields: dict[str, Any], bad_sample: str
+) -> tuple[ParallelModel, ImageInput]:
+    """Return the model under a plan and its input; runs on every rank."""
+    config = config_of()
+    plan = validate(replace(parse(mesh), **fields), config, BATCH)
+    model = parallelize(config, plan, Execution(BATCH, seed=SEED), device)
+    options = {"data.path": str(data), "data.bad_sample": bad_sample, "data.crop_pct": 1.0, "data.workers": 0}
+    recipe = read_recipe(None, {**options, "train.steps": 1, "train.batch_size": BATCH})
+    return model, ImageInput(recipe, model, task_of(recipe, CLASSES))
+
 
 Rows = list[tuple[int, int, list[int], list[float]]]
 """Number, label, most probable classes and their probabilities of images."""
@@ -84,7 +129,7 @@ def same(found: tuple[Rows, Evaluation], expected: tuple[Rows, Evaluation]) -> b
     return counts[0] == counts[1] and exact[0] == exact[1] and numbers[0] == pytest.approx(numbers[1], rel=1e-4)
 
 
-CASES = [("val", mesh, fields) for mesh, fields in [*PLANS, ("dp8", {}), ("tp4+2d", {})]]
+CASES = [("val", mesh, fields) for mesh, fields in [*PLANS, ("dp4", {}), ("tp4+2d", {})]]
 CASES += [("train", mesh, fields) for mesh, fields in (PLANS[0], PLANS[-1])]
 
 
@@ -160,3 +205,64 @@ def test_evaluation_does_not_change_training(
     with_evaluation, without = (pool.run(trained, data, mesh, fields, between) for between in (True, False))
     assert with_evaluation == without
     assert len(set(without[-1])) > 3
+
+
+def test_calibration_error_is_that_of_the_formula() -> None:
+    """LabelSet are drawn such that some bins are too confident and others too little, so that the bins matter."""
+    draw = np.random.default_rng(0)
+    logits = torch.from_numpy(draw.normal(0, 2, (400, CLASSES)))
+    shares = logits.softmax(dim=1).numpy()
+    labels = torch.tensor([draw.choice(CLASSES, p=row) for row in shares])
+    kept = torch.arange(400) % 10 > 0
+    task = Classify(LabelSet(CLASSES))
+    sums = task.sums(logits[:150], labels[:150].where(kept[:150], IGNORED))
+    sums += task.sums(logits[150:], labels[150:].where(kept[150:], IGNORED))
+    confidence, correct = shares.max(axis=1), shares.argmax(axis=1) == labels.numpy()
+    found = task.result(sums)["ece"]
+    used = kept.numpy()
+    assert found == pytest.approx(expected_calibration_error(confidence[used], correct[used]), rel=1e-9)
+    for other in (1, 10, 14, 16, 20):
+        assert found != pytest.approx(expected_calibration_error(confidence[used], correct[used], other), rel=1e-3)
+
+
+def found_for(samples: list[int], top: int = 5) -> Predictions:
+    """Return predictions for some images, each with other numbers."""
+    numbers = torch.tensor(samples)
+    shares = torch.linspace(0.9, 0.01, top, dtype=torch.float64) / (numbers[:, None] + 1)
+    classes = (numbers[:, None] + torch.arange(top)) % CLASSES
+    values = {"predicted": classes[:, 0], "probability": shares[:, 0]}
+    values |= {"top5_classes": classes, "top5_probabilities": shares}
+    return Predictions(numbers, numbers % CLASSES, values)
+
+
+def test_file_is_read_back_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitpar.training.prediction_file.GROUP_ROWS", 4)
+    path = tmp_path / "p.parquet"
+    with PredictionFile(path, found_for([0]).values, {"model": "mine"}) as file:
+        for name, samples in (("one", [0, 1, 2]), ("one", [3, 4]), ("two\udcff", [0])):
+            file.add(name, [f"{name}/{i}" for i in samples], found_for(samples))
+            assert not path.exists()
+    read = parquet.ParquetFile(path)
+    assert [read.metadata.row_group(i).num_rows for i in range(read.num_row_groups)] == [5, 1]
+    table = read.read()
+    assert table["data"].to_pylist() == ["one"] * 5 + ["two\\udcff"]
+    assert table["index"].to_pylist() == [0, 1, 2, 3, 4, 0] and table["key"].to_pylist()[3] == "one/3"
+    expected = found_for([0, 1, 2, 3, 4, 0])
+    assert table["label"].to_pylist() == expected.labels.tolist()
+    assert table["top5_classes"].to_pylist() == expected.values["top5_classes"].tolist()
+    assert table["top5_probabilities"].to_pylist() == expected.values["top5_probabilities"].tolist()
+    assert table["predicted"].to_pylist() == expected.values["predicted"].tolist()
+    assert table["probability"].to_pylist() == expected.values["probability"].tolist()
+    assert json.loads(table.schema.metadata[b"vitpar"]) == {"model": "mine"}
+
+
+def test_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.parquet"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), PredictionFile(path, found_for([0], top=2).values, {}) as file:
+        file.add("one", ["a"], found_for([0], top=2))
+        raise RuntimeError
+    assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["p.parquet"]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install -e '\.\[parquet\]'"):
+        PredictionFile(tmp_path / "p.parquet", 5, {})

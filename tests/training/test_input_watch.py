@@ -42,45 +42,27 @@ def test_slow_input_is_reported_once_with_a_remedy() -> None:
 
 PACK = "pack smaller images (`vitpar data pack --short-side`)"
 CACHE = "set data.cache to memory, or to device if all have one size"
-HELD = {"path": "unused", "cache": "device"}
 STREAM = {"train": "a.tar", "val": "b.tar", "samples": 8, "val_samples": 8, "classes": 2}
 
 
 @pytest.mark.parametrize(
-    ("sections", "remedies"),
+    ("sections", "small", "remedies"),
     [
-        ({"augment": {"policy": "3a"}}, f"{PACK}, {CACHE}, augment less or use more cores"),
-        ({}, f"{PACK}, {CACHE} or use more cores"),
-        ({"data": {"path": "unused", "cache": "memory"}}, f"{PACK} or use more cores"),
-        (
-            {"data": {"path": "unused", "cache": "device"}, "augment": {"policy": "3a"}},
-            "augment less or use more cores",
-        ),
-        ({"data": {}, "stream": STREAM}, "use more cores"),
+        ({"augment": {"policy": "3a"}}, False, f"{PACK}, {CACHE}, augment less or use more cores"),
+        ({}, False, f"{PACK}, {CACHE} or use more cores"),
+        ({"data": {"path": "unused", "cache": "memory"}}, False, f"{PACK} or use more cores"),
+        ({"data": {}, "stream": STREAM}, False, "use more cores"),
+        ({}, True, CACHE),
+        ({"data": {"path": "unused", "cache": "memory"}}, True, "set data.cache to device if all images have one size"),
     ],
 )
-def test_slow_input_suggests_only_what_is_not_done_yet(sections: dict[str, dict[str, object]], remedies: str) -> None:
-    words = InputWatch(recipe_of(**sections), 1, 0.25).look(rows(2, WATCHED_STEPS, 100))
-    assert (
-        words == f"training waits for images 100% of the time, with 1 decoding thread on 0.25 cores a rank: {remedies}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("cache", "threads", "remedies"),
-    [
-        ("none", 1, CACHE),
-        ("memory", 0, "set data.cache to device if all images have one size"),
-        ("none", 8, f"leave out data.workers, since one thread decodes small images fastest or {CACHE}"),
-    ],
-)
-def test_small_images_do_not_want_more_threads(cache: str, threads: int, remedies: str) -> None:
-    recipe = recipe_of(data={"path": "unused", "cache": cache})
-    words = InputWatch(recipe, threads, 8, small=True).look(rows(2, WATCHED_STEPS, 40))
-    assert words == f"training waits for images 40% of the time: {remedies}"
-    held = recipe_of(data={"path": "unused", "cache": "device"})
-    words = InputWatch(held, 1, 8, small=True).look(rows(2, WATCHED_STEPS, 40))
-    assert words is not None and "raise data.workers (it is 1" in words
+def test_slow_input_suggests_only_what_helps_and_is_not_done_yet(
+    sections: dict[str, dict[str, object]], small: bool, remedies: str
+) -> None:
+    """Small images do not want more threads."""
+    words = InputWatch(recipe_of(**sections), 1, 0.25, small=small).look(rows(2, WATCHED_STEPS, 100))
+    threads = "" if small else ", with 1 decoding thread on 0.25 cores a rank"
+    assert words == f"training waits for images 100% of the time{threads}: {remedies}"
 
 
 def test_fast_input_is_not_reported() -> None:

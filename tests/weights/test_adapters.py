@@ -115,20 +115,10 @@ SMALL_A, SMALL_B = torch.randn(RANK, 24), torch.randn(24, RANK)
 GOOD = {f"{PLAIN}.lora_A.weight": A, f"{PLAIN}.lora_B.weight": B}
 REFUSED: tuple[tuple[dict[str, Any], dict[str, Tensor], str], ...] = (
     ({"peft_type": "IA3"}, GOOD, "has peft_type IA3, which vitpar does not support"),
-    ({"use_dora": True}, GOOD, "has use_dora"),
     ({"rank_pattern": {"fc1": 2}}, GOOD, "has rank_pattern"),
     ({"r": 10**9}, GOOD, "r: Input should be less than or equal to"),
-    ({"r": "3"}, GOOD, "r: Input should be a valid integer"),
-    ({"lora_alpha": -1}, GOOD, "lora_alpha: Input should be greater than 0"),
     ({"r": 4}, GOOD, "have rank 4: set lora.rank to it"),
-    (
-        {"modules_to_save": ["head", "score"]},
-        GOOD,
-        "lacks head, which adapter_config.json lists: save",
-    ),
-    ({"modules_to_save": ["classifier"]}, GOOD, "lacks classifier, which"),
-    ({"target_modules": ["fc2", "fc1", "query"]}, GOOD, "lacks fc1, which"),
-    ({"bias": "lora_only"}, GOOD, "lacks blocks.0.mlp.fc2.bias, which"),
+    ({"modules_to_save": ["head", "score"]}, GOOD, "lacks head, which adapter_config.json lists: save"),
     ({}, {f"{PLAIN}.lora_A.weight": A}, "lacks blocks.0.mlp.fc2.lora_B.weight"),
     ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\], but the model needs \[24, 3\]"),
     ({}, {**GOOD, f"{PLAIN}.lora_A.weight": A * torch.nan}, "has non-finite numbers"),

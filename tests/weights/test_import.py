@@ -1,5 +1,6 @@
-"""Import of foreign weights: equal logits, refusals of everything that does not fit, and recipes for a run."""
+"""Import of foreign weights and users' checkpoints: equal logits, refusals of what does not fit, recipes for a run."""
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -9,21 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.command_line import Command
 from helpers.foreign_models import timm_logits
-from helpers.foreign_weights import (
-    CLASSES,
-    TIMM_CONFIG,
-    WIDTH,
-    as_transformers,
-    saved,
-    timm_state,
-    transformers_config,
-)
+from helpers.foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of, model_of
-from helpers.oracles import timm
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.training.recipe import read_recipe
@@ -106,13 +99,6 @@ def test_import_changes_classes_and_image_size(tmp_path: Path) -> None:
     assert torch.equal(weights.read("blocks.0.norm1.bias"), state["blocks.0.norm1.bias"])
 
 
-@pytest.mark.parametrize(("old", "new"), [(3, 4), (5, 2), (2, 7)])
-def test_position_interpolation_matches_timm(old: int, new: int) -> None:
-    positions = torch.randn(1, 1 + old * old, 6, generator=torch.Generator().manual_seed(0))
-    theirs = timm.layers.resample_abs_pos_embed(positions, [new, new])
-    torch.testing.assert_close(resampled(positions, 1, new), theirs)
-
-
 def without(*names: str) -> Callable[[dict[str, Tensor]], None]:
     def change(state: dict[str, Tensor]) -> None:
         for name in names:
@@ -129,7 +115,6 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
     ("change", "options", "message"),
     [
         (without("blocks.1.norm1.bias"), {}, r"it lacks blocks\.1\.norm1\.bias: use"),
-        (without("blocks.1.attn.qkv.bias"), {}, r"lacks blocks\.1\.attn\.qkv\.bias"),
         (
             lambda state: [state.pop(n) for n in [*state] if "blocks.1.mlp" in n],
             {},
@@ -137,22 +122,14 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         ),
         (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has blocks\.0\.mlp\.gate\.weight, which"),
         (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: use"),
-        (put("fc_norm.weight", torch.ones(WIDTH)), {}, r"has (fc_)?norm\.weight, which vitpar's model lacks"),
-        (put("norm.weight", torch.ones(5)), {}, r"head\.norm\.weight has shape \[5\] but the model has \[24\]"),
-        (
-            put("blocks.1.attn.qkv.weight", torch.ones(24, 24)),
-            {},
-            r"has shape \[24, 24\] but the model has \[72, 24\]",
-        ),
+        (put("blocks.1.attn.qkv.weight", torch.ones(24, 24)), {}, r"has shape \[24, 24\] but the model has \[72, 24\]"),
         (put("pos_embed", torch.ones(1, 7, WIDTH)), {}, "7 positions, 1 of them before .* form no square grid"),
         (put("patch_embed.proj.weight", torch.ones(WIDTH, 1, 4, 4)), {}, "has 1 input channels"),
-        (put("patch_embed.proj.weight", torch.ones(())), {}, r"has shape \[\]"),
         (put("norm.bias", torch.full((WIDTH,), torch.nan)), {}, "norm.bias in .* non-finite"),
         (put("norm.bias", torch.ones(WIDTH, dtype=torch.int64)), {}, "cannot be a parameter: it has dtype I64"),
         (without("patch_embed.proj.weight"), {}, "are not those of timm's, transformers' or vitpar's models"),
         (without("head.weight", "head.bias"), {}, "no classifier: set the number of classes .* --classes N"),
         (lambda state: None, {"model": "vit_tiny_patch4_8"}, "its embed_dim is 24 instead of 192"),
-        (lambda state: None, {"model": "vit_huge"}, "unknown model 'vit_huge'"),
         (lambda state: None, {"image_size": 9}, "patches of 4 pixels do not tile images of 9"),
     ],
 )
@@ -197,16 +174,9 @@ def test_class_names_come_from_the_config(tmp_path: Path) -> None:
     assert read_class_names(tmp_path / "fewer", 3) is None
 
 
-def test_number_of_heads_is_not_guessed(tmp_path: Path) -> None:
-    source = saved(tmp_path / "there", timm_state())
-    with pytest.raises(DataError, match="do not show the number of heads: name the model with --model"):
-        import_weights(source, tmp_path / "here")
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"hidden_act": "silu"}, "hidden_act 'silu', but vitpar's models support only gelu, gelu_pytorch_tanh"),
         ({"use_gated_mlp": True, "hidden_act": "relu"}, "support only gelu, silu"),
         ({"model_type": "beit"}, "model_type 'beit'"),
@@ -280,3 +250,109 @@ def test_preprocessing_follows_the_source(
     assert (data.mean[0], data.crop_pct, data.crop_mode, data.interpolation) == expected
     assert any(note in sentence for sentence in done.notes) if note else not done.notes
     assert recipe.config(CLASSES) == replace(done.config, layer_scale=None)
+
+
+State = dict[str, Tensor]
+
+
+def behind(prefix: str, state: State) -> State:
+    """Return the state with a prefix before every name."""
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def body(state: State) -> State:
+    """Return the state without its classifier."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("head")}
+
+
+def other(state: State) -> State:
+    """Return a state with other numbers."""
+    return {name: tensor * 0 for name, tensor in state.items()}
+
+
+HEAD = {"head.mlp.0.weight": torch.zeros(4, 24)}
+DECODER = {"mask_token": torch.zeros(1, 1, 12), "decoder_embed.weight": torch.zeros(12, 24)}
+FILES: dict[str, tuple[Callable[[State], Any], str]] = {
+    # content of a file that has the model `state`, and a part of the notes
+    "DINO": (
+        lambda s: {
+            "student": behind("module.backbone.", other(body(s))),
+            "teacher": {**behind("backbone.", body(s)), **HEAD},
+            "args": argparse.Namespace(arch="vit_small"),
+        },
+        "head.mlp.0.weight left out",
+    ),
+    "both in one": (
+        lambda s: {**behind("student.backbone.", other(body(s))), **behind("teacher.backbone.", body(s))},
+        "names are read after 'teacher.backbone.'",
+    ),
+    "Lightning": (lambda s: {"state_dict": behind("model.", s), "epoch": 1}, "names are read after 'model.'"),
+    "visual": (lambda s: {**behind("visual.", body(s)), "text.weight": torch.zeros(3)}, "text.weight left out"),
+    "encoder": (lambda s: {"model": behind("encoder.", body(s))}, "names are read after 'encoder.'"),
+    "MAE": (lambda s: {"model": {**body(s), **DECODER}}, "the decoder is dropped"),
+    "AveragedModel": (lambda s: {**behind("module.", s), "n_averaged": torch.tensor(3)}, ""),
+    "profiled": (lambda s: {**s, "total_ops": torch.zeros(1), "blocks.0.attn.total_params": torch.zeros(1)}, ""),
+}
+
+
+def imported_file(content: Any, tmp_path: Path, **options: Any) -> ImportedWeights:
+    """Import a file of `content`, with the config.json of timm."""
+    (tmp_path / "there").mkdir()
+    torch.save(content, tmp_path / "there/pytorch_model.bin")
+    (tmp_path / "there/config.json").write_text(json.dumps(TIMM_CONFIG))
+    return import_weights(tmp_path / "there", tmp_path / "here", classes=CLASSES, **options)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_model_is_found(name: str, tmp_path: Path) -> None:
+    state, (content, note) = timm_state(), FILES[name]
+    done = imported_file(content(state), tmp_path)
+    weights = open_weights(tmp_path / "here")
+    for parameter in ("blocks.1.attn.proj.weight", "embed.patch_embed.proj.bias", "head.norm.weight"):
+        theirs = parameter.removeprefix("embed.").replace("head.norm", "norm")
+        assert torch.equal(weights.read(parameter), state[theirs]), parameter
+    assert note in "; ".join(done.notes) and bool(note) == any(
+        "left out" in n or "after" in n or "dropped" in n for n in done.notes
+    )
+
+
+def test_several_models_are_named(tmp_path: Path) -> None:
+    state = timm_state()
+    two = {**behind("one.", state), **behind("two.", other(state))}
+    with pytest.raises(
+        DataError, match=r"several models, with names after 'one\.' or 'two\.': choose one with --prefix"
+    ):
+        imported_file(two, tmp_path)
+    import_weights(tmp_path / "there", tmp_path / "here", prefix="one.")
+    assert torch.equal(
+        open_weights(tmp_path / "here").read("blocks.1.attn.proj.weight"), state["blocks.1.attn.proj.weight"]
+    )
+    with pytest.raises(DataError, match=r"no tensor of .* has a name that begins with 'three\.'"):
+        import_weights(tmp_path / "there", tmp_path / "again", prefix="three.")
+
+
+def test_local_weights_bring_their_recipe_and_are_exported(place: Path, vitpar: Command) -> None:
+    imported_file(timm_state(), place)
+    done = vitpar(
+        "train", "--weights", "here", "--data", "data", "--steps", "1", "--batch-size", "8", "--run-dir", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    recipe = read_recipe(place / "run/recipe.toml")
+    assert recipe.optimizer.lr == 1e-4 and recipe.model.weights == "here" and recipe.data.mean == (0.5, 0.5, 0.5)
+    again = vitpar("train", "--weights", "run/weights", "--data", "data", "--mesh", "dp2", "--run-dir", "again")
+    assert again.returncode == 0, again.stderr
+    done = vitpar("train", "--weights", "gone", "--data", "data")
+    assert done.returncode == 2 and "--weights 'gone' does not exist: name a folder of weights" in done.stderr
+    done = vitpar("checkpoint", "export", "run/weights", "--format", "timm", "--out", "theirs")
+    assert done.returncode == 0 and done.stdout == "run/weights written to theirs: 1 file\n", done.stderr
+    ours, theirs = (
+        open_weights(place / "run/weights").read("head.fc.bias"),
+        load_file(place / "theirs/model.safetensors"),
+    )
+    assert torch.equal(ours, theirs["head.bias"])
+    for words, sentence in (
+        (("--format", "vitpar"), "holds weights of vitpar already: name a library with --format"),
+        (("--format", "timm", "--no-averages"), "--no-averages has no effect: 'here' has one set of parameters"),
+    ):
+        done = vitpar("checkpoint", "export", "here", *words, "--out", "other")
+        assert done.returncode == 2 and sentence in done.stderr

@@ -196,7 +196,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (0, 0), (1, 2, 3), (7, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(), (7, 5)], ids=str)
 def test_tensors_of_any_shape_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Give every second tensor another shape, and leave out the others, one at a time."""
     theirs, folder = twins_folder(name, tmp_path / "theirs")

@@ -52,7 +52,7 @@ MUTATIONS = (
         file="src/vitpar/tasks/distill.py",
         old=".where(usable, 0.0).sum()",
         new=".sum()",
-        caught_by=f"pytest {DISTILL}::test_images_without_label_do_not_count",
+        caught_by=f"pytest {DISTILL}::test_loss_and_its_gradient_equal_deits",
     ),
     Mutation(
         name="teacher-of-the-wrong-head",
@@ -60,7 +60,7 @@ MUTATIONS = (
         file="src/vitpar/tasks/distill.py",
         old="self._from_teacher(heads[-1], ",
         new="self._from_teacher(heads[0], ",
-        caught_by=f"pytest {DISTILL}::test_losses_gradients_and_updates_equal_deits",
+        caught_by=f"pytest {DISTILL}::test_loss_and_its_gradient_equal_deits",
     ),
     Mutation(
         name="teacher-not-divided-by-classes",
@@ -68,7 +68,7 @@ MUTATIONS = (
         file="src/vitpar/tasks/distill.py",
         old="log_target=True).mean(dim=1)",
         new="log_target=True).sum(dim=1)",
-        caught_by=f"pytest {DISTILL}::test_losses_gradients_and_updates_equal_deits",
+        caught_by=f"pytest {DISTILL}::test_loss_and_its_gradient_equal_deits",
     ),
     Mutation(
         name="teacher-of-other-images",
@@ -76,6 +76,6 @@ MUTATIONS = (
         file="src/vitpar/tasks/image_input.py",
         old="images[self._taught]",
         new="images[self._taught].flip(0)",
-        caught_by=f"pytest {DISTILL}::test_check_passes",
+        caught_by=f"pytest {DISTILL}::test_plans_match_one_process",
     ),
 )

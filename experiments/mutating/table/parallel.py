@@ -2,8 +2,7 @@
 
 from mutating.mutation import Mutation
 
-MODERN = "tests/parallel/test_modern_plans.py::test_plan_of_a_modern_model_matches_one_process"
-SHARED = "tests/parallel/test_shared.py::test_plans_match_one_process"
+PLANS = "tests/parallel/test_parity.py::test_plan_matches_one_process"
 MUTATIONS = (
     Mutation(
         name="shared-not-between-stages",
@@ -11,7 +10,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/shared.py",
         old="            if mesh is not None:\n",
         new="            if mesh is None:\n",
-        caught_by=f'pytest "{SHARED}[tied-pp2-gpipe]"',
+        caught_by=f'pytest "{PLANS}[tied pp2 schedule=gpipe precision=fp64 optimizer__name=lamb]"',
     ),
     Mutation(
         name="shared-norm-counts-copies",
@@ -19,7 +18,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="        if name in copies:\n",
         new="        if not name:\n",
-        caught_by=f'pytest "{SHARED}[tied-dp2-]"',
+        caught_by=f'pytest "{PLANS}[tied dp2 precision=bf16]"',
     ),
     Mutation(
         name="table-not-over-the-world",
@@ -27,7 +26,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/shared.py",
         old="        all_reduce_(message)\n",
         new="",
-        caught_by=f'pytest "{SHARED}[relative-tp2-]"',
+        caught_by=f'pytest "{PLANS}[relative tp2 precision=fp64]"',
     ),
     Mutation(
         name="side-input-of-other-samples",
@@ -76,7 +75,7 @@ MUTATIONS = (
         file="src/vitpar/models/roles.py",
         old='"Linear3D", {"j": 1, "k": 0}, {"k": 0}, ("j",), ',
         new='"Linear3D", {"j": 1, "k": 0}, {"k": 0}, (), ',
-        caught_by=f'pytest "{MODERN}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',
+        caught_by=f'pytest "{PLANS}[dinov3_qkvb tp8+3d precision=fp64 recipe_steps=0]"',
     ),
     Mutation(
         name="2d-norm-backward",

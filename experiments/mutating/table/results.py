@@ -3,8 +3,8 @@
 from mutating.mutation import Mutation
 
 EVALUATION = "tests/training/test_evaluate.py::test_evaluation_matches_a_plain_loop"
-CALIBRATION = "tests/training/test_predictions.py::test_calibration_error_is_that_of_the_formula"
-AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
+CALIBRATION = "tests/training/test_evaluate.py::test_calibration_error_is_that_of_the_formula"
+AVERAGE = "tests/training/test_training_parts.py::test_averages_replace_the_parameters_only_inside_the_block"
 RUN = "tests/training/test_run_by_hand.py::test_run_matches_a_plain_loop"
 UPDATE = "                self.optimizer.step(lr)\n"
 AVERAGING = "                if self.ema:\n                    self.ema.update(number)\n"
@@ -55,7 +55,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/average.py",
         old="        finally:\n            self._swap()\n",
         new="        finally:\n            pass\n",
-        caught_by=f"pytest {AVERAGE}[dp1]",
+        caught_by=f"pytest {AVERAGE}",
     ),
     Mutation(
         name="ema-of-past-step",

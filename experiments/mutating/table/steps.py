@@ -2,8 +2,6 @@
 
 from mutating.mutation import Mutation
 
-NORMS = "tests/training/test_training_parts.py::test_norm_and_clipping_match_one_process"
-AVERAGE = "tests/training/test_training_parts.py::test_moving_average_matches_a_plain_loop"
 MUTATIONS = (
     Mutation(
         name="clipping-ignores-replicas",
@@ -19,7 +17,7 @@ MUTATIONS = (
         file="src/vitpar/parallel/model.py",
         old="dist.get_world_size() // self.plan.pipeline_degree // shards",
         new="dist.get_world_size() // shards",
-        caught_by=f"pytest {NORMS}[pp2xtp2]",
+        caught_by="vitpar check --mesh pp2xtp2",
     ),
     Mutation(
         name="clipping-limit",
@@ -27,7 +25,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/norms.py",
         old="(limit / (norm + 1e-6)).clamp(max=1.0)",
         new="(limit / (norm + 1e-6))",
-        caught_by=f"pytest {NORMS}[dp1]",
+        caught_by="pytest tests/training/optim/test_fp16.py::test_gradients_are_unscaled_and_clipped_at_once",
     ),
     Mutation(
         name="trust-ratio-of-shards",
@@ -59,7 +57,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/average.py",
         old="list(self._trained.values()), 1.0 - self.decay(step))",
         new="list(self._trained.values()), self.decay(step))",
-        caught_by=f"pytest {AVERAGE}[dp1]",
+        caught_by="vitpar check --mesh dp1",
     ),
     Mutation(
         name="muon-qkv-order",
@@ -67,7 +65,7 @@ MUTATIONS = (
         file="src/vitpar/training/optim/muon.py",
         old='"(g r) i -> g r i", r=',
         new='"(r g) i -> g r i", r=',
-        caught_by="pytest tests/training/optim/test_muon.py::test_query_key_and_value_are_orthogonalised_separately",
+        caught_by="pytest tests/training/optim/test_optimizers.py::test_maps_are_orthogonalised_separately",
     ),
     Mutation(
         name="adafactor-sums-of-shards",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.oracles import timm
-from helpers.swin_plans import TINY
+from helpers.plans import TINY_SWIN
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.models.swin import foreign as swin
@@ -23,7 +23,7 @@ from vitpar.weights.importing import import_weights
 
 DECAY, WEIGHT_DECAY = 0.6, 0.3
 MODERN = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
-SWIN = {**TINY, "drop_path": 0.0}
+SWIN = {**TINY_SWIN, "drop_path": 0.0}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "class token": lambda: timm_model(timm_state(layer_scale=True, qk_norm=True)),
     "registers": lambda: timm_model(timm_state(registers=2)),
@@ -43,10 +43,7 @@ def imported(theirs: nn.Module, folder: Path, tensors: dict[str, Tensor]) -> Pat
     config: dict[str, Any] = TIMM_CONFIG
     if "layers.0.blocks.0.norm1.weight" in tensors:
         side = SWIN["image_size"]
-        config = {
-            "architecture": "swin_tiny_patch4_window7_224",
-            "pretrained_cfg": {"input_size": [3, side, side]},
-        }
+        config = {"architecture": "swin_tiny_patch4_window7_224", "pretrained_cfg": {"input_size": [3, side, side]}}
     elif "fc_norm.weight" in tensors:
         config = {**TIMM_CONFIG, "architecture": "eva02_base_patch14_224"}
     elif "attn_pool.latent" not in tensors and "cls_token" not in tensors:

@@ -1,4 +1,4 @@
-"""LAMB, LARS, Muon and Adafactor on sharded parameters equal a plain loop over unsharded ones in one process."""
+"""Optimizers: against torch and timm, norms of shards, communication, and state. Plans are in `helpers.plans`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,33 +6,62 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from helpers.collectives import Sent
-from helpers.optimizer_references import ADAFACTOR, LAMB, LARS, LION, MUON, RATES, VARIANTS, reference, section, shown
+from helpers.modern_vits import modern_config
+from helpers.oracles import timm
 from helpers.ranks import RankPool
 from helpers.sharded_parameters import (
+    HEAD_DIM,
+    HEADS,
     LAYERS,
-    LAYOUTS,
     MESHES,
     QKV,
     SHAPES,
     STACKED,
+    TWO_AXES,
     built,
     drawn,
     give_gradients,
     layers_above,
-    like,
     modules,
     ranks_of,
-    whole,
 )
 from vitpar.models.layers import LayeredModel
 from vitpar.sharded import local
+from vitpar.training.optim.muon import orthogonalise
 from vitpar.training.optim.norms import WholeNorms
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.optim.state_memory import moments
 from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.sections import OptimizerSection
+
+RATES = (0.1, 0.03, 0.2, 0.05)
+
+ADAM = {"name": "adam", "betas": (0.8, 0.9), "eps": 1e-6}
+LION = {"name": "lion", "betas": (0.8, 0.9)}
+LAMB = {"name": "lamb", "betas": (0.8, 0.9), "eps": 1e-6}
+LARS = {"name": "lars", "momentum": 0.7, "trust_coefficient": 0.5}
+ADAFACTOR = {"name": "adafactor"}
+MUON = {"name": "muon", "betas": (0.8, 0.9), "momentum": 0.9}
+
+
+def shown(settings: dict[str, Any] | str) -> str:
+    if isinstance(settings, str):
+        return settings
+    return " ".join(f"{key}={value}" for key, value in settings.items() if key not in ("betas", "eps"))
+
+
+def section(settings: Mapping[str, Any]) -> OptimizerSection:
+    return OptimizerSection(**{"weight_decay": 0.3, **settings})
+
+
+def rows_of_maps(name: str) -> list[list[int]]:
+    """Return the rows of each linear map in a matrix. qkv holds three, interleaved by head."""
+    if not name.endswith("qkv.weight"):
+        return [list(range(SHAPES[name][0]))]
+    heads = [3 * HEAD_DIM * head for head in range(HEADS)]
+    return [[start + HEAD_DIM * part + i for start in heads for i in range(HEAD_DIM)] for part in range(3)]
 
 
 def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimizer:
@@ -42,44 +71,10 @@ def optimizer_of(root: nn.Module, settings: Mapping[str, Any]) -> ShardedOptimiz
     return ShardedOptimizer(named.items(), section(settings), matrices=matrices, layers_above=layers_above)
 
 
-def trained(device: torch.device, layout: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the complete parameters that this rank holds a shard of, after one step per rate in RATES; collective."""
-    root = built(layout)
-    for name, p in root.named_parameters():
-        assert torch.equal(whole(p), drawn("value", name)), name
-        given = like(drawn("value", name), p)
-        assert not isinstance(p, DTensor) or torch.equal(p.to_local(), given.to_local()), name
-    optimizer = optimizer_of(root, settings)
-    for step, rate in enumerate(RATES, start=1):
-        give_gradients(root, step)
-        optimizer.step(rate)
-    return {name: whole(p).numpy() for name, p in root.named_parameters()}
-
-
 NANO = {"model.name": "vit_nano_patch4_16"}
-CASES = [(layout, settings) for layout in (*MESHES, *LAYOUTS) for settings in (LAMB, LARS, MUON, ADAFACTOR)]
 DECAYING: tuple[dict[str, Any], ...] = tuple(
     {**settings, "layer_decay": 0.5} for settings in (LAMB, LARS, MUON, ADAFACTOR)
 )
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings"), [*CASES, *(("tp2xfsdp2", settings) for settings in (*VARIANTS, *DECAYING))], ids=shown
-)
-def test_sharded_optimizer_matches_one_process(
-    layout: str, settings: dict[str, Any], ranks: Callable[[int], RankPool]
-) -> None:
-    """LAMB and LARS need norms of complete parameters, Adafactor of their rows and columns, and Muon complete matrices.
-
-    Under fsdp3 some ranks have empty shards; their steps must neither hang nor differ.
-    """
-    expected = reference(settings)
-    seen = set()
-    for found in ranks(ranks_of(layout)).run(trained, layout, settings):
-        seen |= set(found)
-        for name, value in found.items():
-            torch.testing.assert_close(torch.from_numpy(value), expected[name], atol=1e-11, rtol=1e-11, msg=name)
-    assert seen == set(SHAPES)
 
 
 def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
@@ -92,7 +87,7 @@ def norms(device: torch.device, layout: str) -> dict[str, tuple[float, float]]:
     return dict(zip(named, zip(*found.tolist(), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("layout", [*MESHES, *LAYOUTS])
+@pytest.mark.parametrize("layout", [*MESHES, TWO_AXES])
 def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], RankPool]) -> None:
     """Norms of sharded and replicated parameters equal those of the complete tensors.
 
@@ -104,23 +99,19 @@ def test_norms_count_every_element_once(layout: str, ranks: Callable[[int], Rank
             assert pair == pytest.approx(expected, rel=1e-12), name
 
 
-@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, ADAFACTOR, *VARIANTS], ids=shown)
-def test_unsharded_optimizer_matches_the_reference_loop(settings: dict[str, Any]) -> None:
-    """Parameters without a gradient do not change."""
+@pytest.mark.parametrize("settings", [LAMB, LARS, MUON, ADAFACTOR], ids=shown)
+def test_parameters_without_a_gradient_do_not_change(settings: dict[str, Any]) -> None:
     root = modules(LAYERS)
     optimizer = optimizer_of(root, settings)
     idle = {"blocks.0.attn.proj.weight", "blocks.1.norm1.weight"}
-    for step, rate in enumerate(RATES, start=1):
-        give_gradients(root, step)
-        for name in idle:
-            root.get_parameter(name).grad = None
-        assert set(optimizer.gradients()) == set(SHAPES) - idle
-        optimizer.step(rate)
-        assert all(p.grad is None for p in root.parameters())
+    give_gradients(root, 1)
+    for name in idle:
+        root.get_parameter(name).grad = None
+    assert set(optimizer.gradients()) == set(SHAPES) - idle
+    optimizer.step(0.1)
     optimizer.step(0.1)  # without any gradient
-    for name, value in reference(settings).items():
-        expected = drawn("value", name) if name in idle else value
-        torch.testing.assert_close(root.get_parameter(name).detach(), expected, atol=1e-11, rtol=1e-11, msg=name)
+    assert all(p.grad is None for p in root.parameters())
+    assert {name for name, p in root.named_parameters() if torch.equal(p.detach(), drawn("value", name))} == idle
 
 
 @pytest.mark.parametrize("settings", [LION, LAMB, LARS, MUON, ADAFACTOR], ids=shown)
@@ -154,7 +145,7 @@ def sent(device: torch.device, layout: str, settings: dict[str, Any]) -> tuple[d
 
 @pytest.mark.parametrize(
     ("layout", "messages"),
-    [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), ("two tensor axes", 2)],
+    [("fsdp2", 1), ("pp2xfsdp2", 1), ("dp2xfsdp2", 1), ("tp2", 1), ("tp2xfsdp2", 2), (TWO_AXES, 2)],
 )
 @pytest.mark.parametrize("settings", [LAMB, LARS, *DECAYING[:2]], ids=shown)
 def test_norms_take_one_all_reduce_per_process_group(
@@ -210,27 +201,153 @@ def test_estimate_counts_the_numbers_of_the_state(name: str) -> None:
     assert kept / sum(p.numel() for p in parameters.values() if p.requires_grad) == moments(recipe, config)
 
 
+NAMES = ("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias", "blocks.0.norm1.weight", "head.fc.weight")
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 4), (6,), (4,), (3, 2, 4, 5))
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    drawn[2] *= 1e-4  # smaller than what steps of Adafactor are relative to
+    return [nn.Parameter(x) for x in drawn]
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.0])
 @pytest.mark.parametrize(
-    ("settings", "matrix", "other"),
+    "settings",
     [
-        (LION, {"exp_avg"}, {"exp_avg"}),
-        (LAMB, {"step", "exp_avg", "exp_avg_sq"}, {"step", "exp_avg", "exp_avg_sq"}),
-        (LARS, {"momentum_buffer"}, {"momentum_buffer"}),
-        ({**LARS, "momentum": 0.0}, set(), set()),
-        (MUON, {"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}),
+        *(ADAM, LION, ADAFACTOR, LAMB, LARS, {**LARS, "nesterov": True}, {**LARS, "momentum": 0.0}),
+        *({**ADAM, "name": "adamw", "implementation": how} for how in ("auto", "fused", "for-loop")),
+        *({"name": "sgd", "implementation": how} for how in ("auto", "fused", "for-loop")),
+        *({"name": "sgd", "momentum": 0.9, "nesterov": nesterov} for nesterov in (False, True)),
     ],
-    ids=lambda value: shown(value) if isinstance(value, dict) else "",
+    ids=shown,
 )
-def test_optimizer_state_has_the_shape_of_the_local_shard(
-    settings: dict[str, Any], matrix: set[str], other: set[str]
+def test_updates_match_torch_and_timm(settings: dict[str, Any], decay: float) -> None:
+    """With `always_adapt` for matrices, timm's LAMB and LARS equal vitpar's.
+
+    By default timm skips the trust ratio without weight decay; vitpar follows the papers and always applies it to
+    matrices.
+    """
+    mine, theirs = parameters(), parameters()
+    chosen = section({**settings, "weight_decay": decay})
+    ours = ShardedOptimizer(zip(NAMES, mine, strict=True), chosen)
+    matrices = [p for name, p in zip(NAMES, theirs, strict=True) if "fc" in name and "weight" in name]
+    others = [p for p in theirs if all(p is not matrix for matrix in matrices)]
+    groups = [
+        {"params": matrices, "weight_decay": decay, "always_adapt": True},
+        {"params": others, "weight_decay": 0.0, "always_adapt": False},
+    ]
+    adam: dict[str, Any] = {"betas": chosen.betas, "eps": chosen.eps}
+    momentum: dict[str, Any] = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
+    other: torch.optim.Optimizer
+    match chosen.name:
+        case "adam":
+            other = torch.optim.Adam(groups, **adam)
+        case "adamw":
+            other = torch.optim.AdamW(groups, **adam)
+        case "sgd":
+            other = torch.optim.SGD(groups, **momentum)
+        case "lion":
+            other = timm.optim.Lion(groups, betas=chosen.betas)
+        case "adafactor":
+            other = torch.optim.Adafactor(groups)
+        case "lamb":
+            other = timm.optim.Lamb(groups, max_grad_norm=None, **adam)
+        case _:
+            other = timm.optim.Lars(groups, trust_coeff=chosen.trust_coefficient, eps=0.0, **momentum)
+    for step, rate in enumerate((*RATES, 0.9)):  # Adafactor limits the last rate
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad *= step > 0 or p.dim() == 1  # the first gradients of matrices are zero
+            q.grad = p.grad.clone()
+        for group in other.param_groups:
+            group["lr"] = rate
+        ours.step(rate)
+        other.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("exact", "tolerance"), [(True, 1e-13), (False, 0.03)])
+@pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "original"}, {"ns_steps": 3}], ids=str)
+def test_muon_matches_torch(
+    options: dict[str, Any], shape: tuple[int, int], exact: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs = [("blocks.0.mlp.fc1.weight", nn.Parameter(torch.ones(3, 2))), ("head.fc.weight", nn.Linear(2, 2).weight)]
-    optimizer = ShardedOptimizer(pairs, section(settings), matrices={pairs[0][0]: ()})
-    for _, p in pairs:
-        p.grad = torch.ones_like(p)
-    optimizer.step(0.1)
-    shards = [p for group in optimizer.torch_optimizer.param_groups for p in group["params"]]
-    states = [optimizer.torch_optimizer.state[shard] for shard in shards]
-    assert [set(state) for state in states] == [matrix, other]
-    for shard, state in zip(shards, states, strict=True):
-        assert all(key == "step" or value.shape == shard.shape for key, value in state.items())
+    # torch runs the iteration in bfloat16 on every device (and casts with `to` since 2.15). Without the cast both
+    # agree to the last digits.
+    if exact:
+        real = torch.Tensor.to
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x.clone() if "copy" in k else real(x, *a, **k))
+    chosen = section({"name": "muon", **options})
+    mine, theirs = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
+    ours = ShardedOptimizer([("proj.weight", mine)], chosen, matrices={"proj.weight": ()})
+    torchs = torch.optim.Muon(
+        [theirs],
+        weight_decay=0.3,
+        momentum=chosen.momentum,
+        nesterov=chosen.nesterov,
+        ns_steps=chosen.ns_steps,
+        adjust_lr_fn=chosen.adjust_lr_fn,
+    )
+    for rate in RATES:
+        mine.grad = torch.randn(shape, dtype=torch.float64)
+        theirs.grad = mine.grad.clone()
+        torchs.param_groups[0]["lr"] = rate
+        torchs.step()
+        ours.step(rate)
+    torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+    assert (mine != 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 8), (30, 10), (10, 30), (3, 10, 30)])
+def test_orthogonalise_moves_singular_values_near_one(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = orthogonalise(1e-4 * matrices, 5)
+    assert (result.shape, result.dtype) == (matrices.shape, dtype)
+    for matrix, whitened in zip(matrices.view(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
+        u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+        values = u.mT @ whitened.double() @ v.mT  # diagonal if the singular vectors are unchanged
+        off = values - values.diagonal().diag()
+        assert values.diagonal().min() > 0.5 and values.diagonal().max() < 1.3
+        assert off.abs().max() < (0.1 if dtype is torch.bfloat16 else 1e-3)
+    assert not orthogonalise(torch.zeros(shape, dtype=dtype), 5).any()
+
+
+def test_maps_are_orthogonalised_separately() -> None:
+    """A large key gradient does not change the update of queries and values, although one parameter holds all three."""
+    name, rows = "blocks.0.attn.qkv.weight", rows_of_maps("blocks.0.attn.qkv.weight")
+    moved = []
+    for factor in (1.0, 1e6):
+        p = nn.Parameter(drawn("value", name))
+        p.grad = drawn("1", name)
+        p.grad[rows[1]] *= factor
+        ShardedOptimizer([(name, p)], section(MUON), matrices={name: STACKED}).step(0.1)
+        moved.append(p.detach() - drawn("value", name))
+    torch.testing.assert_close(*moved, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("parts", "weight", "rows"),
+    [
+        ("eva02_base", "blocks.0.mlp.fc1.weight", slice(0, None, 2)),  # gates, which alternate with values
+        (
+            "vit_22b",
+            "blocks.0.in_proj.weight",
+            [20 * head + 12 + i for head in range(12) for i in range(8)],
+        ),  # the MLP's
+    ],
+)
+def test_stacked_maps_of_modern_models_are_orthogonalised_separately(parts: str, weight: str, rows: Any) -> None:
+    config = modern_config(parts)
+    p = nn.Parameter(torch.zeros(config.layers["blocks.0"].parameters[weight.removeprefix("blocks.0.")]).double())
+    p.grad = torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = orthogonalise((1 - 0.95**2) * p.grad[rows], 5)
+    chosen = section({"name": "muon", "weight_decay": 0.0, "momentum": 0.95})
+    ShardedOptimizer([(weight, p)], chosen, matrices=config.hidden_matrices).step(1.0)
+    factor = 0.2 * max(alone.shape) ** 0.5
+    torch.testing.assert_close(p.detach()[rows], -factor * alone, atol=1e-9, rtol=1e-9)

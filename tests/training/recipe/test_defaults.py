@@ -1,19 +1,24 @@
-"""Table of default settings: the settings of each row, what overrides them, and the page that shows them."""
+"""Default settings and the reference of all settings: their tables, and the pages that show them."""
 
+import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from helpers.paths import ROOT
 from vitpar.data import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
 from vitpar.tasks.image_input import transforms
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, markdown, recipe_for, row_for, with_defaults
+from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, defaults, read_recipe, reference
+from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
+from vitpar.training.recipe.reference import find, settings
+from vitpar_cli.main import app
 
 HERE = {"data.path": "x"}
 STREAM = {
@@ -26,8 +31,9 @@ STREAM = {
 SIZES = (60, 1_437, 50_000, 126_689, 1_281_167, 13_000_000, 300_000_000)
 
 
-def test_docs_page_has_the_table() -> None:
-    assert (ROOT / "docs/defaults.md").read_text() == markdown(), "write it with `make docs`"
+@pytest.mark.parametrize(("page", "made"), [("defaults", defaults.markdown), ("settings", reference.markdown)])
+def test_docs_page_is_up_to_date(page: str, made: Callable[[], str]) -> None:
+    assert (ROOT / "docs" / f"{page}.md").read_text() == made(), "write it with `make docs`"
 
 
 def test_rows_are_in_order_and_have_sources() -> None:
@@ -176,3 +182,44 @@ def test_tasks_of_text_have_the_settings_of_their_publications() -> None:
     assert (t5.model.name, t5.train.epochs, t5.optimizer.name, t5.optimizer.lr) == ("t5_small", 64, "adafactor", 1e-2)
     own = recipe_for(2_560, {**HERE, "task.name": "span", "optimizer.name": "sgd", "train.steps": 9})
     assert (own.optimizer.lr, own.train.steps, own.train.epochs) == (1e-3, 9, None)
+
+
+def test_every_setting_has_a_description() -> None:
+    every = {one.key: one for one in settings()}
+    values = read_recipe(DEFAULT_RECIPE).model_dump()
+    assert set(every) >= {f"{section}.{name}" for section, found in values.items() for name in found}
+    assert len(every) == sum(len(field.annotation.model_fields) for field in Recipe.model_fields.values())  # type: ignore
+    for one in every.values():
+        assert one.effect.endswith(".") and one.kind and one.default, one.key
+
+
+def test_types_and_defaults_are_spelled_out() -> None:
+    expected = {
+        "train.batch_size": ("integer from 1", "128"),
+        "model.pool": ('"cls", "avg" or "map"', "unset"),
+        "optimizer.betas": ("2 numbers", "[0.9, 0.999]"),
+        "loss_scale.max_scale": ("number above 0", "16777216.0"),
+        "augment.color_jitter": ("number or 3 numbers", "0.0"),
+        "parallel.fallback_meshes": ("list of strings, 32 at most", "[]"),
+        "data.flip": ("number from 0 to 1", "0.5"),
+        "stream.train": ("string or list of strings", "unset"),
+        "checkpoint.first": ("true or false", "false"),
+    }
+    assert {key: (one.kind, one.default) for key in expected for one in find(key)} == expected
+
+
+def test_find_accepts_sections_and_bare_names() -> None:
+    assert [one.key for one in find("microbatches")] == ["parallel.microbatches"]
+    assert {one.key.partition(".")[0] for one in find("train")} == {"train"}  # not stream.train
+    with pytest.raises(
+        RecipeError, match=r"^unknown setting 'train\.batchsize' \(did you mean 'train\.batch_size'\?\): "
+    ):
+        find("train.batchsize")
+
+
+def test_settings_command_prints_one_section_or_all() -> None:
+    some = CliRunner().invoke(app, ["settings", "lr_schedule"])
+    assert some.exit_code == 0 and "lr_schedule.min_lr" in some.stdout and "[lr_schedule]" in some.stdout
+    assert "train.batch_size" not in some.stdout
+    every = json.loads(CliRunner().invoke(app, ["settings", "--json"]).stdout)
+    assert [one["key"] for one in every] == [one.key for one in settings()]

@@ -10,8 +10,8 @@ from helpers.command_line import refusal
 from helpers.hostile_files import accepted
 from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.data import EvalTransform, parse_policy
-from vitpar.errors import RecipeError, StrategyError, UserError
-from vitpar.limits import MAX_ALTERNATIVES, MAX_QUOTED_CHARS, MAX_TOML_BYTES
+from vitpar.errors import RecipeError, UserError
+from vitpar.limits import MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.tasks.image_input import transforms
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 
@@ -37,10 +37,7 @@ def refused(path: Path | None, message: str, *assignments: str) -> None:
         (f"[train]\nsteps = {NINES}", "not valid TOML: Exceeds the limit"),
         ("[model]\ndepth = 0x" + "F" * 100_000, "model.depth is a number of thousands of digits: write a smaller one"),
         ("#" * (MAX_TOML_BYTES + 1), "it has more than 262,144 bytes"),
-        ("x" * 200_000 + " = 1", "unknown recipe key 'x{198}…'"),
         ("[model]\n" + "x" * 200_000 + " = 1", "unknown recipe key 'model.x+…'"),
-        ("[model]\n" + "\n".join(f"k{index} = 1" for index in range(20_000)), "unknown recipe key 'model.k0'"),
-        ("model = 3", "recipe key 'model' is 3"),
     ],
 )
 def test_oversized_or_deeply_nested_toml_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -70,14 +67,11 @@ def test_recipe_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> 
     ("assignment", "message"),
     [
         ("train.seed=" + "[" * 100_000, r"recipe key 'train.seed' is '\[+…"),
-        (f"train.seed={NINES}", "recipe key 'train.seed' is '9+…"),
         ("train." + "a." * 60_000 + "b=1", "unknown recipe key 'train.a.*…'"),
-        ("a." * 60_000 + "b=1", "unknown recipe key 'a'"),
-        ("x" * 100_000, "'x{198}…' is not an assignment"),
-        ("x" * 100_000 + "=1", "'x{198}…' is not a setting"),
         ("model.name=0x" + "F" * 100_000, "model.name is a number of thousands of digits"),
-        ("model.name=[" + "0," * 300_000 + "]", r"'model.name=\[0.*…' has 600,013 characters: use at most 262,144"),
         ("model.name='" + "x" * 262_000 + "'", "the recipe has 26.,... bytes with all its settings, more than 262,144"),
+        ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
+        ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
     ],
 )
 def test_oversized_assignments_are_refused(assignment: str, message: str) -> None:
@@ -91,56 +85,6 @@ def test_non_utf8_assignments_are_refused(assignment: str) -> None:
     assert str(refused.value).encode()
 
 
-ABSURD = "9" * 400
-SETTINGS = {
-    "data": ("shuffle_window", "shuffle_block", "workers", "cache_gb"),
-    "stream": ("samples", "val_samples", "classes", "shuffle_buffer"),
-    "augment": ("repeats",),
-    "lr_schedule": ("warmup",),
-    "train": ("batch_size", "epochs", "steps", "seed", "eval_every", "log_every"),
-    "checkpoint": ("every", "keep", "keep_every_steps"),
-    "faults": ("max_skipped", "hang_minutes"),
-    "loss_scale": ("growth_interval", "hysteresis", "initial_scale"),
-    "optimizer": ("ns_steps", "lr", "eps"),
-    "communication": ("prefetch", "bucket_cap_mb"),
-}
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    for key in (f"{section}.{name}" for section, names in SETTINGS.items() for name in names):
-        wrong = rf"recipe key '{key}' is (9+…|inf): input should be|{key}: '9+…' is no interval"
-        with pytest.raises(RecipeError, match=wrong) as caught:
-            read_recipe(None, {"train.steps": None if key == "train.epochs" else 1}, [f"{key}={ABSURD}"])
-        assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 100
-    assert read_recipe(None, {"data.path": "here"}, [f"train.steps={10**15}"]).total_steps(10) == 10**15
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
-        ("faults.hang_minutes=1e300", "less than or equal to 1000000"),
-        ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
-        ("data.mean=" + "[" * 50 + "]" * 50, "recipe key 'data.mean"),
-        ("parallel.fallback_meshes=[" + "'dp1'," * 20_000 + "]", f"meshes' is .*…: .*{MAX_ALTERNATIVES} items"),
-        ("train.precision=" + "x" * 100_000, "recipe key 'train.precision' is 'x+…: input should be 'auto'"),
-    ],
-)
-def test_settings_that_would_exhaust_resources_are_refused(assignment: str, message: str) -> None:
-    refused(None, message, assignment)
-
-
-def test_error_about_many_unfitting_plans_stays_short() -> None:
-    layers = ",".join(f"{index}=dp2{'+ckpt' * (index % 2)}" for index in range(500))
-    fallbacks = [f"pp1: {layers},*=dp2"] * MAX_ALTERNATIVES
-    recipe = read(None, f"parallel.mesh=pp1: {layers},*=dp2", f"parallel.fallback_meshes={fallbacks}")
-    with pytest.raises(
-        StrategyError, match=r"neither parallel\.mesh nor any of parallel\.fallback_meshes fits"
-    ) as caught:
-        recipe.chosen(recipe.config(10), lambda plan: plan.resolve(3))
-    assert len(str(caught.value)) < (1 + MAX_ALTERNATIVES) * 4 * MAX_QUOTED_CHARS
-
-
 # augmentation
 
 
@@ -148,19 +92,14 @@ def test_error_about_many_unfitting_plans_stays_short() -> None:
     ("policy", "message"),
     [
         ("rand-m9-n999999999", "n is above 64"),
-        (f"rand-m{NINES}", "it has 'm9+…'"),
         ("rand-m11", "m is above 10"),
         ("rand-inc2", "inc 0 or 1"),
-        ("rand-m²", "it has 'm²'"),
         ("rand-" + "q" * 10**6, "it has 'q{198}…'"),
-        ("q" * 10**6, "there is no 'q{198}…'"),
-        ("rand" + "-m1" * 10**5, "it has 'm1'"),
     ],
 )
 def test_oversized_augmentation_policies_are_refused(policy: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(RecipeError, match=message):
         parse_policy(policy)
-    assert len(str(caught.value)) < 2 * MAX_QUOTED_CHARS + 400
     assert parse_policy("rand-m9-n64-mstd101-p1-inc1"), "the longest that is allowed"
 
 

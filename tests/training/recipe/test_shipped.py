@@ -92,8 +92,7 @@ def test_rates_equal_timms_scheduler(name: str) -> None:
     source, shipped = SOURCES[name], RECIPES[name]
     held = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=source.lr)
     scheduler = timm.scheduler.CosineLRScheduler(
-        *(held, source.epochs, source.min_lr),
-        **{"warmup_t": source.warmup_epochs, "warmup_lr_init": source.warmup_lr},
+        *(held, source.epochs, source.min_lr), **{"warmup_t": source.warmup_epochs, "warmup_lr_init": source.warmup_lr}
     )
     for step, rate in rates(shipped):
         scheduler.step(math.floor(epoch_of(shipped, step)))

@@ -1,4 +1,4 @@
-"""Checkpoints across plans: each plan loads what another saved; a resumed run is bitwise equal to an unstopped one."""
+"""Checkpoints across plans and batch sizes: each plan loads what another saved, with the losses of an unstopped run."""
 
 import shutil
 from collections.abc import Callable
@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from helpers.command_line import Command
 from helpers.ranks import RankPool
-from helpers.trained import LAYERWISE, PLANS, STEPS, assembled, recipe_of, rows, train, trainer_of
+from helpers.trained import LAYERWISE, PLANS, STEPS, assembled, recipe_of, recipe_text, rows, train, trainer_of
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe
 from vitpar.training.trainer import Trainer
@@ -99,17 +100,6 @@ def test_each_plan_loads_the_checkpoint_of_another(
     check_move(CIRCLE[number], CIRCLE[(number + 1) % len(CIRCLE)], settings, data, tmp_path, ranks)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", range(len(PLANS)), ids=list(PLANS))
-def test_every_plan_loads_and_is_loaded_by_two_others(
-    number: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    plans = list(PLANS)
-    for distance in (3, 4):
-        check_move(plans[number], plans[(number + distance) % len(plans)], {}, data, tmp_path, ranks)
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("writes", PLANS)
@@ -144,3 +134,25 @@ def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     last = f"checkpoints/step_{2 * STEPS}"
     one, other = (assembled(run / last) for run in (tmp_path / "through", stopped))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+RECIPE = recipe_text(
+    **{"model.depth": 2, "data.path": "data", "train.batch_size": 8, "train.steps": 8, "train.log_every": 1},
+    **{"lr_schedule.warmup": 2, "checkpoint.every": 4, "checkpoint.keep": 5},
+    **{"optimizer.weight_decay": 0.04, "optimizer.weight_decay_end": 0.4},
+)
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_length_in_steps_counts_images(batch: int, place: Path, vitpar: Command) -> None:
+    if not (place / "run").exists():
+        assert vitpar("train", "--recipe", "recipe.toml", "--run-dir", "run").returncode == 0
+    words = ("--resume", "run/checkpoints/step_4", "--batch-size", str(batch), "--allow-change", "train.batch_size")
+    done = vitpar("train", *words, "--run-dir", f"batch{batch}")
+    assert done.returncode == 0, done.stderr
+    promised, found = (rows(place / name) for name in ("run", f"batch{batch}"))
+    assert [row["samples"] for row in found] == list(range(4 * 8 + batch, 8 * 8 + 1, batch))
+    for name in ("lr", "weight_decay"):
+        values = {row["samples"] - 8: row[name] for row in promised}  # by the images before the step
+        shared = [row for row in found if row["samples"] - batch in values]
+        assert shared and [row[name] for row in shared] == pytest.approx([values[r["samples"] - batch] for r in shared])

@@ -130,16 +130,6 @@ def test_second_signal_ends_the_run_at_once(place: Path) -> None:
     wait_for(lambda: not alive(ranks), process, ended=True)
 
 
-@pytest.mark.slow
-def test_eval_of_a_checkpoint_equals_eval_of_the_weights(place: Path) -> None:
-    answers = []
-    for folder in ("weights", f"checkpoints/step_{STEPS}"):
-        done = run(place, ["eval", "--checkpoint", f"through/{folder}", "--json", "--mesh", "tp2"])
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(done.stdout))
-    assert answers[0] == pytest.approx(answers[1])
-
-
 UNUSABLE = [
     (["--resume", "auto"], "--resume auto requires --run-dir: name the folder of the run"),
     (["--resume", "gone"], "--resume 'gone' is neither the folder of a run nor a checkpoint"),

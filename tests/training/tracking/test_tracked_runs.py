@@ -193,15 +193,6 @@ def test_killed_run_leaves_its_tracker_to_finish(tmp_path: Path, monkeypatch: py
     assert [call["call"] for call in trackio.calls()] == ["init", "log", "finish"]
 
 
-def test_damaged_identity_begins_anew(tmp_path: Path) -> None:
-    for text in ("", "{", "[]", '{"id": "../up", "trackers": []}', '{"id": 3, "trackers": 4}'):
-        (tmp_path / "track.json").write_text(text)
-        run_id, before = tracked._identity(tmp_path, ["wandb"])
-        assert len(run_id) == 8 and run_id.isalnum() and before == []
-        assert tracked._identity(tmp_path, ["trackio"]) == (run_id, ["wandb"])
-        assert tracked._identity(tmp_path, ["trackio"]) == (run_id, ["trackio", "wandb"])
-
-
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()  # a folder that W&B wrote is no package
     monkeypatch.setattr(tracked_run, "find_spec", _only_in(tmp_path))

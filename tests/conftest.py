@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 SECONDS = Path(__file__).with_name("seconds.json")
 """CPU seconds of each test that takes 0.1 or more, by its ID, with those of the processes that it starts."""
 
-CPU = pytest.StashKey[float]()
-"""CPU seconds up to the end of the last test."""
-LIMITS = {"slow": 3.0, "soak": 20.0}
-"""CPU seconds of one test function in `make test` and in `make test-full`; its further rows have the mark."""
+CPU = pytest.StashKey[float]()  # CPU seconds up to the end of the last test
+QUICK_S, FIRST_S, FULL_S = 2.0, 3.0, 20.0
+"""CPU seconds of one test function.
+
+`make test` runs the rows that end within QUICK_S, and the first one within FIRST_S; further rows are slow. `make
+test-full` runs those that begin within FULL_S; further rows are soak tests.
+"""
 
 # A busy machine is slow, not wrong: examples have no deadline. `--hypothesis-profile first` reports the first
 # counterexample: searching for a shorter one can take minutes.
@@ -127,7 +130,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not to run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark rows of test functions that exceed LIMITS, and start the files that take longest first.
+    """Mark the rows of test functions that come too late for a command, and start the files that take longest first.
 
     Tests of a file stay together, since they share what its fixtures make.
     """
@@ -135,10 +138,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
         taken, function = seconds.get(item.nodeid, 0.0), item.nodeid.partition("[")[0]
         files[item.path] += taken
-        for mark, most in LIMITS.items():
+        for mark in ("slow", "soak"):
             if not any(map(item.get_closest_marker, (mark, "soak", "each_row"))):
+                begun = functions[function, mark]
                 functions[function, mark] += taken
-                if functions[function, mark] > most:
+                ends_late = begun + taken > (QUICK_S if begun else FIRST_S)
+                if ends_late if mark == "slow" else begun > FULL_S:
                     item.add_marker(mark)
     items.sort(key=lambda item: -files[item.path])
     gc.freeze()  # a collection of garbage then does not visit the objects of all modules

@@ -171,6 +171,7 @@ FOUND = {page: list(blocks(page)) for page in PAGES if page not in (*GENERATED, 
 
 
 @pytest.mark.slow
+@pytest.mark.each_row
 @pytest.mark.parametrize("page", [page for page, found in FOUND.items() if found])
 def test_blocks_of_a_page_run(page: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = [(block, changed(block)[0]) for block in FOUND[page]]

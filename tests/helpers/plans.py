@@ -58,7 +58,8 @@ class Case:
         """Return all features of the case: those of the support matrix, and the names of its settings."""
         plan = replace(parse(self.mesh), **self.plan)
         found = features(plan, self.check.get("precision", "fp32"), False)
-        found |= {f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)}
+        settings = [f"{part}.{key}" for part in ("plan", "model", "check") for key in getattr(self, part)]
+        found |= {setting for setting in settings if not setting.endswith("_steps")}
         found.add(f"optimizer {self.check.get('optimizer__name', 'adamw')}")
         if communication := self.check.get("communication"):
             found |= {name for name, value in vars(communication).items() if value is not None}
@@ -457,8 +458,6 @@ PARTLY_TRAINED = (
 )
 """Plans of models with frozen parameters or adapters."""
 ALL = (*CASES, *UPDATED, *MODERN_CASES, *SWIN_CASES, *OTHER_TASKS, *SHARING, *PARTLY_TRAINED)
-THOROUGH = ("BERT", "T5", "tied", "relative", "frozen", "LoRA")
-"""Families with code of their own for most features."""
 
 
 def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[Any]]) -> list[Case]:
@@ -476,13 +475,7 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
     return found
 
 
-def _goals(case: Case) -> set[Any]:
-    own = {(case.family, feature) for feature in case.features} if case.family in THOROUGH else set()
-    return {case.family, *case.features, *own}
-
-
-QUICK = {str(case) for case in representatives(ALL, _goals)}
-QUICK |= {str(case) for case in UPDATED if case.mesh == "fsdp3"}
+QUICK = {str(case) for case in representatives(ALL, lambda case: {case.family, *case.features})}
 SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
 SLOW |= {str(case) for case in UPDATED}
 
@@ -490,8 +483,8 @@ SLOW |= {str(case) for case in UPDATED}
 def tiers() -> list[Any]:
     """Return test parameters of all plans, small ones first, marked by the command that runs them.
 
-    `make test` runs few plans that have every feature at least once, and with each family of THOROUGH. `make test-slow`
-    runs few more that have every feature with every family that the tables have it with, and `make soak` the rest.
+    `make test` runs few plans that have every feature at least once, `make test-slow` few more that have every feature
+    with every family that the tables have it with, and `make soak` the rest.
     """
     found = []
     for case in sorted(ALL, key=lambda case: case.ranks):

@@ -113,6 +113,7 @@ def test_every_plan_loads_the_checkpoint_of_every_plan(
 # the same plan
 
 
+@pytest.mark.each_row
 @pytest.mark.parametrize(("mesh", "precision"), [("pp2xtp2", "fp32"), ("fsdp2", "fp16"), ("dp1", "bf16")])
 def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     mesh: str, precision: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]

@@ -27,7 +27,7 @@ SECONDS = Path(__file__).with_name("seconds.json")
 """CPU seconds of each test that takes 0.1 or more, by its ID, with those of the processes that it starts."""
 
 CPU = pytest.StashKey[float]()  # CPU seconds up to the end of the last test
-QUICK_S, FIRST_S, FULL_S = 2.0, 3.0, 20.0
+QUICK_S, FIRST_S, FULL_S = 2.0, 3.0, 10.0
 """CPU seconds of one test function.
 
 `make test` runs the rows that end within QUICK_S, and the first one within FIRST_S; further rows are slow. `make

@@ -18,12 +18,12 @@ MUTATIONS = (
         caught_by=f"pytest {EVALUATION}[val-dp1-{{}}]",
     ),
     Mutation(
-        name="replicas-evaluated",
-        breaks="Evaluation counts a sample once for every rank that computes it.",
+        name="samples-of-rank-0-evaluated",
+        breaks="Evaluation counts the samples of rank 0 alone.",
         file="src/vitpar/training/evaluate.py",
         old="sums += here if model.first_of_outputs else 0",
-        new="sums += here",
-        caught_by=f"pytest {EVALUATION}[val-tp2-{{}}]",
+        new="sums += here if dist.get_rank() == 0 else 0",
+        caught_by=f"pytest {EVALUATION}[val-dp2-{{}}]",
     ),
     Mutation(
         name="accuracy-of-all-tokens",

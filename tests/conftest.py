@@ -129,16 +129,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not to run
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the rows of test functions that come too late for a command, and start the files that take longest first.
 
-    Tests of a file stay together, since they share what its fixtures make.
+    Tests of a file share what its fixtures make, so they stay together. No row is marked while seconds are recorded.
     """
     seconds, functions, files = json.loads(SECONDS.read_text()), Counter[tuple[str, str]](), Counter[Path]()
     for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
         taken, function = seconds.get(item.nodeid, 0.0), item.nodeid.partition("[")[0]
         files[item.path] += taken
-        for mark in ("slow", "soak"):
+        for mark in () if config.getoption("--record-seconds") else ("slow", "soak"):
             if not any(map(item.get_closest_marker, (mark, "soak", "each_row"))):
                 begun = functions[function, mark]
                 functions[function, mark] += taken

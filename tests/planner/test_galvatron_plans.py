@@ -54,7 +54,7 @@ def read(file: dict[str, Any], config: ModelConfig) -> ImportedPlan:
 
 
 PUBLISHED = {
-    # cost model, file, samples per second, GB of memory if the search was for so many
+    # cost model, file, samples per second, limit of memory in GB or None
     "bert_32_8gb": (bert_huge_32, BERT_HUGE_8GB, 9.369, 8),
     "bert_32_12gb": (bert_huge_32, BERT_HUGE_12GB, 13.237, 12),
     "swin_32_8gb": (swin_huge_32, SWIN_32_8GB, 34.105, 8),

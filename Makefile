@@ -35,6 +35,8 @@ $(READY): pyproject.toml constraints.txt
 	$(INSTALL) --no-deps timm torchvision peft accelerate
 	@$(BIN)/python -c 'import torchvision' 2> /dev/null || \
 		echo "note: torchvision does not fit this build of torch, so \`import timm\` fails here (tests do without): install both from one index"
+# Tests start hundreds of processes at once, which would compile the same files.
+	@$(BIN)/python -m compileall -q src cli
 	@touch $(READY)
 
 data_shards/digits/dataset.json: | $(READY)

@@ -19,6 +19,7 @@ from helpers.cpu_seconds import cpu_seconds
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from vitpar.launch import ALONE, join, leave
+from vitpar.models import FAMILIES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -27,7 +28,7 @@ SECONDS = Path(__file__).with_name("seconds.json")
 """CPU seconds of each test that takes 0.1 or more, by its ID, with those of the processes that it starts."""
 
 CPU = pytest.StashKey[float]()  # CPU seconds up to the end of the last test
-QUICK_S, FIRST_S, FULL_S = 2.0, 3.0, 10.0
+QUICK_S, FIRST_S, FULL_S = 2.0, 3.0, 5.0
 """CPU seconds of one test function.
 
 `make test` runs the rows that end within QUICK_S, and the first one within FIRST_S; further rows are slow. `make
@@ -66,6 +67,15 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 def _environment_of_commands() -> None:
     """Give commands the session's environment, with changes that this test file makes, not those of other imports."""
     command_line.before_file = dict(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def _families() -> Iterator[None]:
+    """Forget the models of one's own that a test registers: another test expects them to be unknown."""
+    before = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 @pytest.fixture

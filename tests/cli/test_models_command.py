@@ -81,10 +81,8 @@ def test_every_option_says_what_it_does() -> None:
 
 
 def test_own_model_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from vitpar.models.own import OwnModel
     from vitpar_cli.main import main
 
-    monkeypatch.setitem(FAMILIES, "own_model.py:Mixer", OwnModel)  # removed after the test
     monkeypatch.setattr(sys, "argv", ["vitpar", "models", f"{ROOT}/examples/own_model.py:Mixer", "--json"])
     with pytest.raises(SystemExit):
         main()

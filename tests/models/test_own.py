@@ -1,6 +1,6 @@
 """Models of the user: their description, what is refused, and how they are registered."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -23,17 +23,6 @@ from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
-
-
-@pytest.fixture(autouse=True)
-def families() -> Iterator[None]:
-    """Forget the models that this and other tests register."""
-    before = {name: family for name, family in FAMILIES.items() if not issubclass(family, vitpar.OwnModel)}
-    FAMILIES.clear()
-    FAMILIES.update(before)
-    yield
-    FAMILIES.clear()
-    FAMILIES.update(before)
 
 
 def mixer(**options: object) -> vitpar.ModelConfig:

@@ -1,6 +1,7 @@
 """Base of the configurations of models, without torch: planning needs no tensors.
 
-A family is a configuration class, which describes its layers, and the layer classes that its `build_layer` returns.
+A family is a folder with a configuration class (config), the classes of its layers (layers) and rules of initial values
+(initial).
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
-from vitpar.models.description import ExtraPasses, InputSpec, LayerDescription, SideInput, layer_of
+from vitpar.models.description import (
+    ExtraPasses,
+    InputSpec,
+    LayerDescription,
+    SideInput,
+    block_name,
+    is_block,
+    layer_of,
+)
 from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, short_repr, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from vitpar.models.foreign import Adapted, ExportedTensor
+    from vitpar.models.layers import Layer
 
 Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
@@ -106,17 +116,36 @@ class ModelConfig:
         """Return the names that stand for a published model."""
         return ()
 
-    def describe(self) -> tuple[LayerDescription, ...]:
-        """Return the layers in order: embed, blocks.0 …, head. Called once, by `layers`."""
-        raise NotImplementedError
+    def kind_of(self, name: str) -> tuple[str, str | None]:
+        """Return the kind of a layer and the group of a block, by the layer's name (`LayerDescription`)."""
+        return ("block" if is_block(name) else name), None
 
-    def build_layer(self, name: str) -> nn.Module:
-        """Return the layer called `name`, a ``vitpar.models.layers.Layer`` with parameters that are not filled."""
-        raise NotImplementedError
+    def describe(self) -> tuple[LayerDescription, ...]:
+        """Return the layers in order: embed, blocks.0 …, head. Called once, by `layers`. Each kind is run once."""
+        from vitpar.models.trace import describe_layer
+
+        layers: list[LayerDescription] = []
+        known: dict[str, LayerDescription] = {}
+        for name in self.layer_names:
+            kind, group = self.kind_of(name)
+            if kind not in known:
+                layer = describe_layer(self, name, layers[-1].gives if layers else None)
+                known[kind] = dataclasses.replace(layer, kind=kind, group=group, saved=None)
+            layers.append(dataclasses.replace(known[kind], name=name))
+        return tuple(layers)
+
+    def _module(self, name: str) -> Any:
+        """Return a module of the family's folder, which may import torch."""
+        return importlib.import_module(f"{type(self).__module__.rpartition('.')[0]}.{name}")
+
+    def build_layer(self, name: str) -> Layer:
+        """Return the layer called `name`, with parameters that are not filled."""
+        layer: Layer = self._module("layers").build_layer(self, name)
+        return layer
 
     def initial_rules(self) -> Rules:
         """Return the rules of the parameters' initial values."""
-        rules: Rules = from_torch_module("vitpar.models.initial", "PLAIN")
+        rules: Rules = self._module("initial").SCHEMES[self.init]  # type: ignore[attr-defined]
         return rules
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses | None:
@@ -270,14 +299,15 @@ class ModelConfig:
         return self.shared.get(parameter, parameter)
 
     @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Return the names of the layers in order: embed, blocks.0 …, head."""
-        return tuple(self.layers)
-
-    @property
     def num_blocks(self) -> int:
         """Return the number of blocks."""
-        return len(self.blocks)
+        depth: int = self.depth  # type: ignore[attr-defined]
+        return depth
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Return the names of the layers in order: embed, blocks.0 …, head."""
+        return "embed", *map(block_name, range(self.num_blocks)), "head"
 
     @property
     def first_layer(self) -> LayerDescription:
@@ -347,14 +377,6 @@ class ModelConfig:
         """Return the number of parameter elements. Shared ones count once."""
         copies = sum((len(names) - 1) * math.prod(self.shape(owner)) for owner, names in self.holders.items())
         return sum(layer.numel for layer in self.layers.values()) - copies
-
-
-def from_torch_module(module: str, name: str) -> Any:
-    """Return `name` of a module that imports torch.
-
-    Configurations are needed without torch, and these modules import configurations.
-    """
-    return getattr(importlib.import_module(module), name)
 
 
 def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> None:

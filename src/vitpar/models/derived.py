@@ -13,7 +13,7 @@ from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.description import InputSpec, LayerDescription, SideInput, backwards, block_index, block_name
 
 if TYPE_CHECKING:
-    from torch import nn
+    from vitpar.models.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,11 @@ class Derived(ModelConfig):
     def stochastic(self) -> bool:
         return self.whole.stochastic
 
-    def build_layer(self, name: str) -> nn.Module:
+    @property
+    def num_blocks(self) -> int:
+        return self.whole.num_blocks
+
+    def build_layer(self, name: str) -> Layer:
         return self.whole.build_layer(name)
 
     def initial_rules(self) -> Rules:
@@ -94,7 +98,11 @@ class Excerpt(Derived):
     def shared(self) -> Mapping[str, str]:
         return {}
 
-    def build_layer(self, name: str) -> nn.Module:
+    @property
+    def num_blocks(self) -> int:
+        return len(self.excerpted)
+
+    def build_layer(self, name: str) -> Layer:
         return self.whole.build_layer(self.excerpted[block_index(name)] if self.layers[name].is_block else name)
 
 

@@ -7,7 +7,7 @@ is in its description (``vitpar.models.description``).
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from vitpar.models.compiled import kept, linear_by_sample, trains_compiled
 from vitpar.models.config import GATED, ModelConfig
-from vitpar.models.description import LayerDescription, SideInput
+from vitpar.models.description import MODES, LayerDescription, SideInput
 from vitpar.models.keyed_random import at_place, drop, keeps_sample
 from vitpar.sharded import to_local
 
@@ -46,11 +46,12 @@ class Layer(nn.Module):
     description: LayerDescription
     """Description of the layer, set by the model that holds it."""
     TENSOR_PARALLEL: ClassVar[Mapping[str, str | ParallelStyle]] = {}
-    """Roles of modules and parameters by name, or what stands for roles (``vitpar.models.role_names``), for models that
-    are described by running them (``vitpar.models.own``)."""
+    """Roles of modules and parameters by name, or what stands for roles (``vitpar.models.role_names``).
+
+    Modules inside a layer can have roles of their own parts, and what else no run shows (``vitpar.models.trace``)."""
     TENSOR_MODES: ClassVar[tuple[str, ...]] = ("1d", "sp")
-    """Tensor-parallel modes under which these roles compute the layer correctly, likewise. Without roles, every rank
-    computes all of the layer under 1d, and its part of the samples under sp."""
+    """Tensor-parallel modes under which these roles compute the layer correctly. Without roles, every rank computes all
+    of the layer under 1d, and its part of the samples under sp."""
     SIDE_INPUTS: ClassVar[tuple[str, ...]] = ()
     """Names of the side inputs that `forward` takes after the activation (``ModelConfig.side_inputs``), and `keys`."""
     distilled_training: bool
@@ -94,31 +95,44 @@ NORMS: dict[str, type[nn.Module]] = {"layer": LayerNorm, "rms": nn.RMSNorm}
 """Norms by name; each is built from the number of features and ``eps``."""
 
 
-def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the function that multiplies every second feature by `activation` of the feature before it.
+class Gate(nn.Module):
+    """Multiply every second feature by `activation` of the feature before it, which halves their number.
 
     Gates and values alternate, so that a slice of the features has both.
     """
 
-    def multiply(x: Tensor) -> Tensor:
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., 2 · features] -> [..., features]."""
         gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return activation(gate) * value
-
-    return multiply
+        return self.activation(gate) * value
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "swiglu": gated(F.silu),
-    "geglu": gated(F.gelu),
-    "geglu_tanh": gated(functools.partial(F.gelu, approximate="tanh")),
-    "relu": F.relu,
-}
-"""Functions between the two linear layers of an MLP. The gated ones halve the number of features."""
+_GELU_TANH = functools.partial(F.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": _GELU_TANH, "relu": F.relu}
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": _GELU_TANH}
 
 
-class BeforeActivation(nn.Linear):
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the function between the two linear layers of an MLP: a `Gate` for those of `GATED`."""
+    return Gate(_GATES[name]) if name in GATED else _ACTIVATIONS[name]
+
+
+class StackedLinear(nn.Linear):
+    """Linear layer that stores several maps as one, in groups of rows.
+
+    stacked: rows of each map in a group; () for a single map.
+    """
+
+    def __init__(self, width: int, features: int, stacked: tuple[int, ...], *, bias: bool = True) -> None:
+        super().__init__(width, features, bias=bias)
+        self.stacked = stacked
+
+
+class BeforeActivation(StackedLinear):
     """Linear layer before an activation.
 
     Compiled, the gradient of the bias is summed in the kernel of the activation's backward, which needs sums over parts
@@ -137,19 +151,23 @@ class MLP(nn.Module):
     """Linear, activation, norm if there is one, Linear.
 
     hidden: features that the second linear layer takes.
-    activation: key of `ACTIVATIONS`. The rows of `fc1` alternate between gates and values if it is a gated one.
+    activation: name of `activation_of`. The rows of `fc1` alternate between gates and values if it is a gated one.
     norm: norm of the hidden features.
     bias: whether the linear layers have biases.
     """
+
+    TENSOR_PARALLEL: ClassVar = {"fc1": "column", "activation": "gate", "norm": "inner_norm", "fc2": "row"}
 
     def __init__(
         self, width: int, hidden: int, activation: str = "gelu", norm: nn.Module | None = None, *, bias: bool = True
     ) -> None:
         super().__init__()
-        self.fc1 = BeforeActivation(width, hidden * (2 if activation in GATED else 1), bias=bias)
-        self.activation = ACTIVATIONS[activation]
+        gates = activation in GATED
+        self.fc1 = BeforeActivation(width, hidden * (1 + gates), (1, 1) * gates, bias=bias)
+        self.activation = activation_of(activation)
         self.norm = norm or nn.Identity()
         self.fc2 = nn.Linear(hidden, width, bias=bias)
+        self.divisible = {"hidden feature": hidden}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> the same shape."""
@@ -169,6 +187,7 @@ class ResidualBlock(Layer):
     dropout: dropout rate at the end of each branch.
     """
 
+    TENSOR_MODES = MODES
     place: Tensor
     rate: Tensor
 
@@ -263,7 +282,7 @@ class LayeredModel(nn.Module):
         for name in config.layer_names:
             if name not in held:
                 continue
-            layer = cast(Layer, config.build_layer(name))
+            layer = config.build_layer(name)
             layer.description, self._layers[name] = config.layers[name], layer
             # A block is a module of the container `blocks`, called by its number.
             container, _, number = name.rpartition(".")

@@ -9,7 +9,7 @@ checkpoints hold them as anything else. `B` begins as zeros, so that training be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
-from vitpar.models.config import ModelConfig, Rules, from_torch_module
+from vitpar.models.config import ModelConfig, Rules
 from vitpar.models.derived import Derived, kind_names
 from vitpar.models.description import ADAPTERS, ExtraPasses, LayerDescription, Part, layer_of, linear
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
-    from torch import nn
+    from vitpar.models.layers import Layer
 
 ROLES = {"column": ("column_a", "column_b"), "row": ("row_a", "row_b"), "other": ("other", "other")}
 """Roles of A and B by the role of the adapted linear layer. Layers of other roles have no adapters."""
@@ -152,15 +152,17 @@ class LoRA(Derived):
         """Return the elements that adapters of a layer keep for backward, for one sample: A's output, and scaled."""
         return sum(2 * self.rank * part.tokens for part in layer.parts if part.name in names)
 
-    def build_layer(self, name: str) -> nn.Module:
+    def build_layer(self, name: str) -> Layer:
+        from vitpar.models.lora_layers import adapt
+
         layer = self.whole.build_layer(name)
-        if name in self.by_layer:
-            from_torch_module("vitpar.models.lora_layers", "adapt")(layer, self.by_layer[name], self.rank, self.scale)
+        adapt(layer, self.by_layer.get(name, ()), self.rank, self.scale)
         return layer
 
     def initial_rules(self) -> Rules:
-        rules: Mapping[str, Rules] = from_torch_module("vitpar.models.lora_layers", "RULES")
-        return *rules[self.init], *super().initial_rules()
+        from vitpar.models.lora_layers import RULES
+
+        return *RULES[self.init], *super().initial_rules()
 
 
 def adapters_of(config: ModelConfig) -> frozenset[str]:

@@ -7,12 +7,8 @@ from typing import Any, ClassVar
 
 from vitpar.errors import ModelError
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import InputSpec, Part, SideInput
+from vitpar.models.description import InputSpec, SideInput
 from vitpar.text import shown
-
-MODES = ("1d", "sp")
-"""Tensor-parallel modes of these families. 2d, 2.5d and 3d split the features of tokens, which word embeddings that are
-tied to the output do not support."""
 
 LOSS_CHUNK = 2**23
 """Most logits whose exponentials the loss has in float32 at once (``vitpar.parallel.vocabulary``): 32 MiB."""
@@ -43,24 +39,10 @@ class TextConfig(ModelConfig):
     def input(self) -> InputSpec:
         return InputSpec((self.tokens,), "int64")
 
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        return self.last_layer.gives.tokens, self.vocab_size
-
 
 def padding_mask(tokens: int) -> SideInput:
     """Return a mask that is true, or not 0, for tokens to attend to. Without it, all are."""
     return SideInput((tokens,), "bool", optional=True)
-
-
-def embedding(name: str, rows: int, width: int) -> Part:
-    """Return the description of a table of embeddings, which multiplies nothing."""
-    return Part(name, "other", {"weight": (rows, width)})
-
-
-def words(rows: int, width: int, tokens: int) -> Part:
-    """Return the description of the embedding of token ids. tokens: those of a sample."""
-    return Part("word_embeddings", "vocabulary_embedding", {"weight": (rows, width)}, tokens, width)
 
 
 def refuse_missing(name: str, options: Mapping[str, Any], needed: set[str]) -> None:

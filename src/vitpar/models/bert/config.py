@@ -7,25 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import Rules, check_ranges, from_torch_module
-from vitpar.models.description import (
-    AttentionShape,
-    LayerDescription,
-    SideInput,
-    TensorSpec,
-    block_name,
-    linear,
-    norm,
-    parameter,
-)
-from vitpar.models.text import MODES, TextConfig, embedding, padding_mask, refuse_missing, words
+from vitpar.models.config import check_ranges
+from vitpar.models.description import SideInput
+from vitpar.models.text import TextConfig, padding_mask, refuse_missing
 from vitpar.text import shown
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _WORDS = {"init": ("bert", "perturbed")}
 
@@ -105,6 +93,10 @@ class BertConfig(TextConfig):
         return self.dropout > 0
 
     @property
+    def output_shape(self) -> tuple[int, ...]:
+        return self.tokens, self.vocab_size
+
+    @property
     def side_inputs(self) -> Mapping[str, SideInput]:
         types = SideInput((self.tokens,), optional=True)
         return {"attention_mask": padding_mask(self.tokens), "token_type_ids": types}
@@ -120,50 +112,6 @@ class BertConfig(TextConfig):
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads, vocab_size=64)
-
-    def build_layer(self, name: str) -> nn.Module:
-        layer: nn.Module = from_torch_module("vitpar.models.bert.layers", "build_layer")(self, name)
-        return layer
-
-    def initial_rules(self) -> Rules:
-        rules: Rules = from_torch_module("vitpar.models.bert.initial", "SCHEMES")[self.init]
-        return rules
-
-    def describe(self) -> tuple[LayerDescription, ...]:
-        d, h, s, shape = self.embed_dim, self.mlp_hidden_dim, self.tokens, TensorSpec(self.tokens, self.embed_dim)
-        embed = (
-            words(self.vocab_size, d, s),
-            parameter("pos_embed", "token", 1, self.positions, d),
-            embedding("token_type_embeddings", self.token_types, d),
-            norm("norm", d, s),
-        )
-        block = (
-            linear("attn.qkv", "column", d, 3 * d, s, stacked=(self.head_dim,) * 3),
-            linear("attn.proj", "row", d, d, s),
-            norm("norm1", d, s),
-            linear("mlp.fc1", "column", d, h, s),
-            linear("mlp.fc2", "row", h, d, s),
-            norm("norm2", d, s),
-        )
-        head = (
-            linear("dense", "other", d, d, s),
-            norm("norm", d, s),
-            linear("fc", "vocabulary_output", d, self.vocab_size, s),
-        )
-        attention = AttentionShape(s, self.num_heads, self.head_dim)
-        divisible = {"head": self.num_heads, "hidden feature": h}
-        blocks = (
-            LayerDescription(
-                *(block_name(index), "block", shape, shape, block, attention), divisible=divisible, modes=MODES
-            )
-            for index in range(self.depth)
-        )
-        logits = TensorSpec(s, self.vocab_size)
-        return (
-            LayerDescription("embed", "embed", None, shape, embed, modes=MODES),
-            *blocks,
-            LayerDescription("head", "head", shape, logits, head, modes=MODES, last=True),
-        )
 
 
 def _sizes(embed_dim: int, depth: int, num_heads: int, vocab_size: int = 30522) -> dict[str, int]:

@@ -3,19 +3,23 @@
 Under tensor parallelism a block may compute only some of its heads and hidden features here.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.bert.config import BertConfig
-from vitpar.models.description import block_index
-from vitpar.models.layers import MLP, Layer, LayerNorm, for_every_sample
+from vitpar.models.description import AttentionShape, block_index
+from vitpar.models.layers import MLP, Layer, LayerNorm, StackedLinear, for_every_sample
 from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, padding_scores
 
 
 class Embed(TextLayer):
     """Embedding layer: token ids [batch, tokens] -> tokens [batch, tokens, width]. Sum of three embeddings, norm."""
+
+    TENSOR_PARALLEL: ClassVar = {"word_embeddings": "vocabulary_embedding", "pos_embed": "token", "norm": "norm"}
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(0, config.dropout)
@@ -42,11 +46,15 @@ class BertAttention(nn.Module):
     The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"qkv": "column", "proj": "row"}
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
+        self.qkv = StackedLinear(config.embed_dim, 3 * config.embed_dim, (config.head_dim,) * 3)
         self.proj = nn.Linear(config.embed_dim, config.embed_dim)
+        self.divisible = {"head": config.num_heads}
+        self.attention_shape = AttentionShape(0, config.num_heads, config.head_dim)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """x: [batch, tokens, width] -> the same shape. mask: of all samples that `qkv` gives, [batch, tokens]."""
@@ -58,6 +66,7 @@ class BertAttention(nn.Module):
 class Block(TextLayer):
     """Post-norm block: tokens [batch, tokens, width] -> the same shape."""
 
+    TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm"}
     GROUP_SIDES = ("attention_mask",)
 
     def __init__(self, config: BertConfig, index: int) -> None:
@@ -80,6 +89,8 @@ class Block(TextLayer):
 
 class Head(Layer):
     """Head for masked language modelling: tokens [batch, tokens, width] -> logits [batch, tokens, vocabulary]."""
+
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "fc": "vocabulary_output"}
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

@@ -12,15 +12,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
-from vitpar.models.description import LayerDescription, block_name
-from vitpar.models.mae.describe import describe
+from vitpar.models.config import ModelConfig, check_ranges, check_tokens
+from vitpar.models.description import block_index, block_name, is_block
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vitpar.models.foreign import ExportedTensor
 
 
@@ -115,7 +112,7 @@ class MAEConfig(ModelConfig):
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]]:
-        return self.encoder, from_torch_module("vitpar.models.mae.encoder", "encoder_parameters")(self)
+        return self.encoder, self._module("encoder").encoder_parameters(self)
 
     @property
     def dec_embed(self) -> str:
@@ -186,16 +183,15 @@ class MAEConfig(ModelConfig):
             decoder_mlp_hidden_dim=16 * decoding,
         )
 
-    def describe(self) -> tuple[LayerDescription, ...]:
-        return describe(self)
+    @property
+    def num_blocks(self) -> int:
+        return self.depth + 1 + self.decoder_depth
 
-    def build_layer(self, name: str) -> nn.Module:
-        layer: nn.Module = from_torch_module("vitpar.models.mae.layers", "build_layer")(self, name)
-        return layer
-
-    def initial_rules(self) -> Rules:
-        rules: Rules = from_torch_module("vitpar.models.mae.initial", "SCHEMES")[self.init]
-        return rules
+    def kind_of(self, name: str) -> tuple[str, str | None]:
+        if not is_block(name):
+            return super().kind_of(name)
+        kind = "dec_embed" if name == self.dec_embed else "encoder" if block_index(name) < self.depth else "decoder"
+        return kind, kind
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -3,11 +3,13 @@
 Without keys, as in evaluation, every sample has the key 0: the same patches are visible in all images.
 """
 
+from typing import ClassVar
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import block_index
+from vitpar.models.description import MODES, block_index
 from vitpar.models.layers import Layer, LayerNorm, for_every_sample
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.masking import shuffled
@@ -42,6 +44,7 @@ class _Positions(Layer):
     width: features of a token.
     """
 
+    TENSOR_MODES = MODES
     positions: Tensor
 
     def __init__(self, grid: int, width: int) -> None:
@@ -63,6 +66,8 @@ class Embed(_Positions):
 
     The result is [batch, 1 + visible, width]. Masked patches are not embedded.
     """
+
+    TENSOR_PARALLEL: ClassVar = {"cls_token": "token"}
 
     def __init__(self, config: MAEConfig) -> None:
         c = config
@@ -88,12 +93,15 @@ class MaskEmbed(_Positions):
     each patch that the encoder did not see.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "proj": "merge", "mask_token": "token"}
+
     def __init__(self, config: MAEConfig) -> None:
         c = config
         super().__init__(c.image_size // c.patch_size, c.decoder_embed_dim)
         self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.proj = nn.Linear(c.embed_dim, c.decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_embed_dim))
+        self.divisible = {"incoming feature": c.embed_dim, "outgoing feature": c.decoder_embed_dim}
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """x: [batch, 1 + visible, width]. keys: int64 [batch] or None (key 0)."""
@@ -112,12 +120,16 @@ class Head(Layer):
     The values of a patch are ordered (row, column, channel).
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "gathered": "gathered", "fc": "classifier"}
+    TENSOR_MODES = MODES
+
     def __init__(self, config: MAEConfig) -> None:
         super().__init__()
         c = config
         self.norm = LayerNorm(c.decoder_embed_dim, eps=c.norm_eps)
         self.gathered = nn.Identity()  # a place for collectives
         self.fc = TokenLogits(c.decoder_embed_dim, c.patch_values)
+        self.divisible = {"classifier feature": c.decoder_embed_dim}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, 1 + patches, width] -> [batch, patches, p · p · channels]."""

@@ -9,26 +9,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_IMAGE_SIZE, MAX_WIDTH
-from vitpar.models.config import ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
-from vitpar.models.description import (
-    AttentionShape,
-    ExtraPasses,
-    LayerDescription,
-    Part,
-    TensorSpec,
-    block_name,
-    linear,
-    norm,
-    parameter,
-)
+from vitpar.models.config import ModelConfig, check_ranges, check_tokens
+from vitpar.models.description import ExtraPasses, block_index, is_block
 from vitpar.text import either, shown
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _WORDS = {"init": ("timm", "perturbed")}
 
@@ -51,11 +38,6 @@ class SwinStage:
     """Tokens along a side of the image."""
     window: int
     """Tokens along a side of a window: the model's window size, or `grid` if that is smaller."""
-
-    @property
-    def shape(self) -> TensorSpec:
-        """Return the activation of one sample."""
-        return TensorSpec(self.grid**2, self.width)
 
     @property
     def head_dim(self) -> int:
@@ -120,7 +102,7 @@ class SwinConfig(ModelConfig):
         check_ranges(self, _WORDS)
         self._check_stages(name)
         self._check_grid(name)
-        check_tokens(self, self.stages[0].shape.tokens, "use larger patches or smaller images")
+        check_tokens(self, self.stages[0].grid ** 2, "use larger patches or smaller images")
 
     def _check_stages(self, name: str) -> None:
         for stage, depth in enumerate(self.depths):
@@ -235,79 +217,15 @@ class SwinConfig(ModelConfig):
     def published(cls) -> tuple[str, ...]:
         return SHIPPED
 
-    def describe(self) -> tuple[LayerDescription, ...]:
-        return self._embed(), *(self._block(index) for index in range(self.depth)), self._head()
+    def kind_of(self, name: str) -> tuple[str, str | None]:
+        if not is_block(name):
+            return super().kind_of(name)
+        stage = self.stage_of(index := block_index(name))
+        return f"{'merge' if stage.merges(index) else 'stage'}{stage.number}", f"stage{stage.number}"
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         # Counted: no difference but the bias of fc1, which the estimate subtracts for every family that was counted.
         return ExtraPasses()
-
-    def build_layer(self, name: str) -> nn.Module:
-        layer: nn.Module = from_torch_module("vitpar.models.swin.layers", "build_layer")(self, name)
-        return layer
-
-    def initial_rules(self) -> Rules:
-        rules: Rules = from_torch_module("vitpar.models.swin.initial", "SCHEMES")[self.init]
-        return rules
-
-    def _embed(self) -> LayerDescription:
-        shape = self.stages[0].shape
-        parts = (
-            linear("patch_embed.proj", "embedding", self.channels * self.patch_size**2, shape.features, shape.tokens),
-            norm("patch_embed.norm", shape.features, shape.tokens),
-        )
-        return LayerDescription("embed", "embed", None, shape, parts)
-
-    def _block(self, index: int) -> LayerDescription:
-        stage = self.stage_of(index)
-        merges, gives = stage.merges(index), stage.shape
-        takes = self.stages[stage.number - 2].shape if merges else gives
-        d, h, s, offsets = gives.features, stage.mlp_hidden_dim, gives.tokens, 2 * stage.window - 1
-        merging = (
-            norm("downsample.norm", 4 * takes.features, s),
-            linear("downsample.reduction", "merge", 4 * takes.features, d, s, bias=False),
-        )
-        parts = (
-            *(merging if merges else ()),
-            norm("norm1", d, s),
-            parameter("attn.relative_position_bias_table", "per_head", stage.num_heads, offsets, offsets),
-            linear("attn.qkv", "column", d, 3 * d, s, stacked=(stage.head_dim,) * 3),
-            linear("attn.proj", "row", d, d, s),
-            norm("norm2", d, s),
-            linear("mlp.fc1", "column", d, h, s),
-            linear("mlp.fc2", "row", h, d, s),
-        )
-        return LayerDescription(
-            block_name(index),
-            f"merge{stage.number}" if merges else f"stage{stage.number}",
-            takes,
-            gives,
-            parts,
-            AttentionShape(stage.window**2, stage.num_heads, stage.head_dim, stage.windows, biased=True),
-            group=f"stage{stage.number}",
-            divisible={
-                "head": stage.num_heads,
-                "hidden feature": h,
-                **({"incoming feature": takes.features} if merges else {}),
-            },
-        )
-
-    def _head(self) -> LayerDescription:
-        shape = self.stages[-1].shape
-        parts = (
-            norm("norm", shape.features, shape.tokens),
-            Part("pooled", "pooled", tokens=1, width=shape.features),
-            linear("fc", "classifier", shape.features, self.num_classes, 1),
-        )
-        return LayerDescription(
-            "head",
-            "head",
-            shape,
-            TensorSpec(1, self.num_classes),
-            parts,
-            divisible={"classifier feature": shape.features},
-            last=True,
-        )
 
 
 def _sizes(embed_dim: int, depths: tuple[int, ...], first_heads: int) -> dict[str, Any]:

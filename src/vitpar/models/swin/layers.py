@@ -4,13 +4,15 @@ Under tensor parallelism an activation may have only some of its features and sa
 its heads; its tokens are always complete. So nothing below reads the width of a token from the configuration.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import block_index
-from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock
+from vitpar.models.description import MODES, AttentionShape, block_index
+from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, StackedLinear
 from vitpar.models.swin.config import SwinConfig, SwinStage
 from vitpar.sharded import to_local
 
@@ -42,6 +44,8 @@ def shift_mask(grid: int, window: int, shift: int) -> Tensor:
 class NormedPatchEmbed(nn.Module):
     """Patch embedding by one linear and a norm: images [batch, channels, height, width] -> [batch, patches, width]."""
 
+    TENSOR_PARALLEL: ClassVar = {"proj": "embedding", "norm": "norm"}
+
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
         self.patch_size = config.patch_size
@@ -56,6 +60,8 @@ class NormedPatchEmbed(nn.Module):
 
 class Embed(Layer):
     """Embedding layer: images [batch, channels, height, width] -> tokens [batch, tokens, width]."""
+
+    TENSOR_MODES = MODES
 
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
@@ -73,11 +79,14 @@ class PatchMerging(nn.Module):
     a token becomes a slice of the merged ones.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "reduction": "merge"}
+
     def __init__(self, config: SwinConfig, before: SwinStage) -> None:
         super().__init__()
         self.grid = before.grid
         self.norm = LayerNorm(4 * before.width, eps=config.norm_eps)
         self.reduction = nn.Linear(4 * before.width, 2 * before.width, bias=False)
+        self.divisible = {"incoming feature": before.width}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens of the previous stage, [batch, tokens, width]."""
@@ -93,6 +102,7 @@ class WindowAttention(nn.Module):
     shift: number of tokens by which the windows are shifted down and right; 0 for none.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"relative_position_bias_table": "per_head", "qkv": "column", "proj": "row"}
     relative_position_index: Tensor
     shift_mask: Tensor
 
@@ -101,8 +111,10 @@ class WindowAttention(nn.Module):
         self.grid, self.window, self.shift, self.head_dim = stage.grid, stage.window, shift, stage.head_dim
         offsets, tokens = 2 * stage.window - 1, stage.window**2
         self.relative_position_bias_table = nn.Parameter(torch.empty(stage.num_heads, offsets, offsets))
-        self.qkv = nn.Linear(stage.width, 3 * stage.width)
+        self.qkv = StackedLinear(stage.width, 3 * stage.width, (stage.head_dim,) * 3)
         self.proj = nn.Linear(stage.width, stage.width)
+        self.divisible = {"head": stage.num_heads}
+        self.attention_shape = AttentionShape(0, stage.num_heads, stage.head_dim, stage.windows, biased=True)
         index = torch.empty(tokens, tokens, dtype=torch.int64)
         self.register_buffer("relative_position_index", index, persistent=False)
         if shift:
@@ -157,6 +169,8 @@ class Block(ResidualBlock):
     index: number of the block in the model.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm"}
+
     def __init__(self, config: SwinConfig, index: int) -> None:
         stage = config.stage_of(index)
         super().__init__(index, config.depth, stage.width, drop_path=config.drop_path)
@@ -182,12 +196,16 @@ class Block(ResidualBlock):
 class Head(Layer):
     """Head layer: tokens [batch, tokens, width] -> logits [batch, classes]. Norm, mean over tokens, classifier."""
 
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "pooled": "pooled", "fc": "classifier"}
+    TENSOR_MODES = MODES
+
     def __init__(self, config: SwinConfig) -> None:
         super().__init__()
         width = config.features
         self.norm = LayerNorm(width, eps=config.norm_eps)
         self.pooled = nn.Identity()  # a place for collectives
         self.fc = nn.Linear(width, config.num_classes)
+        self.divisible = {"classifier feature": width}
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, width] -> [batch, classes]."""

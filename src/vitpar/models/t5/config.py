@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import GATED, Rules, check_ranges, from_torch_module
-from vitpar.models.description import LayerDescription, SideInput, block_name
-from vitpar.models.t5.describe import describe
+from vitpar.models.config import GATED, check_ranges
+from vitpar.models.description import SideInput, block_index, block_name, is_block
 from vitpar.models.text import TextConfig, padding_mask, refuse_missing
 from vitpar.text import shown
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _WORDS = {"activation": ("relu", "geglu_tanh"), "init": ("t5", "perturbed")}
 TABLE = "attn.relative_attention_bias"
@@ -150,16 +146,19 @@ class T5Config(TextConfig):
         width = 8 * self.num_heads
         return replace(self, embed_dim=width, head_dim=8, mlp_hidden_dim=2 * width, vocab_size=64)
 
-    def describe(self) -> tuple[LayerDescription, ...]:
-        return describe(self)
+    @property
+    def num_blocks(self) -> int:
+        return self.depth + 1 + self.decoder_depth
 
-    def build_layer(self, name: str) -> nn.Module:
-        layer: nn.Module = from_torch_module("vitpar.models.t5.layers", "build_layer")(self, name)
-        return layer
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return self.decoder_tokens, self.vocab_size
 
-    def initial_rules(self) -> Rules:
-        rules: Rules = from_torch_module("vitpar.models.t5.initial", "SCHEMES")[self.init]
-        return rules
+    def kind_of(self, name: str) -> tuple[str, str | None]:
+        if not is_block(name):
+            return super().kind_of(name)
+        kind = "dec_embed" if name == self.dec_embed else "decoder" if self.decodes(block_index(name)) else "encoder"
+        return kind, kind
 
 
 def _sizes(embed_dim: int, depth: int, num_heads: int, head_dim: int, mlp_hidden_dim: int) -> dict[str, Any]:

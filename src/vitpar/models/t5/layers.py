@@ -5,14 +5,15 @@ the decoder's. Under tensor parallelism a block may compute only some of its hea
 """
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import block_index
-from vitpar.models.layers import MLP, Layer
+from vitpar.models.description import AttentionShape, block_index
+from vitpar.models.layers import MLP, Layer, StackedLinear
 from vitpar.models.t5.config import T5Config
 from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, masked, padding_scores
 
@@ -46,6 +47,7 @@ class SelfAttention(nn.Module):
     decodes: whether it is the decoder's, where a token attends to itself and earlier ones only.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"qkv": "column", "relative_attention_bias": "table", "proj": "row"}
     bucket: Tensor
 
     def __init__(self, config: T5Config, decodes: bool) -> None:
@@ -55,8 +57,10 @@ class SelfAttention(nn.Module):
         self.tokens = c.decoder_tokens if decodes else c.tokens
         # Three dimensions, as other biases of scores: weight decay leaves them out.
         self.relative_attention_bias = nn.Parameter(torch.empty(c.num_heads, 1, c.num_buckets))
-        self.qkv = nn.Linear(c.embed_dim, 3 * c.inner_dim, bias=False)
+        self.qkv = StackedLinear(c.embed_dim, 3 * c.inner_dim, (c.head_dim,) * 3, bias=False)
         self.proj = nn.Linear(c.inner_dim, c.embed_dim, bias=False)
+        self.divisible = {"head": c.num_heads}
+        self.attention_shape = AttentionShape(0, c.num_heads, c.head_dim, biased=True)
         self.register_buffer("bucket", torch.empty(2 * self.tokens - 1, dtype=torch.int64), persistent=False)
 
     def reset_buffers(self) -> None:
@@ -90,12 +94,15 @@ class CrossAttention(nn.Module):
     The rows of `kv` are ordered (head, k|v, feature).
     """
 
+    TENSOR_PARALLEL: ClassVar = {"q": "column", "kv": "column", "proj": "row"}
+
     def __init__(self, config: T5Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.q = nn.Linear(config.embed_dim, config.inner_dim, bias=False)
-        self.kv = nn.Linear(config.embed_dim, 2 * config.inner_dim, bias=False)
+        self.kv = StackedLinear(config.embed_dim, 2 * config.inner_dim, (config.head_dim,) * 2, bias=False)
         self.proj = nn.Linear(config.inner_dim, config.embed_dim, bias=False)
+        self.divisible = {"head": config.num_heads}
 
     def forward(self, x: Tensor, encoded: Tensor, mask: Tensor | None) -> Tensor:
         """Return a tensor of the shape of `x`.
@@ -117,6 +124,8 @@ def _norm(config: T5Config) -> nn.Module:
 class Embed(TextLayer):
     """Embedding layer of the encoder: token ids [batch, tokens] -> tokens [batch, tokens, width]."""
 
+    TENSOR_PARALLEL: ClassVar = {"word_embeddings": "vocabulary_embedding"}
+
     def __init__(self, config: T5Config) -> None:
         super().__init__(0, config.dropout)
         self.word_embeddings = Embedding(config.vocab_size, config.embed_dim)
@@ -131,6 +140,8 @@ class DecoderEmbed(TextLayer):
 
     Tokens [batch, tokens, width] -> [batch, tokens + the decoder's tokens, width].
     """
+
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "word_embeddings": "vocabulary_embedding"}
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(1 + config.depth, config.dropout)
@@ -149,6 +160,7 @@ class EncoderBlock(TextLayer):
     index: number of the block in the model.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm"}
     GROUP_SIDES = ("attention_mask",)
 
     def __init__(self, config: T5Config, index: int) -> None:
@@ -181,6 +193,7 @@ class DecoderBlock(TextLayer):
     index: number of the block in the model.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm", "norm3": "norm"}
     GROUP_SIDES = ("attention_mask", "decoder_attention_mask")
 
     def __init__(self, config: T5Config, index: int) -> None:
@@ -221,6 +234,8 @@ class DecoderBlock(TextLayer):
 
 class Head(TextLayer):
     """Output layer: tokens of encoder and decoder [batch, tokens, width] -> logits [batch, its tokens, vocabulary]."""
+
+    TENSOR_PARALLEL: ClassVar = {"norm": "norm", "fc": "vocabulary_output"}
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(len(config.layer_names) - 1, config.dropout)

@@ -1,12 +1,15 @@
 """Attention of a Vision Transformer: in its blocks, and for pooling tokens in its head."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.compiled import is_whole, linear_heads, multiply, trains_compiled
-from vitpar.models.layers import MLP, NORMS, for_every_sample
+from vitpar.models.description import AttentionShape
+from vitpar.models.layers import MLP, NORMS, StackedLinear, for_every_sample
 from vitpar.models.packed_attention import attend_packed, packs_attention
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.rope import rope_tables, rotate
@@ -19,6 +22,7 @@ class Attend(nn.Module):
     They work on however many heads there are here.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"q_norm": "heads", "k_norm": "heads", "q_bias": "per_head", "v_bias": "per_head"}
     cosines: Tensor
     sines: Tensor
 
@@ -31,7 +35,8 @@ class Attend(nn.Module):
         self.v_bias = nn.Parameter(torch.empty(c.embed_dim)) if apart else None
         self.q_norm = build(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = build(c.head_dim, eps=c.norm_eps) if c.qk_norm else nn.Identity()
-        self.config = config
+        self.config, self.divisible = config, {"head": c.num_heads}
+        self.attention_shape = AttentionShape(0, c.num_heads, c.head_dim, packed=c.packs_attention)
         if c.rope != "none":
             for name in ("cosines", "sines"):
                 self.register_buffer(name, torch.empty(c.tokens, c.head_dim), persistent=False)
@@ -63,10 +68,12 @@ class Attention(Attend):
     The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
     """
 
+    TENSOR_PARALLEL: ClassVar = {**Attend.TENSOR_PARALLEL, "qkv": "column", "norm": "inner_norm", "proj": "row"}
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = config
-        self.qkv = nn.Linear(c.embed_dim, 3 * c.embed_dim, bias=c.qkv_bias == "all")
+        self.qkv = StackedLinear(c.embed_dim, 3 * c.embed_dim, (c.head_dim,) * 3, bias=c.qkv_bias == "all")
         self.add_attention(c)
         self.norm = NORMS[c.norm](c.embed_dim, eps=c.norm_eps) if c.attn_norm else nn.Identity()
         self.proj = nn.Linear(c.embed_dim, c.embed_dim)
@@ -96,10 +103,12 @@ class AttentionPool(nn.Module):
     ordered (head, k|v, feature). timm's ``AttentionPoolLatent``, SigLIP's multi-head attention pooling.
     """
 
+    TENSOR_PARALLEL: ClassVar = {"latent": "heads", "q": "per_head", "kv": "column", "proj": "row", "norm": "norm"}
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         c = config
-        self.head_dim = c.head_dim
+        self.head_dim, self.divisible = c.head_dim, {"head": c.num_heads}
         self.latent = nn.Parameter(torch.empty(1, 1, c.embed_dim))
         self.q = nn.Linear(c.embed_dim, c.embed_dim)
         self.kv = nn.Linear(c.embed_dim, 2 * c.embed_dim)

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
-from vitpar.models.config import GATED, ModelConfig, Rules, check_ranges, check_tokens, from_torch_module
-from vitpar.models.description import ExtraPasses, LayerDescription
-from vitpar.models.vit.describe import describe
+from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens
+from vitpar.models.description import ExtraPasses
 from vitpar.models.vit.names import PUBLISHED, fields_of
 from vitpar.models.vit.passes import extra_passes
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vitpar.models.foreign import Adapted
 
 _WORDS = {
@@ -243,19 +240,13 @@ class ViTConfig(ModelConfig):
     def large(self) -> bool:
         return self.embed_dim > 768 or self.depth > 12
 
-    def describe(self) -> tuple[LayerDescription, ...]:
-        return describe(self)
-
-    def build_layer(self, name: str) -> nn.Module:
-        layer: nn.Module = from_torch_module("vitpar.models.vit.layers", "build_layer")(self, name)
-        return layer
-
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         return extra_passes(self, plain, whole)
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
-        made: Adapted | None = from_torch_module("vitpar.models.vit.averaging", "averaging")(self, there)
-        return made
+        from vitpar.models.vit.averaging import averaging
+
+        return averaging(self, there)
 
     def resized(self, image_size: int) -> Self | None:
         return replace(self, image_size=image_size) if self.rope == "none" else None
@@ -263,7 +254,3 @@ class ViTConfig(ModelConfig):
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)
-
-    def initial_rules(self) -> Rules:
-        rules: Rules = from_torch_module("vitpar.models.vit.initial", "SCHEMES")[self.init]
-        return rules

@@ -1,6 +1,7 @@
 """Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +9,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.compiled import add_linear, is_plain, kept_sum, scaled, sum_bias_of_branch, trains_compiled, wide
-from vitpar.models.description import block_index
+from vitpar.models.description import MODES, block_index
 from vitpar.models.keyed_random import drop
-from vitpar.models.layers import ACTIVATIONS, MLP, NORMS, Layer, ResidualBlock, for_every_sample
+from vitpar.models.layers import MLP, NORMS, Layer, ResidualBlock, StackedLinear, activation_of, for_every_sample
 from vitpar.models.vit.attention import Attend, Attention, AttentionPool
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
@@ -43,6 +44,8 @@ def resampling(before: int, after: int) -> Tensor:
 class PatchEmbed(nn.Module):
     """Patch embedding by one linear: images [batch, channels, height, width] -> [batch, patches, width]."""
 
+    TENSOR_PARALLEL: ClassVar = {"proj": "embedding"}
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patch_size = config.patch_size
@@ -60,6 +63,8 @@ class Embed(Layer):
     Embeds the patches, prepends the class, distillation and register tokens, adds positions, applies dropout.
     """
 
+    TENSOR_PARALLEL = dict.fromkeys(("cls_token", "dist_token", "reg_token", "pos_embed"), "token")
+    TENSOR_MODES = MODES
     positions: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
@@ -126,6 +131,8 @@ class Embed(Layer):
 class LayerScale(nn.Module):
     """Learned factor for each feature of a residual branch; does nothing where the config has none."""
 
+    TENSOR_PARALLEL: ClassVar = {"gamma": "scale"}
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(config.embed_dim)) if config.layer_scale is not None else None
@@ -137,6 +144,8 @@ class LayerScale(nn.Module):
 
 class Block(ResidualBlock):
     """Pre-norm transformer block: tokens [batch, tokens, width] -> the same shape."""
+
+    TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm"}
 
     def __init__(self, config: ViTConfig, index: int) -> None:
         c, build = config, NORMS[config.norm]
@@ -186,16 +195,23 @@ class ParallelBlock(ResidualBlock, Attend):
     block needs one collective before and one after its products, instead of two.
     """
 
+    TENSOR_PARALLEL: ClassVar = {
+        **Attend.TENSOR_PARALLEL,
+        **{"norm1": "norm", "in_proj": "column", "mlp_bias": "per_head", "activation": "gate", "out_proj": "row"},
+    }
+
     def __init__(self, config: ViTConfig, index: int) -> None:
         c = config
         ResidualBlock.__init__(self, index, c.depth, c.embed_dim, drop_path=c.drop_path, dropout=c.dropout)
         self.add_attention(c)
         hidden = c.gates * c.mlp_hidden_dim
         self.hidden_of_head = hidden // c.num_heads
+        self.divisible |= {"hidden feature": c.mlp_hidden_dim}
         self.norm1 = NORMS[c.norm](c.embed_dim, eps=c.norm_eps)
-        self.in_proj = nn.Linear(c.embed_dim, 3 * c.embed_dim + hidden, bias=c.qkv_bias == "all")
+        stacked = (*(c.head_dim,) * 3, self.hidden_of_head)  # gates and values alternate, and count as one map here
+        self.in_proj = StackedLinear(c.embed_dim, 3 * c.embed_dim + hidden, stacked, bias=c.qkv_bias == "all")
         self.mlp_bias = None if c.qkv_bias == "all" else nn.Parameter(torch.empty(hidden))
-        self.activation = ACTIVATIONS[c.activation]
+        self.activation = activation_of(c.activation)
         self.out_proj = nn.Linear(c.embed_dim + c.mlp_hidden_dim, c.embed_dim)
         self.ls1 = LayerScale(c)
 
@@ -222,6 +238,11 @@ class Head(Layer):
     classifiers.
     """
 
+    TENSOR_PARALLEL: ClassVar = {
+        **{"norm": "norm", "pooled": "pooled", "representation": "representation"},
+        **{"fc": "classifier", "fc_dist": "classifier"},
+    }
+    TENSOR_MODES = MODES
     distilled_training = False
     """Whether a training gets the logits of both classifiers side by side, [batch, 2 · classes]."""
 
@@ -236,6 +257,7 @@ class Head(Layer):
         self.representation = nn.Linear(c.embed_dim, features) if c.representation_size else None
         self.fc = nn.Linear(features, c.num_classes)
         self.fc_dist = nn.Linear(features, c.num_classes) if c.distillation else None
+        self.divisible = {"classifier feature": features}
 
     def _features(self, x: Tensor) -> Tensor:
         x = self.pooled(x)

@@ -152,7 +152,7 @@ def test_huge_models_have_galvatrons_sizes(name: str, third: int) -> None:
     config = model_config(f"{name}_patch4_window7_224")
     assert isinstance(config, SwinConfig)
     assert (config.depths, config.num_heads) == ((2, 2, third, 2), (8, 16, 32, 64))
-    shapes = [(stage.width, stage.shape.tokens, stage.mlp_hidden_dim) for stage in config.stages]
+    shapes = [(stage.width, stage.grid**2, stage.mlp_hidden_dim) for stage in config.stages]
     assert shapes == [(320, 3136, 1280), (640, 784, 2560), (1280, 196, 5120), (2560, 49, 10240)]
 
 
@@ -441,8 +441,8 @@ def test_low_precision_attention_gets_a_mask_of_its_dtype(monkeypatch: pytest.Mo
         dtypes.update({q.dtype, attn_mask.dtype})
         return compute(q, k, v, attn_mask)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     model = filled(swin(image_size=32))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     for parameter in model.parameters():  # as FSDP casts them; buffers stay in float32
         parameter.data = parameter.data.bfloat16()
     logits = model(torch.randn(2, 3, 32, 32).bfloat16())

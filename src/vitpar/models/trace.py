@@ -54,7 +54,8 @@ def describe_layer(config: ModelConfig, name: str, taken: TensorSpec | None) -> 
     Raises ModelError for a layer that cannot be built or does not keep the contract.
     """
     where, last = f"layer {name} of {config.name}", name == config.layer_names[-1]
-    with torch.device("meta"):
+    # Descriptions may be needed first where gradients are off.
+    with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
         try:
             layer = config.build_layer(name)
             if not isinstance(layer, Layer):

@@ -122,8 +122,7 @@ class ModelConfig:
 
     def describe(self) -> tuple[LayerDescription, ...]:
         """Return the layers in order: embed, blocks.0 …, head. Called once, by `layers`. Each kind is run once."""
-        from vitpar.models.trace import describe_layer
-
+        describe_layer = late_module("vitpar.models.trace").describe_layer
         layers: list[LayerDescription] = []
         known: dict[str, LayerDescription] = {}
         for name in self.layer_names:
@@ -134,18 +133,14 @@ class ModelConfig:
             layers.append(dataclasses.replace(known[kind], name=name))
         return tuple(layers)
 
-    def _module(self, name: str) -> Any:
-        """Return a module of the family's folder, which may import torch."""
-        return importlib.import_module(f"{type(self).__module__.rpartition('.')[0]}.{name}")
-
     def build_layer(self, name: str) -> Layer:
         """Return the layer called `name`, with parameters that are not filled."""
-        layer: Layer = self._module("layers").build_layer(self, name)
+        layer: Layer = late_module(f"vitpar.models.{self.FAMILY}.layers").build_layer(self, name)
         return layer
 
     def initial_rules(self) -> Rules:
         """Return the rules of the parameters' initial values."""
-        rules: Rules = self._module("initial").SCHEMES[self.init]  # type: ignore[attr-defined]
+        rules: Rules = late_module(f"vitpar.models.{self.FAMILY}.initial").SCHEMES[self.init]  # type: ignore[attr-defined]
         return rules
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses | None:
@@ -377,6 +372,11 @@ class ModelConfig:
         """Return the number of parameter elements. Shared ones count once."""
         copies = sum((len(names) - 1) * math.prod(self.shape(owner)) for owner, names in self.holders.items())
         return sum(layer.numel for layer in self.layers.values()) - copies
+
+
+def late_module(name: str) -> Any:
+    """Return a module that imports torch and this one, which configurations do without until a layer is needed."""
+    return importlib.import_module(name)
 
 
 def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> None:

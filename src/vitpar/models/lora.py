@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
-from vitpar.models.config import ModelConfig, Rules
+from vitpar.models.config import ModelConfig, Rules, late_module
 from vitpar.models.derived import Derived, kind_names
 from vitpar.models.description import ADAPTERS, ExtraPasses, LayerDescription, Part, layer_of, linear
 from vitpar.text import nearest, shown
@@ -153,16 +153,13 @@ class LoRA(Derived):
         return sum(2 * self.rank * part.tokens for part in layer.parts if part.name in names)
 
     def build_layer(self, name: str) -> Layer:
-        from vitpar.models.lora_layers import adapt
-
         layer = self.whole.build_layer(name)
-        adapt(layer, self.by_layer.get(name, ()), self.rank, self.scale)
+        late_module("vitpar.models.lora_layers").adapt(layer, self.by_layer.get(name, ()), self.rank, self.scale)
         return layer
 
     def initial_rules(self) -> Rules:
-        from vitpar.models.lora_layers import RULES
-
-        return *RULES[self.init], *super().initial_rules()
+        rules: dict[str, Rules] = late_module("vitpar.models.lora_layers").RULES
+        return *rules[self.init], *super().initial_rules()
 
 
 def adapters_of(config: ModelConfig) -> frozenset[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS
-from vitpar.models.config import ModelConfig, Rules, check_ranges
+from vitpar.models.config import ModelConfig, Rules, check_ranges, late_module
 from vitpar.models.description import LayerDescription
 from vitpar.models.families import FAMILIES
 from vitpar.own_files import load_class
@@ -71,13 +71,11 @@ class OwnModel(ModelConfig):
         raise NotImplementedError
 
     def initial_rules(self) -> Rules:
-        from vitpar.models.initial import PLAIN
-
-        return PLAIN
+        rules: Rules = late_module("vitpar.models.initial").PLAIN
+        return rules
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        from vitpar.models.trace import describe_layer
-
+        describe_layer = late_module("vitpar.models.trace").describe_layer
         if self.depth > MAX_BLOCKS:
             raise ModelError(f"{self.name} has {self.depth:,} blocks: use at most {MAX_BLOCKS:,}")
         layers: list[LayerDescription] = []

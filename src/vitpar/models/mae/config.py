@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import ModelConfig, check_ranges, check_tokens
+from vitpar.models.config import ModelConfig, check_ranges, check_tokens, late_module
 from vitpar.models.description import block_index, block_name, is_block
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
@@ -112,7 +112,7 @@ class MAEConfig(ModelConfig):
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]]:
-        return self.encoder, self._module("encoder").encoder_parameters(self)
+        return self.encoder, late_module("vitpar.models.mae.encoder").encoder_parameters(self)
 
     @property
     def dec_embed(self) -> str:

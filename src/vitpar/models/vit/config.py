@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
-from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens
+from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens, late_module
 from vitpar.models.description import ExtraPasses
 from vitpar.models.vit.names import PUBLISHED, fields_of
 from vitpar.models.vit.passes import extra_passes
@@ -244,9 +244,8 @@ class ViTConfig(ModelConfig):
         return extra_passes(self, plain, whole)
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
-        from vitpar.models.vit.averaging import averaging
-
-        return averaging(self, there)
+        made: Adapted | None = late_module("vitpar.models.vit.averaging").averaging(self, there)
+        return made
 
     def resized(self, image_size: int) -> Self | None:
         return replace(self, image_size=image_size) if self.rope == "none" else None

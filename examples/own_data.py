@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import vitpar
-from vitpar.data import ShardSet, pack
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("object_store", "own_files")),
     ("", ("errors",)),
     ("", ("text",)),
-    ("", ("limits", "lazy", "terminal")),
+    ("", ("limits", "terminal")),
 )
 """Floors from top to bottom: (name, packages). An empty name means the name of the floor above.
 

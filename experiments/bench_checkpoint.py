@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from bench.harness import Report, Spread, answer, is_rank, on_ranks, parser, ratio, slowest, turns
 from bench.ours import vitpar_step
-from vitpar.checkpoint import Writer
+from vitpar.checkpoint.writer import Writer
 from vitpar.models import model_config
 from vitpar.strategy import parse, validate
 

@@ -40,22 +40,15 @@ from torch import Tensor
 from bench.gpu_models import MODELS, predicted_seconds
 from bench.harness import Report, Spread, parser, ratio, turns
 from bench.photographs import write_photographs
-from vitpar.data import (
-    CachedSet,
-    ImageCache,
-    Reencode,
-    SampleOrder,
-    ShardSet,
-    TrainLoader,
-    TrainTransform,
-    decoded_bytes,
-    pack,
-    parse_policy,
-)
-from vitpar.data.cache import stored_shape
+from vitpar.data.cache import CachedSet, ImageCache, decoded_bytes, stored_shape
 from vitpar.data.held import SharedPixels, decode_into
-from vitpar.data.loader import Batch
+from vitpar.data.loader import Batch, TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.pack import Reencode, pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import TrainTransform
 
 SIZE, BATCH, ROUNDS, SECONDS = 224, 64, 5, 1.0
 RANDOM = TrainTransform(SIZE, policy=parse_policy("rand-m10-n2-p1"))

@@ -32,9 +32,11 @@ from bench import settings
 from bench.device_images import Split, load
 from bench.harness import Report, parser
 from bench.one_gpu import settle
-from vitpar.data import Mix, Normalize, SampleOrder, TrainTransform, parse_policy
-from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.randomness import Draws, SampleOrder, sample_keys
+from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError
 from vitpar.launch import ALONE, join, leave
 from vitpar.models import IGNORED, ViTConfig, model_config

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import parser
-from vitpar.data.text import TextEvalLoader, TextSet
+from vitpar.data.text.loader import TextEvalLoader
+from vitpar.data.text.text_set import TextSet
 from vitpar.models import IGNORED
 from vitpar.tasks import task_of
 from vitpar.tasks.text import TextTask

@@ -16,7 +16,7 @@ import torch
 import vitpar
 from helpers.paths import ROOT
 from helpers.ranks import RankPool
-from vitpar.data import pack
+from vitpar.data.shards.pack import pack
 
 EXAMPLES = ROOT / "examples"
 

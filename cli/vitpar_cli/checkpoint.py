@@ -18,7 +18,7 @@ from vitpar.text import count
 from vitpar_cli.outputs import data_table, progress_bar, warn
 
 if TYPE_CHECKING:
-    from vitpar.checkpoint import Checkpoint
+    from vitpar.checkpoint.folder import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +60,7 @@ def _refuse_missing(path: Path) -> None:
 def _opened(path: Path) -> "Checkpoint":
     """Return the checkpoint in `path`, or the newest one if `path` is a run. Raises CheckpointError."""
     _refuse_missing(path)
-    from vitpar.checkpoint import Checkpoint
+    from vitpar.checkpoint.folder import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
 
@@ -81,7 +81,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     Example: vitpar checkpoint list runs/mine
     """
     _refuse_missing(run)
-    from vitpar.checkpoint import Checkpoint
+    from vitpar.checkpoint.folder import Checkpoint
     from vitpar.errors import CheckpointError
     from vitpar.training.saving.resume import checkpoints_of
 

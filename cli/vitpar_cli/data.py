@@ -167,8 +167,7 @@ def pack_command(
             progress=packing_progress,
         )
         return
-    from vitpar.data import Reencode, pack
-    from vitpar.data.shards.pack import SHARD_SAMPLES, SKIPPED
+    from vitpar.data.shards.pack import SHARD_SAMPLES, SKIPPED, Reencode, pack
     from vitpar.data.sources import Source, open_source
     from vitpar.data.sources.contents import describe
     from vitpar.data.survey import survey
@@ -235,7 +234,7 @@ def index_command(
 
     Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
-    from vitpar.data import Labels, index
+    from vitpar.data.shards.index import Labels, index
     from vitpar.data.survey import survey
 
     labels = Labels.parse(label)
@@ -271,7 +270,7 @@ def verify_command(
 
     Example: vitpar data verify data_shards/digits
     """
-    from vitpar.data import verify
+    from vitpar.data.shards.verify import verify
 
     with packing_progress() as progress:
         problems = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
@@ -343,8 +342,8 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
 
     path: the file.
     """
-    from vitpar.data import ShardSet
-    from vitpar.data.survey import contact_sheet
+    from vitpar.data.contact_sheet import contact_sheet
+    from vitpar.data.shards.shard_set import ShardSet
     from vitpar.tasks.image_data import order_of
     from vitpar.tasks.image_input import mixing, transforms
 

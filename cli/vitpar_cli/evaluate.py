@@ -78,7 +78,7 @@ def evaluate(
     if predictions is not None and predictions.suffix != ".parquet":
         raise DataError(f"--predictions writes Parquet: name '{predictions.with_suffix('.parquet')}'")
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, fetch=local_weights)
-    from vitpar.data import ShardSet
+    from vitpar.data.shards.shard_set import ShardSet
     from vitpar.tasks.data import open_split
 
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
@@ -146,7 +146,7 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
 
     Other ranks take part in the evaluation in the same way, so they get a function too.
     """
-    from vitpar.data import StreamSet
+    from vitpar.data.stream.stream_set import StreamSet
 
     def add(predictions: "Predictions") -> None:
         assert file is not None and not isinstance(images, StreamSet)

@@ -53,7 +53,7 @@ def _packed(folder: Path) -> Path:
     PACKED.mkdir(exist_ok=True)
     if (free := shutil.disk_usage(PACKED).free) < needed:
         raise DataError(f"packing '{folder}' needs {size(needed)}, but '{PACKED}' has {size(free)} left: free some")
-    from vitpar.data import pack
+    from vitpar.data.shards.pack import pack
     from vitpar.data.sources.contents import describe
     from vitpar_cli.data import packing_progress
 

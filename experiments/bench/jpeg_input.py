@@ -18,7 +18,8 @@ from bench.harness import take_turns
 from bench.one_gpu import settle
 from bench.ours import VitparStep
 from bench.photographs import write_photographs
-from vitpar.data import Batch, pack
+from vitpar.data.loader import Batch
+from vitpar.data.shards.pack import pack
 from vitpar.tasks import task_of
 from vitpar.tasks.image_data import open_split
 from vitpar.tasks.image_input import ImageInput

@@ -26,10 +26,16 @@ from helpers.tiny_images import encoded, write_tree, write_zips
 from vitpar import checkpoint
 from vitpar.checkpoint.index import CONFIG, PLAN, RECIPE, STATE
 from vitpar.checkpoint.reader import read_whole
-from vitpar.data import EvalTransform, Labels, ShardSet, StreamEvalLoader, StreamSet, index, pack, verify
 from vitpar.data.images import decode
+from vitpar.data.shards.index import Labels, index
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
 from vitpar.data.sources import open_source
 from vitpar.data.stream import urls
+from vitpar.data.stream.loader import StreamEvalLoader
+from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import UserError
 from vitpar.models import model_config
 from vitpar.models.layers import LayeredModel

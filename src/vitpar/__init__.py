@@ -16,10 +16,10 @@ Under any plan, in a process group of 4 ranks::
 Importing vitpar does not import torch: what needs torch is loaded when it is first named.
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import UserError
-from vitpar.lazy import lazy_names
 from vitpar.models import BertConfig, InputSpec, ModelConfig, SideInput, SwinConfig, T5Config, ViTConfig, model_config
 from vitpar.strategy import Execution, Plan, Strategy, parse, validate
 from vitpar.tasks.task import LabelSet, Metric, Task
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from vitpar.weights.folder import load_weights, save_weights
 
 __version__ = "0.1.0"
-_LAZY = {
-    "vitpar.models.layers": ("Layer", "LayeredModel"),
-    "vitpar.models.own": ("OwnModel", "register"),
-    "vitpar.parallel.model": ("ParallelModel",),
-    "vitpar.parallel.parallelize": ("parallelize",),
-    "vitpar.parallel.styles": ("tensor_parallel_plan",),
-    "vitpar.check.plan": ("check_plan",),
-    "vitpar.training.begin": ("create_model",),
-    "vitpar.training.recipe": ("Recipe", "read_recipe"),
-    "vitpar.training.train": ("train",),
-    "vitpar.training.trainer": ("Trainer",),
-    "vitpar.weights.folder": ("load_weights", "save_weights"),
-    "vitpar.planner.automatic": ("search",),
-    "vitpar.runs.run": ("Run",),
-    "vitpar.sharded": ("to_local",),
+_PLACES = {
+    **dict.fromkeys(("Layer", "LayeredModel"), "vitpar.models.layers"),
+    **dict.fromkeys(("OwnModel", "register"), "vitpar.models.own"),
+    **dict.fromkeys(("load_weights", "save_weights"), "vitpar.weights.folder"),
+    **dict.fromkeys(("Recipe", "read_recipe"), "vitpar.training.recipe"),
+    "ParallelModel": "vitpar.parallel.model",
+    "Run": "vitpar.runs.run",
+    "Trainer": "vitpar.training.trainer",
+    "check_plan": "vitpar.check.plan",
+    "create_model": "vitpar.training.begin",
+    "parallelize": "vitpar.parallel.parallelize",
+    "search": "vitpar.planner.automatic",
+    "tensor_parallel_plan": "vitpar.parallel.styles",
+    "to_local": "vitpar.sharded",
+    "train": "vitpar.training.train",
 }
-__getattr__ = lazy_names(__name__, _LAZY)
+"""Modules of the names that are loaded when they are first used, since they import torch."""
 __all__ = [
     "BertConfig",
     "Execution",
@@ -96,6 +96,13 @@ __all__ = [
     "train",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'vitpar' has no attribute '{name}'")
+    value = globals()[name] = getattr(importlib.import_module(_PLACES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

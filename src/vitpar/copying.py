@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from vitpar.checkpoint import Checkpoint, atomic
+from vitpar.checkpoint import atomic
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import INDEX, STATE
 from vitpar.data.shards.manifest import MANIFEST, read_manifest, read_rows
 from vitpar.errors import CheckpointError, DataError, RecipeError

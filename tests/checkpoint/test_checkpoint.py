@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from helpers.ranks import RankPool
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
-from vitpar.checkpoint import Checkpoint, Checkpoints, atomic
+from vitpar.checkpoint import atomic
+from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.intervals import EPOCH
 from vitpar.training.evaluate import Evaluation, evaluate

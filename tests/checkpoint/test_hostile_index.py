@@ -15,7 +15,7 @@ from helpers.foreign_weights import HEADS
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from helpers.trained import changed, recipe_of, train
-from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, read_index
 from vitpar.checkpoint.reader import read_whole
 from vitpar.errors import CheckpointError, DataError

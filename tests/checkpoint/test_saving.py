@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import RankPool
-from vitpar.checkpoint import Writer, atomic, load_tensors
+from vitpar.checkpoint import atomic
 from vitpar.checkpoint.image import SafetensorsBuffer
+from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.sharing import Held, divide, held
-from vitpar.checkpoint.writer import BUSY, DONE, FAILED
+from vitpar.checkpoint.writer import BUSY, DONE, FAILED, Writer
 from vitpar.errors import CheckpointError
 
 KINDS = {

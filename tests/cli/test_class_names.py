@@ -12,7 +12,7 @@ import torch
 from helpers.command_line import Command, Refused
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, rename_classes
-from vitpar.data import pack
+from vitpar.data.shards.pack import pack
 from vitpar.weights.folder import open_weights
 
 NAMES = [f"class{label}" for label in range(CLASSES)]

@@ -15,7 +15,8 @@ from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.small_data import VAL, damage
 from helpers.tiny_images import write_tree
-from vitpar.data import ShardSet, pack
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.weights.importing import import_weights
 
 KEYS = ["samples", "loss", "top1", "top5", "ece"]

@@ -14,7 +14,7 @@ from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.paths import ROOT
 from helpers.small_data import VAL, damage, pack_small
-from vitpar.data import ShardSet
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.training.feature_file import FeatureFile
 from vitpar.weights.importing import import_weights
 

@@ -13,7 +13,7 @@ import typer
 from helpers.paths import ROOT
 from helpers.small_data import pack_small
 from vitpar import launch
-from vitpar.data import ShardSet
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.world import HANDED, REPORTS
 from vitpar.models import model_config

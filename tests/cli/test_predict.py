@@ -14,8 +14,9 @@ from helpers.command_line import Command, Refused
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, VAL
 from vitpar import Run, UserError, create_model
-from vitpar.data import EvalTransform, Normalize
 from vitpar.data.images import decode
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.models.layers import LayeredModel
 from vitpar.weights.folder import open_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.tiny_images import write_tree
-from vitpar.data import pack
+from vitpar.data.shards.pack import pack
 
 
 @pytest.fixture(scope="module")

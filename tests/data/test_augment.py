@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from vitpar.data import Mix, TrainTransform, parse_policy
 from vitpar.data.randomness import betas, sample_keys
-from vitpar.data.transforms.policies import RandAugment
+from vitpar.data.transforms.batch import Mix
+from vitpar.data.transforms.policies import RandAugment, parse_policy
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import RecipeError
 
 

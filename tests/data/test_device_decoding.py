@@ -14,9 +14,14 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform, pack, parse_policy
 from vitpar.data import device_decoding as decoding
 from vitpar.data.images import opened
+from vitpar.data.loader import TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError, RecipeError
 
 PHOTO = load_sample_images().images[0]

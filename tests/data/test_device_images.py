@@ -13,13 +13,15 @@ from torch import Tensor
 
 from helpers.policy_operations import by_pillow, changed, drawn
 from helpers.small_data import damage, pack_small
-from vitpar.data import EvalTransform, ShardSet, TrainTransform, pack, parse_policy
 from vitpar.data.cache import refuse_unequal, stored_shape
 from vitpar.data.held import SharedPixels, decode_into
 from vitpar.data.loader import Batch, EvalLoader, TrainLoader
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.policies import OPERATIONS
+from vitpar.data.transforms.policies import OPERATIONS, parse_policy
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
 SIDE, FILL, MEAN = 24, (124, 116, 104), (0.485, 0.456, 0.406)

@@ -8,7 +8,13 @@ from typer.testing import CliRunner
 
 from helpers.hostile_files import write_tar
 from helpers.tiny_images import encoded, write_tree
-from vitpar.data import Labels, SampleOrder, ShardSet, TrainLoader, TrainTransform, index, pack, scan, verify
+from vitpar.data.loader import TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.index import Labels, index, scan
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError
 from vitpar_cli.data import app
 

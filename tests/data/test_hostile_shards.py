@@ -21,10 +21,17 @@ from helpers.hostile_files import accepted, header, jpeg, pax, streamed, tar_mem
 from helpers.hostile_pieces import PIECES, TAR_MEMBERS, WORDS
 from helpers.streamed_shards import answering, write_shards
 from helpers.tiny_images import encoded, write_tree
-from vitpar.data import Labels, SampleOrder, ShardSet, StreamSet, TrainLoader, TrainTransform, index, pack, verify
 from vitpar.data import images as images_module
 from vitpar.data.images import BadImage, decode
+from vitpar.data.loader import TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.index import Labels, index
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
 from vitpar.data.stream import urls
+from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError
 
 

@@ -16,9 +16,9 @@ from helpers.hostile_files import accepted
 from helpers.hostile_pieces import LONG, NUMBERS, PICKLES, SIZES, WORDS
 from helpers.tfrecord_files import example, feature, field, masked_crc, record, varint, write_tfrecords
 from helpers.tiny_images import encoded, write_tree
-from vitpar.data import pack
+from vitpar.data.shards.pack import pack
 from vitpar.data.sources import open_source
-from vitpar.data.text import pack_text
+from vitpar.data.text.pack import pack_text
 from vitpar.data.text.tokenizer import open_tokenizer
 from vitpar.errors import DataError
 from vitpar.weights.sources import open_source as open_weights_of_others

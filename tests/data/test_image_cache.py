@@ -14,18 +14,12 @@ from numpy.typing import NDArray
 
 from helpers.small_data import damage
 from helpers.small_data import pack_small as packed_small
-from vitpar.data import (
-    Batch,
-    EvalLoader,
-    EvalTransform,
-    ImageCache,
-    SampleOrder,
-    ShardSet,
-    TrainLoader,
-    TrainTransform,
-    decoded_bytes,
-)
+from vitpar.data.cache import ImageCache, decoded_bytes
 from vitpar.data.images import decode
+from vitpar.data.loader import Batch, EvalLoader, TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 
 # Some crops are not resized, so that their pixels are views of the cached image.
@@ -102,7 +96,7 @@ def test_another_process_opens_the_cache(packed: Path) -> None:
     program = """if True:
         import sys
         import numpy as np
-        from vitpar.data import ImageCache
+        from vitpar.data.cache import ImageCache
         cache = ImageCache([3, 2], 1 << 20, sys.argv[1])
         assert np.array_equal(cache.part(0).get(2), np.full((4, 5, 3), 7, np.uint8))
         cache.part(1).put(1, np.full((70, 1, 3), 9, np.uint8))

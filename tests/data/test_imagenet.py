@@ -9,7 +9,9 @@ import pytest
 from helpers.command_line import run
 from helpers.imagenet_archives import GROUP, SYNSETS, VAL, VAL_ORDER, meta, tar, write_imagenet, write_kit
 from helpers.tiny_images import encoded
-from vitpar.data import ShardSet, index, verify
+from vitpar.data.shards.index import index
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
 

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from helpers.tiny_images import write_tree
-from vitpar.data import EvalLoader, EvalTransform, SampleOrder, ShardSet, TrainTransform, pack, parse_policy
-from vitpar.data import TrainLoader as Loader
 from vitpar.data.images import decode
-from vitpar.data.randomness import hash_numbers
+from vitpar.data.loader import EvalLoader
+from vitpar.data.loader import TrainLoader as Loader
+from vitpar.data.randomness import SampleOrder, hash_numbers
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
@@ -218,7 +222,10 @@ def test_program_with_an_unclosed_loader_still_exits(packed):
     """Decoding threads must not keep the interpreter alive."""
     program = """if True:
         import sys
-        from vitpar.data import SampleOrder, ShardSet, TrainLoader, TrainTransform
+        from vitpar.data.loader import TrainLoader
+        from vitpar.data.randomness import SampleOrder
+        from vitpar.data.shards.shard_set import ShardSet
+        from vitpar.data.transforms.sample import TrainTransform
         shards, order = ShardSet.open(sys.argv[1], "train"), SampleOrder(0, 21)
         batches = iter(TrainLoader(shards, TrainTransform(8), order=order, batch_size=64, workers=3))
         next(batches)
@@ -234,7 +241,8 @@ def test_decoding_thread_starts_no_threads():
         import os, threading
         import numpy as np
         import torch
-        from vitpar.data import EvalTransform, TrainTransform, parse_policy
+        from vitpar.data.transforms.policies import parse_policy
+        from vitpar.data.transforms.sample import EvalTransform, TrainTransform
         from vitpar.data.loader import _compute_alone
         image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
         train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]

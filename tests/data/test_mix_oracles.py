@@ -11,10 +11,9 @@ from torch import Tensor
 
 from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm
-from vitpar.data import Mix
 from vitpar.data.randomness import sample_keys
 from vitpar.data.transforms import batch as module
-from vitpar.data.transforms.batch import Mixed
+from vitpar.data.transforms.batch import Mix, Mixed
 
 pytestmark = pytest.mark.usefixtures("seeded")
 timms = timm.data.mixup

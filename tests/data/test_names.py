@@ -15,8 +15,9 @@ from helpers.cifar_files import cifar_files
 from helpers.hostile_files import write_tar
 from helpers.tfrecord_files import example, record
 from helpers.tiny_images import encoded
-from vitpar.data import Labels, index, pack
 from vitpar.data.classes import class_names, match_classes
+from vitpar.data.shards.index import Labels, index
+from vitpar.data.shards.pack import pack
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
 from vitpar.weights.hints import hints

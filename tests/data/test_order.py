@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitpar.data import SampleOrder
-from vitpar.data.randomness import sample_keys, shuffled
+from vitpar.data.randomness import SampleOrder, sample_keys, shuffled
 from vitpar.errors import RecipeError
 
 

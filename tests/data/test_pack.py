@@ -17,8 +17,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from helpers.tiny_images import CLASSES, encoded, write_classes, write_tree, write_zips
-from vitpar.data import Reencode, ShardSet, pack, verify
-from vitpar.data.shards.pack import SKIPPED
+from vitpar.data.shards.pack import SKIPPED, Reencode, pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
 from vitpar.data.sources import open_source
 from vitpar.data.survey import survey
 from vitpar.data.text.pack import SHARD_SEQUENCES
@@ -273,7 +274,7 @@ def test_killed_packing_leaves_no_usable_data_set_and_resumes(tmp_path):
     write_classes(tmp_path / "source", 6)
     program = """if True:
         import os, sys
-        from vitpar.data import pack
+        from vitpar.data.shards.pack import pack
         stop = lambda split, done, total: split == "val" and done == total and os._exit(9)
         pack(sys.argv[1], sys.argv[2], shard_samples=5, progress=stop)
     """
@@ -301,7 +302,7 @@ def test_full_disk_is_reported_and_leaves_no_data_set(tmp_path):
     write_classes(tmp_path / "source", 6)
     program = """if True:
         import resource, sys
-        from vitpar.data import pack
+        from vitpar.data.shards.pack import pack
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
         import signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -11,10 +11,9 @@ from sklearn.datasets import load_sample_images
 from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
 from helpers.policy_operations import changed_image, drawn
-from vitpar.data import parse_policy
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policies
-from vitpar.data.transforms.policies import OPERATIONS, Operation
+from vitpar.data.transforms.policies import OPERATIONS, Operation, parse_policy
 
 pytestmark = pytest.mark.usefixtures("seeded")
 timms = timm.data.auto_augment

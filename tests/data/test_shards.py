@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from helpers.tiny_images import CLASSES, write_tree
-from vitpar.data import ShardSet, pack
 from vitpar.data.shards import manifest
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 
 

@@ -13,7 +13,8 @@ from helpers.cifar_files import cifar_files
 from helpers.imagenet_archives import tar
 from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_classes
-from vitpar.data import ShardSet, pack
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
 

@@ -8,7 +8,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from helpers.tiny_images import encoded
-from vitpar.data import ShardSet, pack
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources import open_source
 from vitpar.data.sources.contents import describe
 from vitpar.errors import DataError

@@ -20,9 +20,11 @@ import torch
 from webdataset import TarWriter
 
 from helpers.streamed_shards import png, served, write_shards
-from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamLoader, StreamPart, StreamSet, TrainTransform
+from vitpar.data.shards.index import Labels
 from vitpar.data.stream import urls
-from vitpar.data.stream.stream_set import Reader
+from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
+from vitpar.data.stream.stream_set import Reader, StreamPart, StreamSet
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 

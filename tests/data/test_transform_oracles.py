@@ -12,10 +12,11 @@ from sklearn.datasets import load_sample_images
 
 from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
-from vitpar.data import EvalTransform, Normalize, TrainTransform
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms.batch import Normalize
 from vitpar.data.transforms.choices import draw_changes, draw_crops
 from vitpar.data.transforms.names import CropMode, Interpolation
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 pytestmark = pytest.mark.usefixtures("seeded")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

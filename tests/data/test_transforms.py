@@ -10,9 +10,11 @@ import torch
 from PIL import Image, ImageOps
 
 from helpers.tiny_images import encoded
-from vitpar.data import EvalTransform, Normalize, Reencode, TrainTransform
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import Draws, sample_keys
+from vitpar.data.shards.pack import Reencode
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import RecipeError
 
 

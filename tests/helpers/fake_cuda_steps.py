@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers.fake_cuda import DEVICE, FakeCuda
 from helpers.written_weights import weights_of
 from vitpar import model_config, parse, validate
-from vitpar.data import Batch, TrainTransform
+from vitpar.data.loader import Batch
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.tasks.image_data import transform_settings

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitpar.data import EvalTransform, Labels, StreamEvalLoader, StreamSet
+from vitpar.data.shards.index import Labels
+from vitpar.data.stream.loader import StreamEvalLoader
+from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import UserError
 
 

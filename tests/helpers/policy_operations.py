@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
-from vitpar.data import TrainTransform
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.operations import CHANGES, arguments
 from vitpar.data.transforms.policies import OPERATIONS, Context
+from vitpar.data.transforms.sample import TrainTransform
 
 Array = NDArray[Any]
 

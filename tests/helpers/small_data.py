@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitpar.data import ShardSet, pack
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
 
 CLASSES = 7
 TRAIN, VAL = 5, 17

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from helpers.ranks import in_forks, two_ranks
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
-from vitpar.checkpoint import Writer, load_tensors
+from vitpar.checkpoint.reader import load_tensors
+from vitpar.checkpoint.writer import Writer
 from vitpar.launch import World, find_world, join, joined, leave, process_group
 from vitpar.launch.world_group import all_gather_json, barrier, broadcast_json, cpu_group
 

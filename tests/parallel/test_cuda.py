@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.paths import ROOT
 from helpers.small_data import pack_small
-from vitpar.checkpoint import Writer, load_tensors
+from vitpar.checkpoint.reader import load_tensors
+from vitpar.checkpoint.writer import Writer
 from vitpar.models import model_config
 from vitpar.models.packed_attention import attend_packed, packs_attention
 from vitpar.parallel.attention import CANDIDATES, choose_attention, use_attention

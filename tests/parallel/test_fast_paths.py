@@ -16,7 +16,7 @@ import torch
 from helpers.command_line import refusal, run
 from helpers.paths import ROOT
 from vitpar import ViTConfig, model_config, parse, validate
-from vitpar.data import Normalize
+from vitpar.data.transforms.batch import Normalize
 from vitpar.errors import RecipeError
 from vitpar.models.compiled import trains_compiled
 from vitpar.parallel import attention, compiling

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from helpers.many_ranks import Turns
 from helpers.paths import EXPERIMENTS
@@ -25,7 +26,7 @@ from helpers.ranks import TIMEOUT, RankError, in_forks
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import copy_whole_
 from vitpar.models.vit.foreign import parts, renamed
-from vitpar.parallel.pipeline import CLASSES, build_schedule, pipeline_stage
+from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.sharded import box_of, local
 from vitpar.strategy import Plan, stages_of_rank
 from vitpar.training.optim.optimizer import ShardedOptimizer
@@ -90,7 +91,7 @@ def step_of_ranks(config: ViTConfig, plan: Plan, batch: int, expected: Step) -> 
         error = np.abs(mine - part).max(initial=0.0) / max(1e-3, np.abs(whole).max())
         errors[name] = np.maximum(errors.get(name, 0.0), error).item()  # unlike max(), it keeps NaN
 
-    list_actions_once(CLASSES[plan.schedule])
+    list_actions_once(get_schedule_class(plan.schedule))
 
     def rank(number: int) -> float:
         model = parallelize(config, plan, Execution(batch, precision="fp64"), "cpu")
@@ -181,7 +182,7 @@ def weight_of(stage: int) -> float:
 
 def step_of_scales(plan: Plan, microbatches: int) -> dict[int, float]:
     """Return the gradient of each stage's weight, for the sum of the outputs for inputs 1, 2 and so on."""
-    list_actions_once(CLASSES[plan.schedule])
+    list_actions_once(get_schedule_class(plan.schedule))
 
     def rank(number: int) -> dict[int, float]:
         modules = {index: Scale(weight_of(index)) for index in stages_of_rank(number, plan)}

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from vitpar.parallel.pipeline_orders import ActionPart, action_order
 from vitpar.planner.cost.pipeline import CrossTraffic, duration, replay
 from vitpar.strategy import Plan, parse
+from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
 
 def piped(ranks: int, schedule: str, virtual_stages: int = 1) -> Plan:

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.hostile_files import accepted
 from helpers.hostile_pieces import LONG, WORDS, pairs
-from vitpar.data import Labels
+from vitpar.data.shards.index import Labels
 from vitpar.errors import StrategyError
 from vitpar.launch import expand_hosts
 from vitpar.limits import MAX_QUOTED_CHARS

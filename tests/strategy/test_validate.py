@@ -189,8 +189,7 @@ def test_schedule_rules_match_torch() -> None:
     """torch's schedule constructors accept exactly the numbers of micro-batches that vitpar accepts."""
     import torch
     from torch.distributed import pipelining
-
-    from vitpar.parallel.pipeline import CLASSES
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
     def stage(index: int, plan: Plan) -> Any:
         place = {"stage_index": index, "num_stages": plan.num_stages, "is_first": index == 0, "is_last": False}
@@ -205,7 +204,7 @@ def test_schedule_rules_match_torch() -> None:
                 pipelining.Schedule1F1B(stage(0, plan), microbatches)
             else:
                 stages = [stage(index, plan) for index in stages_of_rank(0, plan)]
-                CLASSES[plan.schedule](stages, microbatches, loss_fn=lambda *_: None)
+                get_schedule_class(plan.schedule)(stages, microbatches, loss_fn=lambda *_: None)
         except ValueError:
             return False
         return True

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from helpers.ranks import RankPool
 from helpers.small_data import damage, pack_small
 from helpers.trained import recipe_of
-from vitpar.data import EvalTransform, ShardSet
 from vitpar.data.images import decode
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.launch.world_group import barrier

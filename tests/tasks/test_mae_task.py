@@ -19,8 +19,8 @@ from helpers.html_pages import Page
 from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
 from helpers.oracles import timm, transformers
 from helpers.small_data import damage
-from vitpar.data import ShardSet
 from vitpar.data.images import decode
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.models.mae.masking import masked, masking_noise
 from vitpar.runs.predictions import drawn_samples

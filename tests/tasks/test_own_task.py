@@ -15,9 +15,11 @@ from helpers.small_data import CLASSES, VAL, pack_small, rename_classes
 from helpers.trained import recipe_of, rows, train
 from vitpar import parse, validate
 from vitpar.check import CheckResult, check_plan
-from vitpar.checkpoint import Checkpoints
-from vitpar.data import EvalTransform, Normalize, ShardSet
+from vitpar.checkpoint.folder import Checkpoints
 from vitpar.data.images import decode
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError
 from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel

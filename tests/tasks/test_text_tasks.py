@@ -14,8 +14,10 @@ from helpers.ranks import RankPool
 from helpers.trained import rows, train
 from vitpar import parse, validate
 from vitpar.check import check_plan, recipe_to_check
-from vitpar.data.text import TextEvalLoader, TextSet, pack_text
+from vitpar.data.text.loader import TextEvalLoader
 from vitpar.data.text.masking import span_lengths
+from vitpar.data.text.pack import pack_text
+from vitpar.data.text.text_set import TextSet
 from vitpar.errors import RecipeError
 from vitpar.models import IGNORED, ModelConfig, model_config
 from vitpar.models.initial import initialise

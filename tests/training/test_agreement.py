@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.ranks import RankPool
 from helpers.small_data import pack_small, rename_classes
 from helpers.trained import recipe_of, trainer_of
-from vitpar.data import ShardSet
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import RecipeError
 from vitpar.strategy import parse
 from vitpar.training.agreement import refuse_disagreement

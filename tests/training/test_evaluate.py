@@ -17,8 +17,11 @@ from helpers.calibration import expected_calibration_error
 from helpers.ranks import RankPool
 from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
 from vitpar import ViTConfig, model_config, parse, validate
-from vitpar.data import EvalTransform, Normalize, ShardSet, Skipped
 from vitpar.data.images import decode
+from vitpar.data.loader import Skipped
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.models.initial import initialise

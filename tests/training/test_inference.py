@@ -13,9 +13,10 @@ from helpers.foreign_weights import CLASSES, SIZE, TIMM_CONFIG, saved, timm_stat
 from helpers.ranks import RankPool
 from helpers.tiny_images import encoded
 from vitpar import Execution, create_model, load_weights, model_config, parallelize, parse, validate
-from vitpar.data import EvalTransform, Normalize
 from vitpar.data.image_files import ImageFiles, NotedImages
 from vitpar.data.images import decode
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.inference import feature_width, outputs

@@ -16,7 +16,11 @@ from helpers.ranks import RankPool
 from helpers.run_folder import losses_of, rows_of
 from helpers.small_data import pack_small
 from helpers.trained import CPU, recipe_of, train, trainer_of
-from vitpar.data import EvalLoader, EvalTransform, Normalize, SampleOrder, ShardSet, TrainLoader, TrainTransform
+from vitpar.data.loader import EvalLoader, TrainLoader
+from vitpar.data.randomness import SampleOrder
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.batch import Normalize
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import RecipeError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel

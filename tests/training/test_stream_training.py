@@ -14,7 +14,7 @@ from helpers.run_folder import losses_of, rows_of
 from helpers.streamed_shards import brightness, served, write_shards
 from helpers.trained import recipe_text
 from vitpar import model_config, parse, validate
-from vitpar.data import Labels, index
+from vitpar.data.shards.index import Labels, index
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize

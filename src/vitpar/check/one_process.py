@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from vitpar.check.samples import Drawn, Pixels, Samples
 from vitpar.check.updates import Updates
-from vitpar.data import Mixed
+from vitpar.data.transforms.batch import Mixed
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel

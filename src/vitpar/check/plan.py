@@ -12,7 +12,7 @@ from torch import Tensor
 from vitpar.check.compare import IMAGES, LEAST, CheckResult, Comparison, compare, compare_numbers, noise_of
 from vitpar.check.one_process import FROZEN, OneProcess, Trace
 from vitpar.check.samples import Drawn, Pixels, Samples, draw_samples
-from vitpar.data import Batch
+from vitpar.data.loader import Batch
 from vitpar.launch.world_group import all_reduce_, broadcast_json
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.families import family_of

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitpar.data import Mixed
 from vitpar.data.randomness import sample_keys
+from vitpar.data.transforms.batch import Mixed
 from vitpar.models.config import ModelConfig
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import order_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,18 +32,8 @@ OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 """Settings of glibc's malloc that decide when freed memory is returned to the system, if the environment sets them."""
 
 
-GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
-"""Device files of drivers whose GPUs torch.cuda can have: NVIDIA's, on Jetson, in WSL, and AMD's."""
-
-
 def has_cuda() -> bool:
-    """Return whether torch has a GPU to compute on. Without a driver, or if all GPUs are hidden, torch is not imported.
-
-    Importing torch takes seconds. If it is imported already, it is asked.
-    """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if sys.modules.get("torch") is None and (hidden or not any(map(os.path.exists, GPU_DRIVERS))):
-        return False
+    """Return whether torch has a GPU to compute on."""
     import torch
 
     return torch.cuda.is_available()

@@ -8,16 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import LayeredModel, given_sides
@@ -25,14 +17,6 @@ from vitpar.parallel.redistribute import Redistribute
 from vitpar.strategy import ActivationPart, Plan, rank_of_stage
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-CLASSES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
-    "zbvzerobubble": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 
 class _Stage(PipelineStage):
@@ -136,7 +120,7 @@ def build_schedule(
     """
     # scale_grads=False: `loss` divides by the global batch, so the gradients of micro-batches just add up. AdamW and
     # clipping would hide a wrong scale in the loss curve (upstream: torchtitan#2972).
-    kind = CLASSES[plan.schedule]
+    kind = get_schedule_class(plan.schedule)
     if issubclass(kind, PipelineScheduleMulti):
         return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
     (stage,) = stages

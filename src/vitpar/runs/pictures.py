@@ -41,9 +41,9 @@ def _pipeline(plan: Plan, page: Charts) -> str:
 
     It assumes equal stages, a backward twice as long as the forward, and free communication.
     """
-    from vitpar.parallel.pipeline_orders import action_order
     from vitpar.planner.cost.pipeline import UNITS, idle_share, replay
     from vitpar.planner.report.timeline import spans_of
+    from vitpar.strategy.pipeline_orders import action_order
 
     batches = plan.microbatches or 1
     if 3 * batches * plan.num_stages > MOST_ACTIONS:

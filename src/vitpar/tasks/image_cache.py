@@ -5,7 +5,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from vitpar.data import ImageCache, ShardSet, decoded_bytes
+from vitpar.data.cache import ImageCache, decoded_bytes
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json

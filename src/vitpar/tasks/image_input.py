@@ -8,27 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data import (
-    Batch,
-    CachedSet,
-    EvalLoader,
-    EvalTransform,
-    Loader,
-    LoaderSettings,
-    Mix,
-    Normalize,
-    ShardSet,
-    Skipped,
-    StreamEvalLoader,
-    StreamLoader,
-    StreamPart,
-    StreamSet,
-    TrainLoader,
-    TrainTransform,
-)
+from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
 from vitpar.data.image_files import NotedImages
+from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skipped, TrainLoader
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
+from vitpar.data.stream.stream_set import StreamPart, StreamSet
+from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_

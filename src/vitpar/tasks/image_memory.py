@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data import EvalTransform, ShardSet
 from vitpar.data.cache import Shape
 from vitpar.data.held import SharedPixels, decode_into
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json

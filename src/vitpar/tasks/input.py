@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from vitpar.data import Skipped
+from vitpar.data.loader import Skipped
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.tasks.task import StepInput
 

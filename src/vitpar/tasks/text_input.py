@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data import Skipped
+from vitpar.data.loader import Skipped
 from vitpar.data.text.loader import TextBatch, TextEvalLoader, TextLoader
 from vitpar.data.text.text_set import TextSet
 from vitpar.launch.local_ranks import local_ranks

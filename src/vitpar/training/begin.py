@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import ModelError, RecipeError

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data import Skipped, StreamSet
+from vitpar.data.loader import Skipped
+from vitpar.data.stream.stream_set import StreamSet
 from vitpar.errors import DataError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED

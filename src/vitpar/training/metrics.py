@@ -26,7 +26,7 @@ from vitpar.tasks import Metric
 from vitpar.training.device_load import device_load
 
 if TYPE_CHECKING:
-    from vitpar.data import Batch
+    from vitpar.data.loader import Batch
     from vitpar.training.recipe import Recipe
     from vitpar.training.signals import LayerSignals
     from vitpar.training.step import Stepped

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.copying import refuse_used
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, DataError, RecipeError

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.checkpoint import BestEvaluation, Checkpoint, Facts
+from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Facts
 from vitpar.copying import upload_end
-from vitpar.data import Batch
+from vitpar.data.loader import Batch
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.launch.world_group import broadcast_json

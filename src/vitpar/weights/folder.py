@@ -33,11 +33,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vitpar.checkpoint import Checkpoint, load_tensors
 from vitpar.checkpoint.atomic import begin, flush, partial, publish
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, PARAMETERS, RECIPE, damage
 from vitpar.checkpoint.index import INDEX as CHECKPOINT_INDEX
-from vitpar.checkpoint.reader import read_whole
+from vitpar.checkpoint.reader import load_tensors, read_whole
 from vitpar.errors import CheckpointError, DataError, ModelError
 from vitpar.io import open_regular, read_text, writing
 from vitpar.launch.world_group import all_gather_json, barrier

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vitpar.data.text import mlm, shift_right, span_lengths, spans, tokens_for_inputs
+from vitpar.data.text.masking import mlm, shift_right, span_lengths, spans, tokens_for_inputs
 from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 

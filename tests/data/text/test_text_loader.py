@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from helpers.tiny_text import documents
-from vitpar.data import SampleOrder
-from vitpar.data.randomness import sample_keys
-from vitpar.data.text import TextEvalLoader, TextLoader, TextSet, pack_text, text_set
+from vitpar.data.randomness import SampleOrder, sample_keys
+from vitpar.data.text import text_set
+from vitpar.data.text.loader import TextEvalLoader, TextLoader
+from vitpar.data.text.pack import pack_text
+from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
 from vitpar.models import IGNORED
 

@@ -15,11 +15,16 @@ import webdataset
 
 from helpers.tiny_images import write_classes
 from helpers.tiny_text import documents, write_tokenizer
-from vitpar.data import ShardSet, index, pack, verify
+from vitpar.data.shards.index import index
 from vitpar.data.shards.manifest import MANIFEST, read_manifest
-from vitpar.data.text import TextSet, pack_text, sources, token_file
+from vitpar.data.shards.pack import pack
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.shards.verify import verify
+from vitpar.data.text import sources, token_file
+from vitpar.data.text.pack import pack_text
 from vitpar.data.text.sources import open_text
 from vitpar.data.text.survey import text_survey
+from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
 from vitpar_cli.data import app
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.paths import ROOT
-from vitpar.data import parse_policy
+from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
 from vitpar.tasks.image_input import transforms

@@ -9,7 +9,8 @@ import pytest
 from helpers.command_line import refusal
 from helpers.hostile_files import accepted
 from helpers.hostile_pieces import LONG, WORDS, pairs
-from vitpar.data import EvalTransform, parse_policy
+from vitpar.data.transforms.policies import parse_policy
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError, UserError
 from vitpar.limits import MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.tasks.image_input import transforms

@@ -16,7 +16,7 @@ from helpers.command_line import started
 from helpers.injected_faults import FAULTS, OF_RANK_0, OF_SAVES, TOLD
 from helpers.killed_runs import alive, rows
 from helpers.shared_runs import shared_run
-from vitpar.checkpoint import Checkpoint, Checkpoints
+from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.errors import CheckpointError
 
 DEPTH, STEPS = 4, 40

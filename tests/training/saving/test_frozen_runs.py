@@ -9,7 +9,7 @@ import torch
 from helpers.ranks import RankPool
 from helpers.trained import STEPS, assembled, recipe_of, rows, train, trainer_of
 from vitpar import model_config
-from vitpar.checkpoint import Checkpoint
+from vitpar.checkpoint.folder import Checkpoint
 from vitpar.errors import CheckpointError
 from vitpar.models.lora import LoRA
 from vitpar.runs.folder import RunRecord

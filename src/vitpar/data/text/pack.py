@@ -144,7 +144,7 @@ def pack_text(
     progress: called as documents are tokenised and sequences written.
     opened: called with the opened source and tokenizer before anything is written.
 
-    Raises DataError for a source or tokenizer that cannot be read, and as `vitpar.data.pack` does.
+    Raises DataError for a source or tokenizer that cannot be read, and as `vitpar.data.shards.pack.pack` does.
     """
     if not 1 <= tokens <= MAX_TOKENS:
         raise DataError(f"sequences of {tokens:,} tokens are out of range: choose from 1 to {MAX_TOKENS:,}")

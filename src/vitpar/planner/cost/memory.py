@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitpar.parallel.pipeline_orders import ActionPart
 from vitpar.planner.cost.stage import StageCost, StageLayer
+from vitpar.strategy.pipeline_orders import ActionPart
 
 PARTS = (
     "parameters",

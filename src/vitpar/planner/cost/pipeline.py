@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 
-from vitpar.parallel.pipeline_orders import ActionOrder, ActionPart, action_order
 from vitpar.planner.cost.links import Wires
 from vitpar.strategy import Plan
+from vitpar.strategy.pipeline_orders import ActionOrder, ActionPart, action_order
 
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Relative duration of a stage's actions: forward, gradients of inputs, of weights, of both."""

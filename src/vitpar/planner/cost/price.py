@@ -15,7 +15,6 @@ from itertools import pairwise
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import LayerDescription, layer_of
 from vitpar.models.roles import parameter_splits
-from vitpar.parallel.pipeline_orders import ActionOrder, action_order
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
     RankGroup,
@@ -45,6 +44,7 @@ from vitpar.strategy import (
     stages_of_rank,
 )
 from vitpar.strategy.layout import Layout, mesh_axes, sharding_axes
+from vitpar.strategy.pipeline_orders import ActionOrder, action_order
 from vitpar.strategy.stages import sharing_places, travel_layout
 from vitpar.text import count, size
 

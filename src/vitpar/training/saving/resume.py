@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitpar.checkpoint import Checkpoint, Checkpoints
+from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError

@@ -12,9 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
-from vitpar.checkpoint import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale, Writer, load_tensors
+from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale
 from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
-from vitpar.checkpoint.writer import Saved
+from vitpar.checkpoint.reader import load_tensors
+from vitpar.checkpoint.writer import Saved, Writer
 from vitpar.copying import upload_checkpoint
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json

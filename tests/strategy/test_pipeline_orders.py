@@ -5,12 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from vitpar.parallel.pipeline import CLASSES
-from vitpar.parallel.pipeline_orders import ActionPart, action_order
 from vitpar.strategy import SCHEDULES, Plan, rank_of_stage
 from vitpar.strategy.batch import schedule_objection
+from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
 
 def recorded(kind: type[PipelineScheduleSingle], pp: int, stages: int, microbatches: int) -> list[list[ActionPart]]:
@@ -35,7 +34,7 @@ def recorded(kind: type[PipelineScheduleSingle], pp: int, stages: int, microbatc
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_order_of_one_stage_is_that_of_torch(schedule: str) -> None:
-    kind: Any = CLASSES[schedule]
+    kind: Any = get_schedule_class(schedule)
     for pp in (2, 3, 5, 8):
         plan = Plan(pp=pp, schedule=schedule)
         for microbatches in (n for n in (*range(1, 18), 31) if schedule_objection(plan, n) is None):

@@ -4,9 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
-from vitpar.parallel.pipeline import CLASSES
 from vitpar.strategy.plan import Plan
 
 ActionPart = tuple[str, int, int]
@@ -20,10 +17,12 @@ def action_order(plan: Plan, microbatches: int) -> ActionOrder:
 
     The schedule must accept the number of micro-batches (``vitpar.strategy.batch.schedule_objection``).
     """
-    kind, ranks = CLASSES[plan.schedule], plan.pipeline_degree
-    if not issubclass(kind, PipelineScheduleMulti):
-        run = _gpipe if plan.schedule == "gpipe" else _one_forward_one_backward
+    ranks = plan.pipeline_degree
+    if run := {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}.get(plan.schedule):
         return {pp: list(run(pp, ranks, microbatches)) for pp in range(ranks)}
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    kind = get_schedule_class(plan.schedule)
     # These attributes are all that a schedule reads from a stage to list its actions.
     stage: Any = SimpleNamespace(num_stages=plan.num_stages, group_size=ranks, group_rank=0, submod=None)
     # Adding sends and receives to the list takes longer than everything else here.

@@ -123,16 +123,6 @@ MICRO = Job(
 )
 
 
-def repetition(limit: float, *words: str) -> Job:
-    """Return a comparison of gradients that should be equal bit by bit."""
-    predicted = "compiled blocks differ between processes, nothing else; cudnn may"
-    command = ("experiments/gpu_repeat.py", "--json", RESULT, *words)
-    return Job("repetition of compiled blocks" if words else "repetition", limit, predicted, command, rehearsal=TINY)
-
-
-REPEAT = repetition(90)
-
-
 def tests(name: str, limit: float, prediction: str, chosen: str, *files: str) -> Job:
     """Return the tests that pytest's expression `chosen` names, of tests/parallel/test_cuda.py and other files."""
     words = ("-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-n", "4", "--junitxml", RESULT)
@@ -152,22 +142,6 @@ def planner(name: str, limit: float, prediction: str, *words: str, small: tuple[
 STEPS = ("--sections", "vitpar", "--steps", "6", "--models")
 INPUT = ("--sections", "vitpar", "input", "--steps", "6", "--batch-size", "256")
 WAYS = ("--workers", "4", "8", "15", "--augment", "crop", "rand", "--decode", "host", "device")
-SHALLOW = ("--set", "model.depth=2", "--set", "model.decoder_depth=1")
-BERT, T5, MAE = (
-    ("--task", "mlm", "--num-classes", "30522", "--model"),
-    ("--task", "span", "--num-classes", "32128", "--model"),
-    ("--task", "mae", "--model"),
-)
-"""Words that choose a task; a model's name follows."""
-TINY_TEXT = tuple(
-    word
-    for setting in ("embed_dim=32", "depth=2", "num_heads=2", "mlp_hidden_dim=64", "tokens=32", "vocab_size=1000")
-    for word in ("--set", f"model.{setting}")
-)
-TINY_BERT = (*TINY_TEXT, "--num-classes", "1000")
-TINY_T5 = (*TINY_BERT, "--set", "model.head_dim=16", "--set", "model.decoder_depth=2")
-TINY_MAE = ("--set", "model.image_size=32", "--set", "model.depth=2", "--set", "model.decoder_depth=2")
-
 HARDWARE, MODEL, RECIPE = f"{WORK}/hardware.json", f"{WORK}/model.json", "experiments/planner_gpu.toml"
 SMALL_MODEL = ("--recipe", "experiments/planner.toml")
 PROFILED = ("--recipe", RECIPE, "--ranks", "1", "--out", MODEL)
@@ -234,31 +208,6 @@ PROGRAMMES: dict[str, tuple[Call, ...]] = {
             (
                 (cifar(140, "60,000 images/s; top-1 88 to 91 % after about 110 epochs"),),
                 (peers(BASE, 130, "timm takes 1.1 to 1.25 times as long"),),
-            )
-        ),
-    ),
-    # The largest gap that A showed, products and the passes between them; models of other inputs than labelled images.
-    "B": (
-        Call(
-            (
-                (
-                    REPEAT,
-                    check("check BERT", "bf16", *BERT, "bert_base", "--set", "model.depth=4", small=TINY_BERT),
-                    check("check T5", "bf16", *T5, "t5_small", small=TINY_T5),
-                    check("check MAE", "bf16", *MAE, "mae_vit_base", "--set", "model.depth=4", small=TINY_MAE),
-                ),
-                (product("MAE", 75, "MFU 30 %", *MAE, "mae_vit_large", "--batch-size", "256", small=TINY_MAE),),
-            )
-        ),
-        Call(
-            (
-                (product("BERT", 65, "MFU 45 %", *BERT, "bert_large", "--batch-size", "64", small=TINY_BERT),),
-                (product("T5", 65, "MFU 30 %", *T5, "t5_base", "--batch-size", "64", small=TINY_T5),),
-                (bench("steps", 95, "MFU 46 %", *STEPS, LARGE),),
-                (
-                    repetition(105, "--cases", "compiled", "deterministic", "--kernels", "cudnn", "flash"),
-                    check("check MAE, smaller", "bf16", *MAE, "mae_vit_base", *SHALLOW, small=TINY_MAE),
-                ),
             )
         ),
     ),

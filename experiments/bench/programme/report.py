@@ -75,20 +75,6 @@ def _checks(runs: Runs) -> Iterator[str]:
     yield from table(("check", "predicted", "measured", "nearest to its limit"), rows)
 
 
-def _repeated(runs: Runs) -> Iterator[str]:
-    """Whether gradients of two steps are equal bit by bit, and how many are not."""
-    rows = []
-    jobs = [job for job in runs if job.startswith("repetition")]
-    for row in (row for job in jobs for row in _found(runs, job).get("rows", ())):
-        words = [row.get("error", "")] * 2 if "error" in row else []
-        for where in ("in_a_process", "between_processes") if not words else ():
-            differ = [len(names) for names in row[where]]
-            words.append("equal" if not any(differ) else f"**differ**: {' and '.join(map(str, differ))} gradients")
-        rows.append([row["case"], row["attention"], *words])
-    if rows:
-        yield from table(("blocks", "attention", "in a process", "in two processes"), rows)
-
-
 def _tests(runs: Runs) -> Iterator[str]:
     for job, run in runs.items():
         if job.startswith("tests") and (found := run["found"]):
@@ -224,7 +210,6 @@ def _validated(runs: Runs) -> Iterator[str]:
 
 SECTIONS = {
     "Checks": _checks,
-    "Repetition": _repeated,
     "Tests": _tests,
     "Steps": _steps,
     "Steps by vitpar bench": _products,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers.command_line import run_without_torch
+from helpers.command_line import run
 from helpers.paths import ROOT
 from vitpar import model_config, parse, validate
 from vitpar.errors import StrategyError
@@ -21,9 +21,9 @@ NAMES = ("vit_base_patch16_224", "swin_large_patch4_window12_384")
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the list of models, two single models, and one family as JSON, printed without torch."""
+    """Return the list of models, two single models, and one family as JSON."""
     commands = [[], *([name] for name in NAMES), ["swin", "--json"], ["Base*dinov3", "--json"], ["7b"]]
-    found = run_without_torch(tmp_path_factory.mktemp("models"), [["models", *words] for words in commands])
+    found = [run(tmp_path_factory.mktemp("models"), ["models", *words]) for words in commands]
     assert [(done.returncode, done.stderr) for done in found] == [(0, "")] * len(found)
     return [done.stdout for done in found]
 

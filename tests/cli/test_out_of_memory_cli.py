@@ -20,8 +20,9 @@ if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK") and "FAILING_PH
         import vitpar.training.build
         vitpar.training.build.parallelize_checked = fail
     else:
-        import vitpar.models.vit.layers
-        vitpar.models.vit.layers.Block.forward = fail
+        from vitpar.models.vit.layers import Block
+        compute = Block.forward
+        Block.forward = lambda self, x, **more: compute(self, x, **more) if x.is_meta else fail()
 """
 
 

@@ -1,9 +1,12 @@
 """Worlds of processes found in a launcher's environment variables."""
 
+from pathlib import Path
+
 import pytest
 
 from vitpar.errors import LaunchError
-from vitpar.launch import World, expand_hosts, find_world
+from vitpar.launch import World, find_world
+from vitpar.launch.world import first_host
 
 TORCHRUN = {
     **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
@@ -12,7 +15,7 @@ TORCHRUN = {
 SLURM = {
     **{"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "11", "SLURM_STEP_NUM_TASKS": "11"},
     **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"},
-    **{"SLURM_STEP_NODELIST": "node[07-09]", "SLURM_JOB_NODELIST": "node[01-09]"},
+    **{"SLURM_STEP_NODELIST": "node07", "SLURM_JOB_NODELIST": "node[01-09]"},
 }
 OPENMPI = {
     **{"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-node01-77@1"},
@@ -80,12 +83,10 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
         (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),
-        (SLURM | {"SLURM_STEP_NODELIST": "node[7-"}, r"'node\[7-' is not of the form .* set MASTER_ADDR"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but .* lists 3 machines"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
         (TORCHRUN | {"WORLD_SIZE": "65537"}, "torchrun gave a world of 65537 ranks: start at most 65536, or correct"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x99999999)"}, r"'4\(x99999999\)' is not a count .* 65536 machines"),
         ({"WORLD_SIZE": "\x1b[2J" + "4" * 300}, r"WORLD_SIZE is \\x1b\[2J4{194}… but RANK is not set"),
     ],
 )
@@ -94,27 +95,13 @@ def test_contradictory_world_is_refused(env: dict[str, str], message: str) -> No
         find_world(env)
 
 
-def test_slurm_node_lists_are_expanded() -> None:
-    listings = {
-        "n1": ["n1"],
-        "node[01-03,7],b2": ["node01", "node02", "node03", "node7", "b2"],
-        "a[08-11]-ib": ["a08-ib", "a09-ib", "a10-ib", "a11-ib"],
-        "r[1-2]n[3,4],x.y-z": ["r1n3", "r1n4", "r2n3", "r2n4", "x.y-z"],
-    }
-    assert {listing: expand_hosts(listing) for listing in listings} == listings
-    assert len(expand_hosts("n[0-255]-[0-255]")) == 65536
-
-
-MALFORMED = ("", "n[", "n[1-]", "n[3-1]", "n]1[", "a,,b", "a,", "n[a-b]", "n[]", "a b")
-OVERSIZED = {
-    "lists more than 65536 hosts": ("n[0-99999999999]", "n[0-255][0-255][0-1]", "a," * 70000 + "b"),
-    "is not of the form": ("[0-65535]" + "[1]" * 30000, "[" * 50000),
-    "": MALFORMED,
-}
-
-
-@pytest.mark.parametrize(("what", "listing"), [(what, listing) for what in OVERSIZED for listing in OVERSIZED[what]])
-def test_malformed_and_oversized_slurm_node_lists_are_refused(what: str, listing: str) -> None:
-    with pytest.raises(LaunchError, match=f"{what}.*: set MASTER_ADDR to the host of rank 0") as refused:
-        expand_hosts(listing)
-    assert len(str(refused.value)) < 400
+def test_first_host_of_a_slurm_node_list_is_what_scontrol_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_host("n1") == "n1"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"'node\[01-03\],b' is unknown, .* set MASTER_ADDR to the host of"):
+        first_host("node[01-03],b")
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[01-03],b" ] && printf "node01\\nnode02\\n"'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    assert first_host("node[01-03],b") == "node01"

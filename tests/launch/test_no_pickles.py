@@ -1,6 +1,5 @@
 """Ranks never exchange pickles, because unpickling can run code."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from helpers.trained import recipe_of, train
 from vitpar import parse
-from vitpar.errors import FaultError
-from vitpar.launch import world_group
 from vitpar.launch.world_group import all_gather_json, broadcast_json
 
 VALUES = [None, True, 2**60, 1e-300, float("inf"), "é\ud800\n", [], {"a": [1, {"b": None}]}]
@@ -59,34 +56,3 @@ def test_json_values_arrive_unchanged(ranks: Callable[[int], RankPool]) -> None:
     for gathered, told in ranks(2).run(exchanged):
         assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
         assert [type(value) for value in gathered[1][1]] == [type(value) for value in VALUES]
-
-
-def spoilt(device: torch.device, message: bytes) -> list[str]:
-    """Return the errors of both collectives if rank 0 sends `message`; runs on every rank."""
-    errors = []
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 0:
-            tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0).byte()
-            patch.setattr(world_group, "_encoded", lambda value: tensor)
-        patch.setattr(world_group, "MAX_MESSAGE_BYTES", 1000)
-        for collective in (all_gather_json, broadcast_json):
-            try:
-                collective("fine")
-            except FaultError as error:
-                errors.append(str(error))
-    return errors
-
-
-BROKEN = [
-    (b"\x80\x04]q", "rank 0 sent invalid JSON"),
-    (b'"cut', "rank 0 sent invalid JSON"),
-    (b"[" * 999, "rank 0 sent invalid JSON"),
-    (b"", "rank 0 sent a message of 0 bytes"),
-    (json.dumps("x" * 2000).encode(), "rank 0 sent a message of 2,002 bytes, but 1 to 1,000 are accepted"),
-]
-
-
-def test_broken_messages_are_one_error_line_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
-    for message, sentence in BROKEN:
-        for errors in ranks(2).run(spoilt, message):
-            assert len(errors) == 2 and all(line.startswith(sentence) and "\n" not in line for line in errors), errors

@@ -9,7 +9,6 @@ from helpers.hostile_files import accepted
 from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.data.shards.index import Labels
 from vitpar.errors import StrategyError
-from vitpar.launch import expand_hosts
 from vitpar.limits import MAX_QUOTED_CHARS
 from vitpar.models import model_config
 from vitpar.strategy import Axis, Plan, Strategy, batch_arithmetic, parse
@@ -49,9 +48,7 @@ def test_hostile_words_of_strategies_are_read_or_refused() -> None:
             assert parse(str(parse(words))) == parse(words)
 
 
-@pytest.mark.parametrize(
-    ("kind", "parser"), [("label", Labels.parse), ("hosts", expand_hosts), ("model", model_config)]
-)
+@pytest.mark.parametrize(("kind", "parser"), [("label", Labels.parse), ("model", model_config)])
 def test_other_hostile_words_are_read_or_refused(kind: str, parser: Callable[[str], Any]) -> None:
     for words in (*pairs(*WORDS["words"][kind]), *LONG, "x" * 10**6):
         accepted(parser, words)

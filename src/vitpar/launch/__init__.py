@@ -13,12 +13,11 @@ package does not import torch.
 from vitpar.launch.local import spawn
 from vitpar.launch.process_group import in_world, join, joined, leave, share_cores
 from vitpar.launch.report import finish, report_failure, reporting
-from vitpar.launch.world import ALONE, World, expand_hosts, find_world
+from vitpar.launch.world import ALONE, World, find_world
 
 __all__ = [
     "ALONE",
     "World",
-    "expand_hosts",
     "find_world",
     "finish",
     "in_world",

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal
 
 from vitpar.errors import LaunchError
@@ -41,8 +41,6 @@ FIRST_PORT, NUM_PORTS = 20000, 12000
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _MOST_DIGITS = 20
 """Longest number that is parsed."""
-_MOST_HOST_CHARS = 255
-"""Longest name of a host."""
 
 
 @dataclass(frozen=True)
@@ -193,16 +191,16 @@ def _from_openmpi(env: Mapping[str, str]) -> World:
 def _from_slurm(env: Mapping[str, str]) -> World:
     size = _slurm_tasks(env)
     local_size = _slurm_tasks_here(env)
-    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST"))
     step = _slurm_step(env)
     assert step is not None
+    address = LOOPBACK if local_size == size else env.get("MASTER_ADDR")
     return World(
         rank=_integer(env, "SLURM_PROCID"),
         size=size,
         local_rank=_integer(env, "SLURM_LOCALID"),
         local_size=local_size,
         launcher="slurm",
-        master_addr=LOOPBACK if local_size == size else env.get("MASTER_ADDR") or hosts[0],
+        master_addr=address or first_host(env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")),
         master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run at the same time
     )
 
@@ -232,15 +230,8 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
     listing = env.get("SLURM_STEP_TASKS_PER_NODE")
     if not listing:
         return _integer(env, "SLURM_NTASKS_PER_NODE")
-    tasks: list[int] = []
-    for part in listing.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if match is None or len(tasks) + int(match[2] or 1) > MAX_RANKS:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE is '{shown(listing)}', where '{shown(part)}' is not a count such as 4 or "
-                f"4(x2) on at most {MAX_RANKS} machines: start the ranks with srun and leave its variables alone"
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
+    counts = re.findall(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?", listing)
+    tasks = [int(number) for number, machines in counts for _ in range(int(machines or 1))]
     node = _integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0
     if node >= len(tasks):
         raise LaunchError(
@@ -250,49 +241,23 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
     return tasks[node]
 
 
-def expand_hosts(listing: str) -> list[str]:
-    """Return the hosts of a SLURM node list in order: `n[01-03,7],b2` -> n01, n02, n03, n7, b2.
+def first_host(listing: str) -> str:
+    """Return the first host of a SLURM node list such as `n[01-03,7],b2`, as `scontrol` expands it.
 
-    Raises LaunchError if the list is malformed, or names more than MAX_RANKS hosts.
+    Raises LaunchError where there is no scontrol, as in a container.
     """
-    instead = "set MASTER_ADDR to the host of rank 0 instead"
-    malformed = LaunchError(f"the SLURM node list '{shown(listing)}' is not of the form a[1-3,7],b2: {instead}")
-    many = LaunchError(f"the SLURM node list '{shown(listing)}' lists more than {MAX_RANKS} hosts: {instead}")
-    hosts: list[str] = []
-    # Each of these expressions can match a text in only one way, so none backtracks over hostile input.
-    for name in re.sub(r"\[[^\[\]]*\]", lambda match: match[0].replace(",", "\n"), listing).split(","):
-        if not re.fullmatch(r"(?:[^\[\]\s]|\[[^\[\] ]+\])+", name):
-            raise malformed
-        choices: list[list[str]] = []
-        number, chars = 1, 0
-        for numbers, text in re.findall(r"\[([^\]]+)\]|([^\[]+)", name):
-            choices.append(_expand_numbers(numbers.split("\n"), malformed, many) if numbers else [text])
-            number *= len(choices[-1])
-            chars += max(map(len, choices[-1]))
-            if number > MAX_RANKS:
-                raise many
-            if chars > _MOST_HOST_CHARS:
-                raise malformed
-        hosts += ["".join(choice) for choice in product(*choices)]
-        if len(hosts) > MAX_RANKS:
-            raise many
-    return hosts
-
-
-def _expand_numbers(parts: list[str], malformed: LaunchError, many: LaunchError) -> list[str]:
-    """Return the numbers of ranges, with leading zeros kept: `01-03`, `7` -> 01, 02, 03, 7."""
-    numbers: list[str] = []
-    for part in parts:
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-        if match is None or max(len(match[1]), len(match[2] or "")) > _MOST_DIGITS:
-            raise malformed
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise malformed
-        if len(numbers) + last - first >= MAX_RANKS:
-            raise many
-        numbers += [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
-    return numbers
+    if not set(listing) & set("[,"):
+        return listing
+    try:
+        hosts = subprocess.run(["scontrol", "show", "hostnames", listing], capture_output=True, text=True).stdout
+    except OSError:
+        hosts = ""
+    if not hosts:
+        raise LaunchError(
+            f"the first host of the SLURM node list '{shown(listing)}' is unknown, since `scontrol show hostnames` "
+            "does not answer here: set MASTER_ADDR to the host of rank 0"
+        )
+    return hosts.split()[0]
 
 
 def _agreeing(world: World, env: Mapping[str, str]) -> World:

@@ -115,7 +115,8 @@ class Embed(Layer):
             x = x + self._positions(for_every_sample(self.pos_embed), grid, self.prefix_tokens)
         if self.training and keys is not None and self.dropout:
             x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
-        return x
+        # FSDP2 and pipelines hold on to what a layer gives: a view of the product, if nothing was added to it.
+        return x.clone() if x._is_view() else x
 
     def _positions(self, positions: Tensor, grid: int, prefix: int) -> Tensor:
         """Return positions [1, prefix + patches, features] for a grid of patches with another side."""

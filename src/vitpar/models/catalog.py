@@ -1,4 +1,4 @@
-"""Published models, and what a model consists of, without torch."""
+"""Published models, and what a model consists of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of the configurations of models, without torch: planning needs no tensors.
+"""Base of the configurations of models.
 
 A family is a folder with a configuration class (config), the classes of its layers (layers) and rules of initial values
 (initial).

@@ -1,4 +1,4 @@
-"""Description of a model's layers, without torch: all that plans, prices and checkpoints need to know about them.
+"""Description of a model's layers: all that plans, prices and checkpoints need to know about them.
 
 A model is ``embed``, ``blocks.0`` …, ``head``, each of which takes one tensor and gives one (`TensorSpec`). Between
 them run activations [batch, tokens, features], whose tokens and features may differ from boundary to boundary. What is

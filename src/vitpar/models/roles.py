@@ -1,4 +1,4 @@
-"""Roles of tensor parallelism: how each mode splits the parts of a layer, and what it sends. One table, without torch.
+"""Roles of tensor parallelism: how each mode splits the parts of a layer, and what it sends. One table.
 
 A layer's description names its modules and parameters with a role each (`ROLES`), and `TABLE` has a row for every mode
 and role. ``vitpar.parallel.styles`` computes what the table says, ``vitpar.strategy.traffic`` counts it, and

@@ -1,4 +1,4 @@
-"""Parameters that several layers share, without torch: who owns one, who has copies, and what is refused."""
+"""Parameters that several layers share: who owns one, who has copies, and what is refused."""
 
 from __future__ import annotations
 

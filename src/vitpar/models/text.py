@@ -1,4 +1,4 @@
-"""Base of the configurations of models of text, without torch."""
+"""Base of the configurations of models of text."""
 
 from __future__ import annotations
 

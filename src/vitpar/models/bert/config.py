@@ -1,4 +1,4 @@
-"""Configuration of BERT and the names it goes by, without importing torch (planning needs no tensors).
+"""Configuration of BERT and the names it goes by.
 
 Sizes are those of arXiv 1810.04805, names vitpar's or the Hugging Face hub's.
 """

@@ -1,1 +1,1 @@
-"""Masked autoencoders (arXiv 2111.06377): configuration (without torch) and layers."""
+"""Masked autoencoders (arXiv 2111.06377): configuration and layers."""

@@ -1,4 +1,4 @@
-"""Configuration of a masked autoencoder and the names it goes by, without importing torch (planning needs no tensors).
+"""Configuration of a masked autoencoder and the names it goes by.
 
 Sizes are those of arXiv 2111.06377 and its code (github.com/facebookresearch/mae).
 """

@@ -1,1 +1,1 @@
-"""Swin Transformers: configuration (without torch) and layers."""
+"""Swin Transformers: configuration and layers."""

@@ -1,4 +1,4 @@
-"""The shape of a Swin Transformer and the names it goes by, without importing torch (planning needs no tensors).
+"""The shape of a Swin Transformer and the names it goes by.
 
 Names and sizes are timm's (arXiv 2103.14030); the two of huge are Galvatron's.
 """

@@ -1,4 +1,4 @@
-"""Configuration of T5 and the names it goes by, without importing torch (planning needs no tensors).
+"""Configuration of T5 and the names it goes by.
 
 Sizes are those of arXiv 1910.10683 and of version 1.1 (google-research/text-to-text-transfer-transformer,
 released_checkpoints.md). Names are vitpar's or the Hugging Face hub's.

@@ -1,1 +1,1 @@
-"""Vision Transformers: configuration (without torch) and layers."""
+"""Vision Transformers: configuration and layers."""

@@ -1,4 +1,4 @@
-"""Configuration of a Vision Transformer, without importing torch (planning needs no tensors)."""
+"""Configuration of a Vision Transformer."""
 
 from __future__ import annotations
 

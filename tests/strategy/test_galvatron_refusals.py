@@ -90,32 +90,31 @@ def test_import_refuses_contradictions_with_the_model() -> None:
         from_galvatron([], 8)  # type: ignore[arg-type]
 
 
-CANNOT = "which Galvatron's file cannot express"
+CANNOT = "Galvatron's file cannot express"
 
 
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("pp", {}, f"the plan (pp) has an open degree, {CANNOT}: give pp a number"),
-        ("dp2xpp2", {}, f"the plan (dp2xpp2) has pp inside another axis, {CANNOT}: use pp2xdp2"),
-        ("pp2", {"schedule": "zbvzerobubble"}, "the plan (pp2) has schedule zbvzerobubble…: use gpipe or 1f1b"),
-        ("pp2", {"virtual_stages": 2}, f"the plan (pp2) has 2 virtual stages, {CANNOT}: set virtual_stages to 1"),
-        ("pp2", {"microbatches": None}, "the plan (pp2) has no number of micro-batches, which Galvatron's file…"),
+        ("pp", {}, f"{CANNOT} an open degree of the plan (pp): use a number for every axis"),
+        ("pp1: 1=dp, *=dp2", {}, f"{CANNOT} an open degree of the plan …: use a number for every axis"),
+        ("dp2xpp2", {}, f"{CANNOT} pp inside another axis (dp2xpp2): use pp2xdp2"),
+        ("pp2", {"schedule": "zbvzerobubble"}, f"{CANNOT} schedule zbvzerobubble: use gpipe or 1f1b"),
+        ("pp2", {"microbatches": None}, f"{CANNOT} a plan (pp2) without a number of micro-batches: use microbatches"),
         ("pp1: 0-7=dp2", {}, "blocks 0-7 are given a strategy but the model has 4 blocks, 0 to 3: change the group"),
-        ("pp1: 1=dp, *=dp2", {}, f"block 1 (dp) has an open degree, {CANNOT}: give every axis a number"),
-        ("pp1: 2=tp4+2d, *=dp4", {}, f"block 2 (tp4+2d) has 2d tensor parallelism, {CANNOT}: use tp4"),
-        ("pp1: 2=tp8+2.5d@2, *=dp8", {}, f"block 2 (tp8+2.5d@2) has 2.5d tensor parallelism, {CANNOT}: use tp8"),
-        ("pp1: 2=tp8+3d+ckpt, *=dp8", {}, f"block 2 (tp8+3d+ckpt) has 3d tensor parallelism, {CANNOT}: use tp8+ckpt"),
-        ("pp1: 1=tp4+sp, *=dp4", {}, "block 1 (tp4+sp) has +sp…: use tp4, and Galvatron's run-time flag for it"),
-        ("pp1: 3=fsdp2xdp2, *=dp4", {}, f"block 3 (fsdp2xdp2) has both dp and fsdp, {CANNOT}: use one, dp4 or fsdp4"),
-        ("pp1: 3=dp4+zero1, *=dp4", {}, f"block 3 (dp4+zero1) has +zero1, {CANNOT}: use dp4+zero2 or dp4"),
-        ("pp1: 0=fsdp4+offload, *=dp4", {}, f"block 0 (fsdp4+offload) has +offload, {CANNOT}: use fsdp4"),
-        ("pp1: 0=dp4+ckpt.selective, *=dp4", {}, "block 0 (dp4+ckpt.selective) has…: use dp4+ckpt or dp4"),
-        ("dp4+ckpt", {}, f"embed (dp4+ckpt) has +ckpt outside the blocks, {CANNOT}: use dp4 for embed and head"),
-        ("pp1: embed=dp4, *=dp4+ckpt", {}, "head (dp4+ckpt) has +ckpt outside the…: use dp4 for embed and head"),
-        ("tp2xdp2", {}, f"embed (tp2xdp2) has tp as its outer axis, {CANNOT}: use dp2xtp2 for embed and head"),
-        ("pp1: embed=dp4, *=fsdp4", {}, "embed is dp4 but head is fsdp4, and Galvatron's file has one strategy for…"),
-        ("pp1: 1=dp4+zero2, 2=dp2xtp2+zero2, *=dp4", {}, "embed is dp4 but…: use +zero2 in both or neither, or fsdp"),
+        ("pp1: 2=tp4+2d, *=dp4", {}, f"{CANNOT} block 2 as tp4+2d: use tp4"),
+        ("pp1: 2=tp8+2.5d@2, *=dp8", {}, f"{CANNOT} block 2 as tp8+2.5d@2: use tp8"),
+        ("pp1: 2=tp8+3d+ckpt, *=dp8", {}, f"{CANNOT} block 2 as tp8+3d+ckpt: use tp8+ckpt"),
+        ("pp1: 1=tp4+sp, *=dp4", {}, f"{CANNOT} block 1 as tp4+sp: use tp4"),
+        ("pp1: 3=fsdp2xdp2, *=dp4", {}, f"{CANNOT} block 3 as fsdp2xdp2: use fsdp4"),
+        ("pp1: 3=dp4+zero1, *=dp4", {}, f"{CANNOT} block 3 as dp4+zero1: use dp4"),
+        ("pp1: 0=fsdp4+offload, *=dp4", {}, f"{CANNOT} block 0 as fsdp4+offload: use fsdp4"),
+        ("pp1: 0=dp4+ckpt.selective, *=dp4", {}, f"{CANNOT} block 0 as dp4+ckpt.selective: use dp4+ckpt"),
+        ("dp4+ckpt", {}, f"{CANNOT} embed as dp4+ckpt: use dp4"),
+        ("pp1: embed=dp4, *=dp4+ckpt", {}, f"{CANNOT} head as dp4+ckpt: use dp4"),
+        ("tp2xdp2", {}, f"{CANNOT} embed as tp2xdp2: use dp2xtp2"),
+        ("pp1: embed=dp4, *=fsdp4", {}, f"{CANNOT} head as fsdp4: use dp4"),
+        ("pp1: 1=dp4+zero2, 2=dp2xtp2+zero2, *=dp4", {}, f"{CANNOT} embed as dp4: use dp4+zero2"),
         ("dp4", {"microbatches": 5}, "5 micro-batches cannot split the 4 samples of a data-parallel…: use 1, 2 or 4"),
     ],
 )

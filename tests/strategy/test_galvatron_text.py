@@ -86,9 +86,9 @@ def test_decoder_embedding_is_on_the_stage_of_the_first_decoder_block(
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("pp1: 24=fsdp8, *=dp8", {}, "embed is dp8 but block 24 is fsdp8, and Galvatron's file has one strategy for…"),
-        ("pp1: embed=dp8, head=dp8, *=dp8+ckpt", {}, "block 24 (dp8+ckpt) has…: use dp8 for embed, block 24 and head"),
-        ("pp2xdp4", {"split": (25, 24)}, "stage 0 ends with block 24, and in Galvatron that block, which embeds…"),
+        ("pp1: 24=fsdp8, *=dp8", {}, "Galvatron's file cannot express block 24 as fsdp8: use dp8"),
+        ("pp1: embed=dp8, head=dp8, *=dp8+ckpt", {}, "Galvatron's file cannot express block 24 as dp8+ckpt: use dp8"),
+        ("pp2xdp4", {"split": (25, 24)}, "Galvatron's file cannot express stages of 25, 24 blocks: use 24, 25"),
     ],
 )
 def test_export_refuses_what_a_file_of_a_t5_cannot_express(text: str, fields: dict[str, Any], message: str) -> None:

@@ -1,7 +1,6 @@
 """Packing of text: all of it comes back, in reproducible shards, from every kind of source and after interruptions."""
 
 import gzip
-import io
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import webdataset
 
 from helpers.tiny_images import write_classes
 from helpers.tiny_text import documents, write_tokenizer
@@ -172,7 +170,7 @@ def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, 
     with pytest.raises(KeyboardInterrupt):
         pack_text(source, tmp_path / "packed", progress=interrupt, **settings)
     assert not (tmp_path / "packed").exists()
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".packed.packing").glob("*.tar")}
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".packed.packing").glob("*.tokens")}
     seen = []
     encode = sources._field
     monkeypatch.setattr(sources, "_field", lambda *a: (seen.append(1), encode(*a))[1])
@@ -182,16 +180,23 @@ def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, 
     assert {name: (tmp_path / "packed" / name).stat().st_mtime_ns for name in before} == before
     assert bool(before) == (work != "train: kB of text") and (len(seen) == 30) == bool(before)
     pack_text(source, tmp_path / "other", seed=1, **settings)
-    assert files(tmp_path / "other")["train-000000.tar"] != files(tmp_path / "packed")["train-000000.tar"]
+    assert files(tmp_path / "other")["train-000000.tokens"] != files(tmp_path / "packed")["train-000000.tokens"]
 
 
-def test_other_readers_read_the_shards(tmp_path):
+def test_token_files_hold_the_ids_and_nothing_else(tmp_path):
+    pack_text(write_corpus(tmp_path, "jsonl", TEXTS), tmp_path / "packed", 16, val_fraction=0, shard_samples=20)
+    stored = [np.fromfile(path, "<u2") for path in sorted((tmp_path / "packed").glob("*.tokens"))]
+    assert len(stored) > 1 and np.concatenate(stored).tolist() == list(
+        b"".join(sequences(tmp_path / "packed", "train"))
+    )
+
+
+def test_text_of_a_former_format_is_refused_with_the_command_that_packs_it_again(tmp_path):
     pack_text(write_corpus(tmp_path, "jsonl", TEXTS), tmp_path / "packed", 16, val_fraction=0)
-    urls = [str(path) for path in sorted((tmp_path / "packed").glob("*.tar"))]
-    found = [sample["npy"] for sample in webdataset.WebDataset(urls, shardshuffle=False).decode()]
-    packed = sequences(tmp_path / "packed", "train")
-    assert found[0].dtype == np.uint16 and [bytes(ids.tolist()) for ids in found] == packed
-    assert np.load(io.BytesIO(TextSet.open(tmp_path / "packed", "train").read(3))).tolist() == found[3].tolist()
+    manifest = tmp_path / "packed" / MANIFEST
+    manifest.write_text(manifest.read_text().replace("train-000000.tokens", "train-000000.tar"))
+    with pytest.raises(DataError, match=r"former format: pack it again with `vitpar data pack .* --tokens 16 --overw"):
+        TextSet.open(tmp_path / "packed", "train")
 
 
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
@@ -214,12 +219,12 @@ def test_damage_is_found_by_verify_and_named_on_reading(tmp_path):
     text = TextSet.open(tmp_path / "packed", "train")
     path, whole = text.files[0], bytearray(text.files[0].read_bytes())
     stamp = path.stat()
-    whole[int(text._offset[5]) + 130] ^= 1
+    whole[int(text._offset[5]) + 2] ^= 1
     path.write_bytes(whole)
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     (problem,) = verify(tmp_path / "packed")
-    assert (problem.sample, problem.name) == (5, "train-000000.tar/00000005")
-    with pytest.raises(DataError, match=r"sample 'train-000000.tar/00000005' of .*its checksum differs"):
+    assert (problem.sample, problem.name) == (5, "train-000000.tokens/sequence 5")
+    with pytest.raises(DataError, match=r"sample 'train-000000.tokens/sequence 5' of .*its checksum differs"):
         text.read_batch(np.arange(10))
 
 

@@ -6,7 +6,8 @@ folder/
   train.index.npy       one ROW per sample, in shard order: place of its image, label and checksum
   val-000000.tar …, val.index.npy
 
-Shards of text have 00000000.npy, … instead, and the labels in their index are 0 (`vitpar.data.text`).
+Shards of text are files of token ids, train-000000.tokens …: the sequences one after another, without anything between.
+The labels in their index are 0 (`vitpar.data.text`).
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", 
 """Row of an index: number of the shard, label, byte offset and size of the encoded image, and its CRC-32 (zlib)."""
 MANIFEST = "dataset.json"
 """File name of the manifest."""
+TOKENS = ".tokens"
+"""End of the names of shards of text."""
 _CHUNK = 1 << 18  # rows read at a time
 
 
 class ShardEntry(Record):
-    """Tar file of a split."""
+    """Tar file, or token file, of a split."""
 
     file: str
     """Path relative to the folder of the data set."""
@@ -263,7 +266,8 @@ def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
     if not np.array_equal(rows["shard"], expected):
         return False
     sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
-    inside = (rows["offset"] >= tarfile.BLOCKSIZE) & (rows["offset"] <= sizes - rows["size"])
+    first = 0 if entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
+    inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"])
     inside &= (rows["size"] > 0) & (rows["size"] <= MAX_IMAGE_BYTES)
     known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
     return bool((inside & known).all())

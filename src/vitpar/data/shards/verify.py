@@ -15,7 +15,6 @@ from vitpar.data.shards.index import Labels, scan
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources.source import Progress
-from vitpar.data.text.shards import scan_text
 from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
 
@@ -75,11 +74,10 @@ def verify(
 def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | None:
     """Return the problem of shard `number` as a tar file, found from its headers and labels; None if there is none."""
     path, expected = shards.files[number], shards.rows_of(number)
+    if isinstance(shards, TextSet):  # opening it has compared the size
+        return None
     try:
-        if isinstance(shards, TextSet):
-            rows = scan_text(path, checksums=False)
-        else:
-            rows = scan(path, labels, checksums=False).numbered(shards.classes)
+        rows = scan(path, labels, checksums=False).numbered(shards.classes)
         same = len(rows) == len(expected) and all(
             np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
         )

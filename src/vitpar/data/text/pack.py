@@ -1,11 +1,12 @@
-"""Packing of text into shards: tokenise all documents, cut them into sequences, shuffle those, and write them."""
+"""Packing of text into token files: tokenise all documents, cut them into sequences, shuffle those, and write them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from numpy.typing import NDArray
 
 from vitpar.data.randomness import SampleOrder, shuffled
 from vitpar.data.shards.destination import LEFTOVERS, check_destination, put_in_place, stamps, workplace
-from vitpar.data.shards.manifest import ROW, Manifest, SplitEntry, write_manifest, write_split
+from vitpar.data.shards.manifest import ROW, TOKENS, Manifest, SplitEntry, write_manifest, write_split
 from vitpar.data.sources.source import Progress
 from vitpar.data.text.section import TextSection
-from vitpar.data.text.shards import scan_text, write_shard
 from vitpar.data.text.sources import Documents, TextSource, open_text
 from vitpar.data.text.token_file import TokenFile
 from vitpar.data.text.tokenizer import BYTES, Tokenizer, open_tokenizer
@@ -157,9 +157,9 @@ def pack_text(
     files = [stamps(path)[0] for paths in text.files.values() for path in paths]
     content = None if words.file is None else hashlib.sha256(words.file).hexdigest()
     cuts = (tokens, content, text.documents, text.field, cross_documents, val_fraction, shard_samples, seed)
-    digest = hashlib.sha256(json.dumps(["text", 1, cuts, files]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(["text", 2, cuts, files]).encode()).hexdigest()
     try:
-        with workplace(target, digest, keep=("*.tar", "*.progress")) as folder:
+        with workplace(target, digest, keep=(f"*{TOKENS}", "*.progress")) as folder:
             packing = _Packing(text, words, folder, tokens, cross_documents, shard_samples, seed, progress)
             manifest = packing.run(VAL_FRACTION if val_fraction is None else val_fraction)
             check_destination(target, overwrite)  # again, since packing may have taken hours
@@ -284,16 +284,29 @@ class _Packing:
         read = sequences.reader(ids)
         for number, first in enumerate(range(0, size, self.shard_samples)):
             stop = min(first + self.shard_samples, size)
-            paths.append(self.folder / f"{name}-{number:06d}.tar")
+            paths.append(self.folder / f"{name}-{number:06d}{TOKENS}")
             rows = paths[-1].with_suffix(".rows")
             # A shard that exists is complete, since it is renamed last.
             if not (paths[-1].exists() and rows.exists()):
                 partial = paths[-1].with_suffix(".partial")
-                write_shard(partial, ((place, read(int(order[place]))) for place in range(first, stop)))
-                scan_text(partial).tofile(rows)
+                _write(partial, (read(int(order[place])).tobytes() for place in range(first, stop))).tofile(rows)
                 partial.replace(paths[-1])
             tables.append(np.fromfile(rows, ROW))
             assert len(tables[-1]) == stop - first, f"{paths[-1]} has {len(tables[-1])} sequences"
             if self.progress:
                 self.progress(name, stop, size)
         return write_split(self.folder, name, paths, tables, 0)
+
+
+def _write(path: Path, sequences: Iterable[bytes]) -> np.ndarray:
+    """Write the ids of sequences one after another, and return their index rows, ROW [sequences]."""
+    sizes, checksums = [], []
+    with path.open("wb") as file:
+        for ids in sequences:
+            file.write(ids)
+            sizes.append(len(ids))
+            checksums.append(zlib.crc32(ids))
+    rows = np.zeros(len(sizes), ROW)
+    rows["size"], rows["crc"] = sizes, checksums
+    rows["offset"][1:] = np.cumsum(sizes)[:-1]
+    return rows

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import Manifest, read_manifest, read_rows
+from vitpar.data.shards.manifest import TOKENS, Manifest, read_manifest, read_rows
 from vitpar.data.shards.shard_set import ShardSet, filled_split
 from vitpar.data.text.section import Specials, TextSection
-from vitpar.data.text.shards import HEADER, lengths_of, npy_header
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
 from vitpar.object_store import ObjectPath, parse_place
@@ -41,8 +40,8 @@ class TextSet(ShardSet):
         self.text: TextSection = manifest.text
         self.tokens, self.vocab_size = self.text.tokens, self.text.vocab_size
         self.specials: Specials = self.text.specials
-        self.lengths = lengths_of(self._size.astype(np.int64), self.text.stored)
-        if not ((self.lengths > 0) & (self.lengths <= self.tokens)).all():
+        self.lengths, rest = np.divmod(self._size.astype(np.int64), self.text.stored.itemsize)
+        if not ((rest == 0) & (self.lengths > 0) & (self.lengths <= self.tokens)).all():
             raise DataError(
                 f"the index of '{split}' in '{folder}' has sequences of other sizes than 1 to {self.tokens} ids: pack "
                 "the text again"
@@ -60,7 +59,13 @@ class TextSet(ShardSet):
             raise DataError(
                 f"'{folder}' holds images, but text is needed: pack text with `vitpar data pack SRC DST --tokens N`"
             )
-        return cls(folder, split, manifest, read_rows(folder, split, filled_split(folder, split, manifest)))
+        entry = filled_split(folder, split, manifest)
+        if not all(shard.file.endswith(TOKENS) for shard in entry.shards):
+            raise DataError(
+                f"'{folder}' holds text of a former format: pack it again with `vitpar data pack SOURCE {folder} "
+                f"--tokens {manifest.text.tokens} --overwrite`"
+            )
+        return cls(folder, split, manifest, read_rows(folder, split, entry))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -79,14 +84,14 @@ class TextSet(ShardSet):
     def ids(self, i: int) -> NDArray[np.int64]:
         """Return the ids of sequence `i`, int64 [length].
 
-        Raises DataError as `read` does, and for a member that is no sequence of this vocabulary.
+        Raises DataError as `read` does, and for ids outside the vocabulary.
         """
-        data, dtype = self.read(i), self.text.stored
-        if data[:HEADER] != npy_header(int(self.lengths[i]), dtype.str):
-            raise BadImage("it is no .npy file of ids: pack the text again")
-        ids = np.frombuffer(data, dtype, offset=HEADER).astype(np.int64)
+        ids = np.frombuffer(self.read(i), self.text.stored).astype(np.int64)
         self._refuse_unknown(ids)
         return ids
+
+    def name(self, i: int) -> str:
+        return f"{self.files[self._shard[i]].name}/sequence {i}"
 
     def decode(self, i: int) -> str:
         """Return the text of sequence `i`.
@@ -145,7 +150,7 @@ class TextSet(ShardSet):
             member = data[begin - first : begin - first + size]
             if zlib.crc32(member) != crc:
                 raise self._damage(int(samples[place]))
-            parts.append(member[HEADER:])
+            parts.append(member)
         return parts
 
     def _damage(self, i: int) -> DataError:

@@ -23,9 +23,10 @@ from helpers.run_folders import eval_row, start_line, train_row, write_run
 from helpers.streamed_shards import answering, write_shards
 from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import encoded, write_tree, write_zips
-from vitpar import checkpoint
+from vitpar.checkpoint.folder import Checkpoint, Facts
 from vitpar.checkpoint.index import CONFIG, PLAN, RECIPE, STATE
 from vitpar.checkpoint.reader import read_whole
+from vitpar.checkpoint.writer import Writer
 from vitpar.data.images import decode
 from vitpar.data.shards.index import Labels, index
 from vitpar.data.shards.pack import pack
@@ -170,7 +171,7 @@ def make_cifar(home: Path) -> None:
 
 def make_checkpoint(home: Path) -> None:
     tensors = {f"model.{name}": torch.ones(value.shape) for name, value in LayeredModel(TINY).named_parameters()}
-    facts = checkpoint.Facts(step=5, samples=40, data="abc").model_dump_json()
+    facts = Facts(step=5, samples=40, data="abc").model_dump_json()
     texts = {
         STATE: facts,
         RECIPE: DEFAULT_RECIPE.read_text(),
@@ -178,14 +179,14 @@ def make_checkpoint(home: Path) -> None:
         CONFIG: json.dumps(asdict(TINY)),
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    writer = checkpoint.Writer()
+    writer = Writer()
     writer.begin(home / "step_5", tensors, texts)
     writer.finish()
     dist.destroy_process_group()
 
 
 def read_checkpoint(place: Path) -> list[tuple[str, bytes]]:
-    found = checkpoint.Checkpoint.open(place)
+    found = Checkpoint.open(place)
     tensors = {name: tolerated(read_whole, found, name) for name in [*found.index.tensors][:99]}
     if weights := tolerated(open_weights, place):
         tolerated(weights.read, "head.fc.bias")

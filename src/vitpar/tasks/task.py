@@ -123,7 +123,7 @@ class Task:
     PICTURES: ClassVar[str] = ""
     """Sentence on what `pictures` shows, for `vitpar report --images`; empty if it shows nothing."""
     MIXES: ClassVar[bool] = False
-    """Whether images may be mixed (mixup, CutMix). Targets of mixed ones are those of `vitpar.data.transforms.batch.Mixed`."""
+    """Whether images may be mixed (mixup, CutMix), which gives targets of `vitpar.data.transforms.batch.Mixed`."""
     FAMILIES: ClassVar[tuple[str, ...]] = ()
     """Families of models that only this task trains; without any, those that no other task names."""
     LOCAL_TARGETS: ClassVar[bool] = False

@@ -20,12 +20,6 @@ from vitpar.text import shown
 
 PathLike = str | os.PathLike[str]
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_JSON_ESCAPE = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F])|.)", re.DOTALL
-)
-"""Escapes in JSON. Group 1: half of a surrogate pair without the other half."""
-
 _POINTER = "it is a pointer of git-lfs: run `git lfs pull`"
 _PAGE = "it is a web page: fetch the file itself"
 _BEGIN_OF_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype html|html)\b", re.IGNORECASE)
@@ -87,7 +81,7 @@ def _refuse_irregular(status: os.stat_result, path: PathLike) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
-def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
+def read_bytes(path: PathLike | ObjectPath, limit: int | None = None) -> bytes:
     """Return the content of a regular file, or of an object, of at most `limit` bytes.
 
     Raises OSError.
@@ -95,7 +89,18 @@ def read_bytes(path: PathLike | ObjectPath, limit: int) -> bytes:
     if isinstance(path, ObjectPath):
         return path.read_bytes(limit)
     with open_regular(path, limit) as file:
+        return read_all(file)
+
+
+def read_all(file: BinaryIO) -> bytes:
+    """Return the content of an open file.
+
+    Raises OSError.
+    """
+    try:
         return file.read()
+    except MemoryError:
+        raise OSError(errno.ENOMEM, "it does not fit into memory") from None
 
 
 def read_text(path: PathLike, limit: int) -> str:
@@ -157,12 +162,13 @@ def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] 
     of a surrogate pair, which could not be written again.
     """
     text = decode_utf8(data) if isinstance(data, bytes) else data
-    if _SURROGATE.search(text) and any(match[1] for match in _JSON_ESCAPE.finditer(text)):
-        raise ValueError("it has an unpaired surrogate")
     try:
-        return json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    if "\\ud" in text.lower() and not is_utf8(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("it has an unpaired surrogate")
+    return value
 
 
 def read_toml(path: PathLike) -> dict[str, Any]:

@@ -103,13 +103,13 @@ class ObjectPath:
         with self._errors():
             return _stat(obstore.head(self._store, self.key))
 
-    def read_bytes(self, limit: int) -> bytes:
+    def read_bytes(self, limit: int | None) -> bytes:
         """Return the content of the object, of at most `limit` bytes."""
         import obstore
 
         with self._errors():
             answer = obstore.get(self._store, self.key)
-            if answer.meta["size"] > limit:
+            if limit is not None and answer.meta["size"] > limit:
                 raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(self))
             return bytes(answer.bytes())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from vitpar.text import shown
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""Count that NumPy can hold as int64."""
 
 
 class Record(BaseModel):

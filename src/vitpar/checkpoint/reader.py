@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.image import open_safetensors
-from vitpar.checkpoint.index import Index, damage, first_line, read_index
+from vitpar.checkpoint.index import Index, first_line, read_index
 from vitpar.errors import CheckpointError
 from vitpar.sharded import box_of, local
 from vitpar.text import shown
@@ -87,16 +87,13 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
 
     Raises CheckpointError if it is missing or cannot be read.
     """
-    path, index = checkpoint.path, checkpoint.index
-    stored = index.tensors.get(name)
+    stored = checkpoint.index.tensors.get(name)
     if stored is None:
-        raise CheckpointError(f"'{path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has")
-    # The index bounds what it promises by the files' sizes, so memory is allocated only for content that exists.
-    files = {index.shards[shard] for shard, _, _ in stored.parts}
-    if wrong := damage(path, {file: index.files[file] for file in files}, only_sizes=True):
-        raise CheckpointError(f"the checkpoint '{path}' is damaged: {wrong}")
-    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    load_tensors(path, {name: whole}, index)
+        raise CheckpointError(
+            f"'{checkpoint.path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has"
+        )
+    whole = torch.empty(stored.shape, dtype=stored.torch_dtype)
+    load_tensors(checkpoint.path, {name: whole}, checkpoint.index)
     return whole
 
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from vitpar.data.images import BadImage, decode, image_size
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
-from vitpar.limits import MAX_CACHE_BYTES
 from vitpar.text import shown
 
 Shape = tuple[int, int, int, int]
@@ -48,7 +47,7 @@ class ImageCache:
     """
 
     def __init__(self, lengths: Sequence[int], limit: int, opened: str | None = None) -> None:
-        assert _UNIT <= limit <= MAX_CACHE_BYTES, f"a limit of {limit} bytes"
+        assert limit >= _UNIT, f"a limit of {limit} bytes"
         self._firsts = [0, *accumulate(lengths)]
         numbers = _HEAD + self._firsts[-1]
         begin = -(-8 * numbers // _UNIT) * _UNIT

@@ -11,7 +11,6 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources.files import image_files
 from vitpar.errors import DataError
 from vitpar.io import read_bytes
-from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import shown
 
 
@@ -62,10 +61,10 @@ class ImageFiles:
     def read(self, i: int) -> bytes:
         """Return the encoded image `i`.
 
-        Raises BadImage for a file that cannot be read or is too large.
+        Raises BadImage for a file that cannot be read.
         """
         try:
-            return read_bytes(self.paths[i], MAX_IMAGE_BYTES)
+            return read_bytes(self.paths[i])
         except OSError as error:
             raise BadImage(f"it cannot be read ({error.strerror})") from None
 

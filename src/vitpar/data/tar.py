@@ -111,19 +111,18 @@ def content(file: Readable, member: tarfile.TarInfo) -> bytes:
     return data
 
 
-def unpacked(path: Path, names: Container[str], most: int) -> dict[str, bytes]:
+def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
     """Return the contents of the files `names` in a tar archive, by name.
 
     The files may be in any folder of the archive; files that it lacks are left out.
 
     path: the archive; compressed by gzip unless its name ends with ".tar".
-    most: maximum bytes of the archive.
 
-    Raises DataError for a damaged archive, and for one that is larger.
+    Raises DataError for a damaged archive.
     """
     contents: dict[str, bytes] = {}
     try:
-        with open_regular(path, most) as packed:
+        with open_regular(path) as packed:
             file = packed if path.name.endswith(".tar") else gzip.GzipFile(fileobj=packed)
             for member in members(file):
                 name = PurePosixPath(member.name).name

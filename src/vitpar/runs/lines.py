@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.io import open_regular
-from vitpar.limits import MAX_TEXT_BYTES
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file with their ends.
 
-    Raises OSError, also for a file that is too large.
+    Raises OSError.
     """
-    with open_regular(path, MAX_TEXT_BYTES) as file:
+    with open_regular(path) as file:
         yield from file
 
 

@@ -34,7 +34,7 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from vitpar import io
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_BLOCKS, MAX_PLAN_BYTES, MAX_QUOTED_CHARS
+from vitpar.limits import MAX_BLOCKS, MAX_JSON_BYTES, MAX_QUOTED_CHARS
 from vitpar.strategy.layer import ROLES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.text import nearest, shown
@@ -182,7 +182,7 @@ def read_json(path: io.PathLike) -> Any:
     Raises StrategyError naming the file if it cannot be read or is not JSON.
     """
     try:
-        return io.parse_json(io.read_bytes(path, MAX_PLAN_BYTES), _unique_keys)
+        return io.parse_json(io.read_bytes(path, MAX_JSON_BYTES), _unique_keys)
     except StrategyError as error:
         raise StrategyError(f"{shown(path)}: {error}") from None
     except OSError as error:

@@ -10,7 +10,6 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
-from vitpar.limits import MAX_CACHE_BYTES
 from vitpar.text import size
 from vitpar.training.recipe import Recipe
 
@@ -106,7 +105,7 @@ def _limit(recipe: Recipe, local: LocalRanks) -> int:
             f"data.cache_gb is {wanted:g}, but {size(available)} of memory are available: set a smaller number, or "
             "data.cache to none"
         )
-    limit = min(int(most * len(local.ranks) / local.size), MAX_CACHE_BYTES)
+    limit = int(most * len(local.ranks) / local.size)
     if limit < _LEAST:
         raise DataError(f"{size(limit)} of memory are too few to cache images: set data.cache to none")
     return limit

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from vitpar.io import read_json, write_text
-from vitpar.limits import MAX_TRACK_FILE_BYTES
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.training.events import Reporter, Row, RunHeader
 from vitpar.training.recipe import Recipe
@@ -160,7 +159,7 @@ def _identity(folder: Path, trackers: Sequence[str]) -> tuple[str, list[str]]:
     path, before = folder / TRACK_FILE, list[str]()
     run_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = read_json(path, MAX_TRACK_FILE_BYTES)
+        record = read_json(path)
         if _ID.fullmatch(record["id"]):
             run_id, before = record["id"], [name for name in record["trackers"] if isinstance(name, str)]
     with suppress(OSError):  # then a resumed run is a new one for the trackers

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 
 from vitpar.errors import DataError, ModelError
 from vitpar.io import write_text
-from vitpar.limits import MAX_HUB_BYTES
-from vitpar.text import literal, shown, size
+from vitpar.text import literal, shown
 
 PREFIX = "hf:"
 """Beginning of the names of weights on the hub."""
@@ -183,10 +182,8 @@ def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> lis
 def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Mapping[str, int | None]) -> None:
     """Download those of `files` that `folder`, whose name is the commit, lacks.
 
-    Raises DataError, also for files that are too large.
+    Raises DataError, also for a file that is larger than listed.
     """
-    if (total := sum(sizes[file] or 0 for file in files)) > MAX_HUB_BYTES:
-        raise DataError(f"{name} has {size(total)} of weights, above {size(MAX_HUB_BYTES)}: do not use it")
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
@@ -199,7 +196,7 @@ def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Ma
             with temporary.open("xb") as opened:
                 http_get(
                     hub.hf_hub_url(name.repo, file, revision=folder.name),
-                    _Bounded(opened, MAX_HUB_BYTES if expected is None else expected),
+                    _Bounded(opened, expected or 0),
                     headers=build_hf_headers(),
                     expected_size=expected,
                     displayed_filename=file,
@@ -213,7 +210,7 @@ def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Ma
 
 
 class _Bounded:
-    """File being downloaded, which refuses more bytes than it may have."""
+    """File being downloaded, which refuses more bytes than the hub listed."""
 
     def __init__(self, file: BinaryIO, most: int) -> None:
         self._file, self._most = file, most

@@ -20,7 +20,7 @@ from vitpar.data.sources.source import Progress, split_of, whole_number
 from vitpar.data.tar import content, members, open_tar
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, parse_json
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES
+from vitpar.limits import MAX_CLASSES
 from vitpar.object_store import ObjectPath
 from vitpar.text import literal, shown
 
@@ -101,7 +101,7 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
     checksums: whether to read the images for their checksums; without, column `crc` is 0.
 
     Raises DataError for a file that is no complete tar file, an image without a label or a label without an image, two
-    samples with one key, an image that is empty or too large, and labels of which some are integers and some names.
+    samples with one key, an image that is empty, and labels of which some are integers and some names.
     """
     plain: dict[str, _Sample] = {}
     longer: dict[str, list[_Sample]] = {}
@@ -121,10 +121,8 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
             if labels.has(extension):
                 label_values[key] = label_of(content(file, member), labels, where)
                 continue
-            if not 0 < member.size <= MAX_IMAGE_BYTES:
-                raise DataError(
-                    f"image {where} has {member.size:,} bytes: remove it, or shrink it to at most {MAX_IMAGE_BYTES:,}"
-                )
+            if not member.size:
+                raise DataError(f"image {where} has 0 bytes: remove it")
             sample = member.offset_data, member.size, zlib.crc32(content(file, member)) if checksums else 0
             if extension in EXTENSIONS:
                 plain[key] = sample

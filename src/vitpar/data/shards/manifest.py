@@ -26,7 +26,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     field_validator,
     model_validator,
 )
@@ -34,9 +33,9 @@ from pydantic import (
 from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_json, write_text
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_INT64
+from vitpar.limits import MAX_CLASSES
 from vitpar.object_store import ObjectPath, parse_place
-from vitpar.records import Record, first_wrong
+from vitpar.records import Count, Record, first_wrong
 from vitpar.text import shown
 
 ROW = np.dtype([("shard", "<i4"), ("label", "<i4"), ("offset", "<i8"), ("size", "<u4"), ("crc", "<u4")])
@@ -53,9 +52,9 @@ class ShardEntry(Record):
 
     file: str
     """Path relative to the folder of the data set."""
-    samples: NonNegativeInt = Field(le=MAX_INT64)
+    samples: Count
     """Number of samples in the file."""
-    bytes: NonNegativeInt = Field(le=MAX_INT64)
+    bytes: Count
     """Size of the file in bytes."""
 
     @field_validator("file")
@@ -72,9 +71,9 @@ class SplitEntry(Record):
 
     shards: list[ShardEntry]
     """Shards in index order."""
-    samples: NonNegativeInt = Field(le=MAX_INT64)
+    samples: Count
     """Number of samples in all shards."""
-    per_class: list[NonNegativeInt] = Field(max_length=MAX_CLASSES)
+    per_class: list[Count] = Field(max_length=MAX_CLASSES)
     """Number of samples of each class, in label order; of text, that of all."""
     index_sha256: str
     """SHA-256 of the index file, in hexadecimal."""
@@ -268,6 +267,6 @@ def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
     sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
     first = 0 if entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
     inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"])
-    inside &= (rows["size"] > 0) & (rows["size"] <= MAX_IMAGE_BYTES)
+    inside &= rows["size"] > 0
     known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
     return bool((inside & known).all())

@@ -22,7 +22,6 @@ from vitpar.data.sources.source import Source, SourceSplit, read_file, reading
 from vitpar.data.tar import unpacked
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8
-from vitpar.limits import MAX_ARCHIVE_BYTES
 from vitpar.text import shown
 
 DIGITS = "digits"
@@ -63,9 +62,9 @@ def cifar_files(path: Path) -> Files | None:
     files: Files
     if path.is_dir():
         names = [entry for entry in path.iterdir() if entry.is_file() and entry.name in _NAMED]
-        files = {entry.name: partial(read_file, entry, MAX_ARCHIVE_BYTES) for entry in names}
+        files = {entry.name: partial(read_file, entry) for entry in names}
     elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
-        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED, MAX_ARCHIVE_BYTES).items()}
+        files = {name: partial(bytes, data) for name, data in unpacked(path, _NAMED).items()}
     else:
         return None
     return files if any(names <= set(files) for names in _WHOLE) else None

@@ -31,7 +31,7 @@ from vitpar.data.sources.source import (
 )
 from vitpar.errors import DataError
 from vitpar.io import open_regular, read_bytes
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
 from vitpar.text import either, shown
 
 
@@ -237,7 +237,7 @@ def zipped(folder: Path) -> Source:
     classes = None
     if names.exists():
         with reading(names):
-            classes = class_names(read_bytes(names, MAX_TEXT_BYTES))
+            classes = class_names(read_bytes(names, MAX_JSON_BYTES))
     splits = {}
     for split in ("train", "val"):
         entries, labels = _read_map(folder / f"{split}_map.txt", classes)
@@ -291,8 +291,6 @@ def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[in
     def read(i: int) -> bytes:
         entry = known[entries[i]]
         where = f"entry '{shown(entries[i])}' of '{path}'"
-        if entry.file_size > MAX_IMAGE_BYTES:
-            raise DataError(f"{where} has {entry.file_size:,} bytes: the limit for images is {MAX_IMAGE_BYTES:,}")
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
         try:

@@ -17,7 +17,7 @@ import numpy as np
 from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
 from vitpar.data.tar import Readable, members, open_tar, unpacked
 from vitpar.errors import DataError
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_KIT_BYTES
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import shown
 
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -69,7 +69,7 @@ def imagenet(folder: Path, progress: Progress | None = None) -> Source:
 
 
 def _kit(path: Path) -> _Kit:
-    files = unpacked(path, (_TABLE, _TRUTH), MAX_KIT_BYTES)
+    files = unpacked(path, (_TABLE, _TRUTH))
     missing = next((name for name in (_TABLE, _TRUTH) if name not in files), None)
     if missing is not None:
         raise DataError(f"'{path}' has no {missing}: fetch it again")
@@ -174,10 +174,8 @@ def _images(file: Readable, begin: int = 0) -> _Images:
     for member in members(file):
         if member.isdir():
             continue
-        if not member.isreg() or not 0 < member.size <= MAX_IMAGE_BYTES:
-            raise tarfile.ReadError(
-                f"'{shown(member.name)}' is not a file, is empty or has over {MAX_IMAGE_BYTES:,} bytes"
-            )
+        if not member.isreg() or not member.size:
+            raise tarfile.ReadError(f"'{shown(member.name)}' is not a file, or is empty")
         names.append(member.name)
         spans.append((begin + member.offset_data, member.size))
     return _Images(names, np.array(spans, np.int64).reshape(-1, 2))

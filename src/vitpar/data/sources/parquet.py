@@ -14,7 +14,6 @@ import numpy as np
 from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, reading, split_of
 from vitpar.errors import DataError
 from vitpar.io import open_regular, parse_json
-from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import either, shown
 
 _IMAGES = ("image", "img")
@@ -173,10 +172,6 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         data: bytes | None = image["bytes"] if isinstance(image, dict) else image
         if not data:
             raise DataError(f"row {row} of '{file.path}' has no image bytes, only a path or nothing")
-        if len(data) > MAX_IMAGE_BYTES:
-            raise DataError(
-                f"row {row} of '{file.path}' has {len(data):,} bytes: the limit for images is {MAX_IMAGE_BYTES:,}"
-            )
         return data
 
     def name(i: int) -> str:

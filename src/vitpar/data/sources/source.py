@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from vitpar.data.classes import check_class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8, open_regular
-from vitpar.limits import MAX_CLASSES, MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from vitpar.io import decode_utf8, open_regular, read_all
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import shown
 
 SPLITS = ("train", "val", "test")
@@ -117,13 +117,13 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"cannot read '{name}': {why or error}") from None
 
 
-def read_file(path: str | Path, limit: int = MAX_IMAGE_BYTES) -> bytes:
-    """Return the content of a file of at most `limit` bytes, which may be a web page: those can be skipped.
+def read_file(path: str | Path) -> bytes:
+    """Return the content of a file, which may be a web page: those can be skipped.
 
     Raises DataError.
     """
-    with reading(path), open_regular(path, limit, pages=True) as file:
-        return file.read()
+    with reading(path), open_regular(path, pages=True) as file:
+        return read_all(file)
 
 
 def read_span(path: Path, begin: int, size: int) -> bytes:
@@ -141,9 +141,9 @@ def read_span(path: Path, begin: int, size: int) -> bytes:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 text file, without line ends.
 
-    Raises DataError, also for a file that is too large or in another encoding.
+    Raises DataError, also for a file in another encoding.
     """
-    with reading(path), open_regular(path, MAX_TEXT_BYTES) as file:
+    with reading(path), open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             yield decode_utf8(line, number).rstrip("\r\n")
 

@@ -19,7 +19,6 @@ from vitpar.data.shards.index import EXTENSIONS, Labels, is_image, label_of
 from vitpar.data.stream import urls
 from vitpar.data.tar import content, members
 from vitpar.errors import DataError
-from vitpar.limits import MAX_IMAGE_BYTES
 from vitpar.text import count, literal, shown
 
 _BUFFER = 0x57E4  # separates the shuffle of the buffer from other hashes of seed and pass
@@ -186,8 +185,6 @@ class Reader:
             for member in members(stream):
                 extension = member.name.rpartition("/")[2].partition(".")[2].lower()
                 if member.isreg() and (is_image(extension) or self.data.labels.has(extension)):
-                    if member.size > MAX_IMAGE_BYTES:
-                        raise OSError(f"member '{shown(member.name)}' has {member.size:,} bytes, too many for an image")
                     yield {"fname": member.name, "data": content(stream, member), "__url__": url}
             stream.finish()  # before the last sample, which may be truncated, is yielded
 

@@ -6,12 +6,14 @@ from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from vitpar.limits import MAX_INT64, MAX_TOKENS, MAX_VOCABULARY
-from vitpar.records import Record
+from vitpar.limits import MAX_TOKENS
+from vitpar.records import Count, Record
 from vitpar.text import shown
 
+MAX_VOCABULARY = 1 << 24
+"""Tokens in a vocabulary."""
 Id = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
 """Number of a token in a vocabulary."""
 
@@ -32,9 +34,9 @@ class Specials(Record):
     """End of a sequence or document."""
     unk: Id | None = None
     """Stand-in for text that the vocabulary lacks."""
-    sentinels: tuple[Id, ...] = Field(default=(), max_length=MAX_TOKENS, fail_fast=True)
+    sentinels: tuple[Id, ...] = ()
     """T5's `<extra_id_0>`, `<extra_id_1>`, …, in the order of their numbers in the name."""
-    others: tuple[Id, ...] = Field(default=(), max_length=MAX_TOKENS, fail_fast=True)
+    others: tuple[Id, ...] = ()
     """Other tokens that the vocabulary marks as special."""
 
     @property
@@ -73,9 +75,9 @@ class TextSection(Record):
     """Special tokens. Sequences contain none of them but `unk`, and `end` between documents."""
     cross_documents: bool
     """Whether sequences continue over the ends of documents."""
-    documents: dict[str, Annotated[NonNegativeInt, Field(le=MAX_INT64)]]
+    documents: dict[str, Count]
     """Number of documents with at least one token in each split."""
-    ids: dict[str, Annotated[NonNegativeInt, Field(le=MAX_INT64)]]
+    ids: dict[str, Count]
     """Number of stored ids in each split."""
 
     @field_validator("tokenizer_file")

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.text.section import Specials
+from vitpar.data.text.section import MAX_VOCABULARY, Specials
 from vitpar.errors import DataError
 from vitpar.io import read_bytes, read_text
-from vitpar.limits import MAX_TOKENIZER_BYTES, MAX_VOCABULARY
+from vitpar.limits import MAX_JSON_BYTES
 from vitpar.object_store import ObjectPath
 from vitpar.text import shown
 
@@ -221,7 +221,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     try:
-        text = read_text(path / "tokenizer.json" if path.is_dir() else path, MAX_TOKENIZER_BYTES)
+        text = read_text(path / "tokenizer.json" if path.is_dir() else path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(
@@ -241,7 +241,7 @@ def load_tokenizer(path: Path | ObjectPath | None, sha256: str | None) -> Tokeni
     if path is None:
         return ByteTokenizer()
     try:
-        data = read_bytes(path, MAX_TOKENIZER_BYTES)
+        data = read_bytes(path, MAX_JSON_BYTES)
     except OSError as error:
         raise DataError(f"cannot read '{path}' ({error.strerror}): restore it or pack the data set again") from None
     if hashlib.sha256(data).hexdigest() != sha256:

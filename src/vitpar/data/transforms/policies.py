@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
-from vitpar.limits import MAX_POLICY_OPERATIONS
 from vitpar.text import shown
 
 Step = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]
@@ -33,6 +32,7 @@ Step = dict[str, tuple[NDArray[np.int64], NDArray[Any]]]
 
 HIGHEST = 10
 """Highest level of an operation."""
+_MAX_OPERATIONS = 64
 # Largest rotation in degrees, shear, and translation as a fraction of the image's size.
 _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
@@ -283,8 +283,8 @@ def parse_policy(text: str) -> Policy:
         raise _unknown(text, "p is above 1")
     if not values.get("operations", 2.0).is_integer() or values.get("increasing", 0.0) not in (0.0, 1.0):
         raise _unknown(text, "n takes a whole number and inc 0 or 1")
-    if values.get("operations", 0) > MAX_POLICY_OPERATIONS:
-        raise _unknown(text, f"n is above {MAX_POLICY_OPERATIONS}")
+    if values.get("operations", 0) > _MAX_OPERATIONS:
+        raise _unknown(text, f"n is above {_MAX_OPERATIONS}")
     operations, increasing = int(values.pop("operations", 2)), bool(values.pop("increasing", 0))
     return RandAugment(operations=operations, increasing=increasing, **values)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from vitpar.errors import PlannerError
 from vitpar.io import read_json
-from vitpar.limits import MAX_MEASURE, MAX_PROFILE_BYTES
+from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import block_name
 from vitpar.models.families import config_to_json
@@ -341,7 +341,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = read_json(path, MAX_PROFILE_BYTES)
+        content = read_json(path)
     except OSError as error:
         raise PlannerError(f"cannot read Galvatron's profile {path}: {error.strerror}") from None
     except ValueError as error:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from vitpar import records
 from vitpar.errors import PlannerError
 from vitpar.io import read_json, write_text
-from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_PROFILE_BYTES, MAX_RANKS, MAX_RATE, MIN_SUSTAINED
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_RANKS
 from vitpar.records import first_wrong
 from vitpar.text import shown
 
@@ -18,11 +18,11 @@ Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
 """Positive seconds."""
 Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
 """Seconds or any other measure that may be 0."""
-Share = Annotated[float, Field(ge=MIN_SUSTAINED, le=1)]
+Share = Annotated[float, Field(ge=1e-3, le=1)]
 """Part of a published rate that is reached, up to 1."""
 Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
 """Slow-down, 1 or more."""
-Rate = Annotated[float, Field(ge=1, le=MAX_RATE)]
+Rate = Annotated[float, Field(ge=1, le=1e18)]
 """Bytes or operations per second."""
 Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
 """Positive number of bytes, elements or operations."""
@@ -48,7 +48,7 @@ class Profile(ProfileRecord):
     def read(cls, path: Path) -> Self:
         """Return the profile in the JSON file `path`. Raises PlannerError, which names an invalid key."""
         try:
-            return cls.model_validate(read_json(path, MAX_PROFILE_BYTES))
+            return cls.model_validate(read_json(path))
         except OSError as error:
             raise PlannerError(
                 f"cannot read the {cls.subject} profile {shown(path)}: {error.strerror}: make one with `vitpar profile "

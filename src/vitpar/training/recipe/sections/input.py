@@ -7,15 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from vitpar.data.transforms.names import CropMode, Interpolation
-from vitpar.limits import (
-    MAX_BATCH_SIZE,
-    MAX_BUFFERED_SAMPLES,
-    MAX_CACHE_BYTES,
-    MAX_CLASSES,
-    MAX_IMAGE_SIZE,
-    MAX_SAMPLES,
-    MAX_WORKERS,
-)
+from vitpar.limits import MAX_BATCH_SIZE, MAX_CLASSES, MAX_IMAGE_SIZE
 from vitpar.training.recipe.sections.base import Section
 
 CLASSIFY = "classify"
@@ -158,12 +150,12 @@ class DataSection(Section):
     """Mean of red, green and blue that is subtracted, for pixels from 0 to 1."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """Standard deviation of red, green and blue to divide by."""
-    shuffle_window: int = Field(0, ge=0, le=MAX_SAMPLES)
+    shuffle_window: int = Field(0, ge=0, le=1 << 40)
     """Samples that are shuffled together, for slow disks and network mounts; 0 for all. A multiple of
     `shuffle_block`."""
-    shuffle_block: int = Field(256, ge=1, le=MAX_SAMPLES)
+    shuffle_block: int = Field(256, ge=1, le=1 << 40)
     """Neighbouring samples that stay in one window."""
-    workers: int | None = Field(None, ge=0, le=MAX_WORKERS)
+    workers: int | None = Field(None, ge=0, le=1_024)
     """Decoding threads of a rank; 0 decodes in the main thread; chosen by the rank's cores if unset."""
     decode: Literal["host", "device"] = "host"
     """Decoder of training JPEGs, which also crops them: threads of the host, or the training device by torchcodec,
@@ -172,7 +164,7 @@ class DataSection(Section):
     cache: Literal["none", "memory", "device"] = "none"
     """Place of decoded images: none, memory that the ranks of a machine share, or the training device, which then holds
     all images, of one size, and augments batches of them."""
-    cache_gb: float | None = Field(None, gt=0, le=MAX_CACHE_BYTES / 1e9)
+    cache_gb: float | None = Field(None, gt=0, le=1e6)
     """Most memory of a machine for cached images, in GB; half of what is available at the start if unset."""
     bad_sample: Literal["fail", "skip"] = "fail"
     """Reaction to an image that cannot be decoded: stop the run, or skip and count it."""
@@ -198,15 +190,15 @@ class StreamSection(Section):
     pipe:COMMAND."""
     val: str | tuple[str, ...] | None = None
     """URLs of validation shards."""
-    samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    samples: int | None = Field(None, ge=1, le=1 << 40)
     """Number of training images."""
-    val_samples: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    val_samples: int | None = Field(None, ge=1, le=1 << 40)
     """Number of validation images."""
     classes: int | None = Field(None, ge=1, le=MAX_CLASSES)
     """Number of classes."""
     label: str = "cls"
     """Where the label of a sample is: the member cls, or json:FIELD."""
-    shuffle_buffer: int = Field(1000, ge=0, le=MAX_BUFFERED_SAMPLES)
+    shuffle_buffer: int = Field(1000, ge=0, le=1 << 20)
     """Samples of a rank that are shuffled together."""
     allow_pipe: bool = False
     """Whether URLs may run commands, which pipe: and gs:// do."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from vitpar.intervals import EPOCH, Interval
-from vitpar.limits import MAX_ALTERNATIVES, MAX_BLOCKS, MAX_COUNT, MAX_MINUTES, MAX_TRACK_NAME_CHARS
+from vitpar.limits import MAX_BLOCKS, MAX_COUNT
 from vitpar.object_store import ObjectPath
 from vitpar.strategy import Plan
 from vitpar.training.recipe.sections.base import Section
@@ -70,7 +70,7 @@ class FaultsSection(Section):
     waits for the device at every step."""
     max_skipped: int = Field(10, ge=1, le=MAX_COUNT)
     """Updates in a row that may be skipped."""
-    hang_minutes: float = Field(10.0, ge=0, le=MAX_MINUTES)
+    hang_minutes: float = Field(10.0, ge=0, le=1_000_000)
     """Minutes after which a step, evaluation batch or checkpoint counts as hung and ends the run; 0 for never."""
     debug_checks: bool = False
     """Whether parameters, gradients and the order of collectives are compared over the ranks at every step (slow)."""
@@ -81,7 +81,7 @@ class ParallelSection(Section):
 
     mesh: str = "dp1"
     """Strategy string such as pp2xtp2xdp2 (docs/strategies.md), a plan.json, or auto to search it in `vitpar train`."""
-    fallback_meshes: tuple[str, ...] = Field((), max_length=MAX_ALTERNATIVES)
+    fallback_meshes: tuple[str, ...] = Field((), max_length=32)
     """Strategies to try in turn if `mesh` does not fit the ranks, the model or the batch."""
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved1f1b, interleavedzerobubble, zbvzerobubble or dualpipev."""
@@ -122,9 +122,9 @@ class TrackSection(Section):
 
     trackers: tuple[TrackerName, ...] = ()
     """Trackers of the run; each needs its package (`pip install -e '.[tensorboard]'`)."""
-    project: str = Field("vitpar", min_length=1, max_length=MAX_TRACK_NAME_CHARS)
+    project: str = Field("vitpar", min_length=1, max_length=128)
     """Project of the run in W&B and trackio."""
-    name: str | None = Field(None, min_length=1, max_length=MAX_TRACK_NAME_CHARS)
+    name: str | None = Field(None, min_length=1, max_length=128)
     """Name of the run in W&B and trackio; that of its folder if unset."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """Whether W&B only writes to the run's folder, for `wandb sync`, or sends to its server."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from vitpar.intervals import EPOCH, TEN_STEPS, Interval
-from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_TARGETS, MAX_WIDTH
+from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_WIDTH
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.schedule import ImageSizes, parse_drop_path
@@ -96,7 +96,7 @@ class LoraSection(Section):
     """Features between the two matrices A and B of an adapter; no adapters if unset."""
     alpha: float = Field(8.0, gt=0, le=MAX_MEASURE)
     """Numerator of the factor alpha / rank of an adapter's output, as in peft."""
-    targets: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_TARGETS)
+    targets: tuple[str, ...] | None = Field(None, min_length=1, max_length=1_024)
     """Linear layers that get an adapter: patterns of their names, such as `blocks.*.attn.qkv`, or ends of names, such
     as `qkv`; the linear layers of attention and MLP in all blocks if unset."""
     train: str | None = None

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from helpers.foreign_weights import TIMM_CONFIG, WIDTH, as_transformers, saved, 
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.folder import open_weights, read_config
+from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 
 
@@ -78,31 +77,12 @@ def test_trusted_pickle_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(folder / "here"), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_compressed_and_encrypted_weights_are_refused(tmp_path: Path) -> None:
-    plain, packed = tmp_path / "plain.pth", tmp_path / "packed.pth"
-    torch.save(timm_state(), plain)
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    refused(packed, "is compressed or encrypted, unlike files of torch.save")
-    data = bytearray(plain.read_bytes())
-    for header, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
-        data[data.index(header) + flags] |= 1
-    plain.write_bytes(data)
-    refused(plain, "is compressed or encrypted")
-
-
 def claiming(tensor: torch.Tensor) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         torch.save({**timm_state(qk_norm=True), "norm.bias": tensor}, folder / "x.pth")
         return folder / "x.pth"
 
     return write
-
-
-def one_tensor_for_all(folder: Path) -> Path:
-    torch.save(dict.fromkeys(timm_state(), torch.ones(10_000)), folder / "x.pth")
-    return folder / "x.pth"
 
 
 def cut(folder: Path) -> Path:
@@ -130,8 +110,6 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (claiming(torch.zeros(1).expand(10**6, 10**6)), "larger than the file"),
-        (one_tensor_for_all, "larger than the file"),
         (claiming(torch.ones(3).to_sparse()), "cannot be a parameter"),
         (claiming(torch.ones(3, dtype=torch.bool)), "torch.bool .*cannot be a parameter"),
         (cut, "cannot be read"),
@@ -139,13 +117,10 @@ def tensor(begin: int, end: int, *shape: int, dtype: str = "F32") -> dict[str, A
         (raw(pickle.dumps([1, 2])), "cannot be read|has no named tensors|more than tensors"),
         (lambda folder: os.mkfifo(folder / "x.pth") or folder / "x.pth", "no weights at"),
         (lambda folder: folder / "gone", "no weights at"),
-        (safetensors({}, length=2**64 - 1), "cannot be read"),
         (safetensors({"a": tensor(0, 400, 10, 10)}), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 2), "b": tensor(4, 12, 2)}, bytes(12)), "cannot be read"),
-        (safetensors({"a": tensor(0, 8, 2**62, 2**62)}, bytes(8)), "cannot be read"),
         (safetensors({"a": tensor(0, 8, 1, dtype="I64")}, bytes(8)), "cannot be a parameter: it has dtype I64"),
         (safetensors({"a" * 10**6: tensor(0, 0, 0)}), "the tensor names in .* it has a{198}…$"),
-        (safetensors(b"[" * 100_000), "cannot be read"),
     ],
 )
 def test_files_with_false_claims_are_refused(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
@@ -245,8 +220,8 @@ def test_unreadable_own_weights_are_refused(weights: Path) -> None:
         for content in (b"[" * 100_000, b"\xff\xfe", b"", b"{"):
             (weights / file).write_bytes(content)
             with pytest.raises(DataError, match=f"{file}.* cannot be read"):
-                read_config(weights)
+                open_weights(weights)
         (weights / file).write_text(before)
     (weights / file).write_text(before.replace("model-00001", "../there/model-00001"))
     with pytest.raises(DataError, match="is not a file in its folder"):
-        read_config(weights)
+        open_weights(weights)

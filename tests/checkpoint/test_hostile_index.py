@@ -18,7 +18,7 @@ from helpers.trained import changed, recipe_of, train
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, read_index
 from vitpar.errors import CheckpointError, DataError
 from vitpar.limits import MAX_QUOTED_CHARS
-from vitpar.weights.folder import read_config
+from vitpar.weights.folder import open_weights
 
 pytestmark = pytest.mark.timeout(30)
 ONE = {"dtype": "float32", "shape": [2], "parts": [[0, [0], [2]]]}
@@ -75,7 +75,7 @@ def test_index_that_does_not_parse_is_refused(tmp_path: Path) -> None:
 def test_config_of_a_checkpoint_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     config = json.loads((path / "config.json").read_text())
-    assert read_config(path).embed_dim == config["embed_dim"]
+    assert open_weights(path).config.embed_dim == config["embed_dim"]
     text = json.dumps(config | {"embed_dim": 10**5, "num_heads": HEADS})
     (path / "config.json").write_text(text)
 
@@ -84,4 +84,4 @@ def test_config_of_a_checkpoint_is_compared_with_its_index(checkpoint: Callable[
 
     changed(path, known)
     with pytest.raises(DataError, match=r"has shape \[.*\] but the model has \[.*100000"):
-        read_config(path)
+        open_weights(path)

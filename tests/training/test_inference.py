@@ -21,7 +21,7 @@ from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.inference import feature_width, outputs
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.folder import RECIPE, read_config
+from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import import_weights
 
 COUNT, BATCH = 7, 3
@@ -29,7 +29,7 @@ COUNT, BATCH = 7, 3
 
 def computed(device: torch.device, weights: Path, paths: list[str], precision: str = "fp32") -> tuple[Tensor, Tensor]:
     """Return (logits, features) of all images; runs on one rank."""
-    config = read_config(weights)
+    config = open_weights(weights).config
     plan = validate(parse("dp1"), config, BATCH)
     model = parallelize(config, plan, Execution(BATCH, precision), device)
     load_weights(model, weights)

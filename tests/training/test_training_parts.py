@@ -18,7 +18,7 @@ from vitpar.training.optim.average import EMA
 from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.sections import OptimizerSection
-from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, read_config, save_weights
+from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, open_weights, save_weights
 
 BATCH = 8
 IMAGES = torch.randn(BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -119,7 +119,7 @@ def test_weights_load_under_another_plan(
     assert {row for rows, _ in given for row in rows} == set(range(BATCH))
     for rows, logits in given:
         torch.testing.assert_close(torch.tensor(logits), expected[rows], atol=1e-5, rtol=1e-4)
-    assert read_config(folder) == config_of(**EVERYTHING)
+    assert open_weights(folder).config == config_of(**EVERYTHING)
     assert read_recipe(folder / RECIPE) == recipe()
     files = {path.name for path in folder.iterdir()}
     stages = parse(writes).pipeline_degree
@@ -167,4 +167,4 @@ def test_damaged_and_other_weights_are_refused_in_one_line(saved: tuple[Parallel
         load_weights(model, folder)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=r"holds no weights \(config.json is missing\)"):
-        read_config(folder / "nowhere")
+        open_weights(folder / "nowhere")

@@ -178,7 +178,7 @@ class PlannedModel(SavedModel):
         from vitpar.parallel.compiling import choose_compiling
         from vitpar.training.agreement import refuse_disagreement
         from vitpar.training.begin import fill, opened_for
-        from vitpar.weights.folder import fingerprint, load_weights, read_config
+        from vitpar.weights.folder import fingerprint, load_weights, open_weights
         from vitpar.weights.importing import CLASSIFIERS
 
         train, plan = self.recipe.train, self.chosen.plan
@@ -193,7 +193,7 @@ class PlannedModel(SavedModel):
         )
         model = parallelize(self.config, plan, execution, device)
         attention = choose_attention(train.attention, self.config, plan, train.batch_size, model.precision, device)
-        if read_config(self.folder) == self.config:
+        if open_weights(self.folder).config == self.config:
             load_weights(model, self.folder)
         else:
             fill(model, self.folder, opened_for(self.folder, self.config), CLASSIFIERS)
@@ -218,9 +218,9 @@ def saved_model(
         raise DataError(f"'{checkpoint}' holds no weights (no such folder): give a run such as runs/mine")
     request.refuse_idle(doing)
     folder = weights_folder(checkpoint)
-    from vitpar.weights.folder import RECIPE, read_config
+    from vitpar.weights.folder import RECIPE, open_weights
 
-    config = read_config(folder)
+    config = open_weights(folder).config
     recipe = request.without_commands(read_recipe(folder / RECIPE, request.given, request.assignments))
     # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
     plain = {"attention": "auto", "compile": False}

@@ -22,7 +22,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,7 +151,6 @@ def write_weights(
 
     Raises CheckpointError for a folder that is not empty and if writing fails.
     """
-    refuse_used(folder)
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -159,10 +159,9 @@ def write_weights(
             filled = 0
         shards[-1].append(name)
         filled += size
-    half, files, done = partial(folder), dict[str, str](), 0
+    files, done = dict[str, str](), 0
     alone = plain and len(shards) == 1
-    try:
-        begin(folder)
+    with _new_folder(folder) as half:
         for number, inside in enumerate(shards, start=1):
             file = SINGLE if alone else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             whole = {}
@@ -173,11 +172,6 @@ def write_weights(
             _save(whole, half / file)
             files |= dict.fromkeys(whole, file)
         _write_others(half, others if alone else {INDEX: _index(files), **others})
-        publish(folder)
-    except OSError as error:
-        raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
@@ -186,16 +180,26 @@ def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]
 
     Raises CheckpointError for a folder that is not empty and if writing fails.
     """
+    with _new_folder(folder) as half:
+        _write_others(half, contents)
+    return [folder / name for name in contents]
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield the folder in which the context writes `folder`, which appears after the context.
+
+    Raises CheckpointError for a folder that is not empty and if writing fails.
+    """
     refuse_used(folder)
     try:
         begin(folder)
-        _write_others(partial(folder), contents)
+        yield partial(folder)
         publish(folder)
     except OSError as error:
         raise CheckpointError(f"'{folder}' cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial(folder), ignore_errors=True)
-    return [folder / name for name in contents]
 
 
 def _index(weight_map: Mapping[str, str]) -> str:
@@ -239,14 +243,7 @@ def export(
         texts[RECIPE] = read_text(checkpoint.path / RECIPE, MAX_TOML_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"'{checkpoint.path}' cannot be read: {error}") from None
-    return write_weights(
-        folder,
-        sizes,
-        weights.read,
-        others=texts,
-        shard_bytes=shard_bytes,
-        progress=progress,
-    )
+    return write_weights(folder, sizes, weights.read, others=texts, shard_bytes=shard_bytes, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -327,14 +324,6 @@ def open_weights(folder: Path, *, merge: bool = True) -> Weights:
     return weights
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Return the model configuration of saved weights or of a checkpoint.
-
-    Raises as `open_weights` does.
-    """
-    return open_weights(folder).config
-
-
 def fingerprint(folder: Path) -> str:
     """Return a checksum of saved weights or of a checkpoint: all of its small files, and both ends of its large ones.
 
@@ -366,8 +355,6 @@ def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...
         raise DataError(
             f"the depth of {config.name} is {config.num_blocks:,} but it has only {most:,} tensors: do not use it"
         )
-    if config.parameters >= 2**63 // 8:  # bytes that a 64-bit integer cannot count
-        raise DataError(f"the configured sizes of {config.name} are too large: do not use it")
     return {
         f"{layer.name}.{name}": shape
         for layer in config.layers.values()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from vitpar.errors import DataError, ModelError
 from vitpar.io import write_text
 from vitpar.text import literal, shown
+from vitpar.weights.shards import listed, read_weight_map
 
 PREFIX = "hf:"
 """Beginning of the names of weights on the hub."""
@@ -34,7 +35,6 @@ _NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9][\w.-]{0,250}\.safetensors", re.ASCII)
 """Plain names: they become file names."""
-_LISTED = 3  # files that a message names
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _wanted(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
     if WEIGHTS in sizes:
         return [*texts, WEIGHTS]
     others = sorted(file for file in sizes if file.endswith((".safetensors", ".bin", ".pth", ".pt")))
-    has = f"it has {_listed(others)}" if others else "it has no weights"
+    has = f"it has {listed(others)}" if others else "it has no weights"
     raise DataError(
         f"{name} has neither {WEIGHTS} nor {INDEX} ({has}): use another revision, or download a file that you trust "
         "and give it to `vitpar checkpoint import`"
@@ -171,11 +171,9 @@ def _wanted(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
 
 def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> list[str]:
     """Return the files that the index in `folder` lists. Raises DataError for those that the repository lacks."""
-    from vitpar.weights.shards import read_weight_map
-
     files = sorted(set(read_weight_map(folder, INDEX).values()))
     if wrong := [file for file in files if file not in sizes or not _FILE.fullmatch(file)]:
-        raise DataError(f"{name} lacks {_listed(wrong)}, which its index lists: use another revision")
+        raise DataError(f"{name} lacks {listed(wrong)}, which its index lists: use another revision")
     return files
 
 
@@ -250,9 +248,3 @@ def _reason(error: Exception) -> str:
     """Return the first line of an error of huggingface_hub."""
     lines = str(error).strip().splitlines()
     return shown(lines[0] if lines else type(error).__name__)
-
-
-def _listed(files: Iterable[str]) -> str:
-    names = list(files)
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return ", ".join(map(shown, names[:_LISTED])) + more

@@ -11,8 +11,6 @@ import argparse
 import pickle
 import re
 import warnings
-import zipfile
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +32,6 @@ _INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "stu
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
 _AROUND = ("module.", "_orig_mod.")
 """Prefixes of all names in files of wrapped modules (data parallelism, torch.compile)."""
-_TIED = 4
-"""Names that the tensor of word embeddings has in a T5; no model has more for one."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def _from_pickles(
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     for file in files:
-        content = unpickled(file, trust)
+        content = _unpickled(file, trust)
         while isinstance(content, dict) and (keys := [key for key in _INSIDE if isinstance(content.get(key), dict)]):
             if len(keys) > 1:
                 notes.append(f"'{file}' has {' and '.join(keys)}: the first is used")
@@ -122,25 +118,13 @@ def _is_buffer(name: Any, value: Any) -> bool:
 
 
 def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
-    """Raise DataError unless all values are plain tensors on the CPU, with names and together no larger than the file.
-
-    Plain tensors are dense, not quantized, and of floating-point numbers. Tied ones count once.
-    """
-    size, claimed = file.stat().st_size, 0
-    names = Counter[tuple[int, tuple[int, ...], tuple[int, ...]]]()
+    """Raise DataError unless all values are dense tensors of floating-point numbers, with names, on the CPU."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             said = literal(name) if isinstance(name, str) else type(name).__name__
             raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
-        if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_floating_point():
+        if tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
             raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        # A file with one tensor in place of all parameters would otherwise become a far larger one.
-        if names[place] % _TIED == 0:
-            claimed += tensor.numel() * tensor.element_size()
-        names[place] += 1
-        if tensor.device.type != "cpu" or claimed > size:
-            raise DataError(f"the tensors in '{file}' up to {shown(name)} are larger than the file: do not use it")
 
 
 def _around(names: Mapping[str, Any]) -> str:
@@ -151,7 +135,7 @@ def _around(names: Mapping[str, Any]) -> str:
     return around
 
 
-def unpickled(file: Path, trust: bool) -> Any:
+def _unpickled(file: Path, trust: bool) -> Any:
     """Load the object that `torch.save` wrote to `file`.
 
     trust: whether to load it as a plain pickle, which may run code.
@@ -163,43 +147,21 @@ def unpickled(file: Path, trust: bool) -> Any:
             begin = opened.read(4)
     except OSError as error:
         raise DataError(f"'{file}' cannot be read: {error.strerror}") from None
-    zipped = begin == b"PK\x03\x04"  # torch distinguishes its two formats in the same way
-    if zipped:
-        _refuse_compressed(file)
-    elif begin[:1] != b"\x80":  # the opcode with which torch.save and pickle begin
+    if begin != b"PK\x03\x04" and begin[:1] != b"\x80":  # how torch's two formats begin
         raise DataError(f"'{file}' is not a weights file: name one that ends in .safetensors, .pth, .pt or .bin")
     try:
         # Files of DeiT and MAE also contain their command line as an argparse.Namespace, which only has attributes.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the pickle protocol
-            return torch.load(file, map_location="cpu", weights_only=not trust, mmap=zipped)
+            return torch.load(file, map_location="cpu", weights_only=not trust)
     except Exception as error:  # a malicious file can cause any error
         said = " ".join(str(error).split())
-        other = re.search(r"GLOBAL:? (\S+)|operand (\d+)", said)
-        if isinstance(error, pickle.UnpicklingError) and not trust and other:
-            what = shown(other[1] or f"the instruction {other[2]}")
-            raise DataError(
-                f"'{file}' contains more than tensors ({what}) and could run code when loaded: use "
-                "safetensors, or pass --trust if you trust its author"
-            ) from None
         if isinstance(error, pickle.UnpicklingError) and not trust:
-            # The rest of torch's message advises to load the file without any restriction.
-            reason = said.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0].strip()
-            reason = "" if "weights_only" in reason else f" ({shown(reason)})"
+            name = re.search(r"GLOBAL:? (\S+)", said)
             raise DataError(
-                f"'{file}' contains more than tensors{reason} and could run code when loaded: use safetensors, or pass "
-                "--trust if you trust its author"
+                f"'{file}' contains more than tensors{f' ({shown(name[1])})' if name else ''} and could run code when "
+                "loaded: use safetensors, or pass --trust if you trust its author"
             ) from None
-        sentence = "" if "weights_only" in said else shown(said)
-        raise DataError(f"'{file}' cannot be read: {sentence or type(error).__name__}") from None
-
-
-def _refuse_compressed(file: Path) -> None:
-    """Raise DataError for a zip file with compressed or encrypted content, which torch would map as it is stored."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            plain = all(one.compress_type == zipfile.ZIP_STORED and not one.flag_bits & 1 for one in archive.infolist())
-    except (OSError, ValueError, NotImplementedError, MemoryError, zipfile.BadZipFile) as error:
-        raise DataError(f"'{file}' cannot be read: {shown(error)}") from None
-    if not plain:
-        raise DataError(f"'{file}' is compressed or encrypted, unlike files of torch.save: do not use it")
+        # torch's own sentence advises to load the file without any restriction.
+        reason = type(error).__name__ if "weights_only" in said or not said else shown(said)
+        raise DataError(f"'{file}' cannot be read: {reason}") from None

@@ -129,7 +129,7 @@ class ModelConfig:
             kind, group = self.kind_of(name)
             if kind not in known:
                 layer = describe_layer(self, name, layers[-1].gives if layers else None)
-                known[kind] = dataclasses.replace(layer, kind=kind, group=group, saved=None)
+                known[kind] = dataclasses.replace(layer, kind=kind, group=group)
             layers.append(dataclasses.replace(known[kind], name=name))
         return tuple(layers)
 

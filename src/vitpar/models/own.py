@@ -81,7 +81,7 @@ class OwnModel(ModelConfig):
         layers: list[LayerDescription] = []
         kinds: dict[tuple[object, ...], str] = {}
         for name in self.layer_names:
-            layer = describe_layer(self, name, layers[-1].gives if layers else None)
+            layer = describe_layer(self, name, layers[-1].gives if layers else None, saved=True)
             key = layer.takes, layer.gives, layer.parts, layer.modes, layer.other_flops
             kind = kinds.setdefault(key, f"block{len(kinds) + 1}") if layer.is_block else name
             layers.append(dataclasses.replace(layer, kind=kind))

@@ -46,16 +46,19 @@ class _Run:
     """Elements kept for backward."""
 
 
-def describe_layer(config: ModelConfig, name: str, taken: TensorSpec | None) -> LayerDescription:
+def describe_layer(
+    config: ModelConfig, name: str, taken: TensorSpec | None, *, saved: bool = False
+) -> LayerDescription:
     """Return the description of a layer, which has the name of the layer as its kind.
 
     taken: its input; None for the first layer, which takes the model's (``ModelConfig.input``).
+    saved: whether to count the elements that are kept for backward, which takes twice as long.
 
     Raises ModelError for a layer that cannot be built or does not keep the contract.
     """
     where, last = f"layer {name} of {config.name}", name == config.layer_names[-1]
-    # Descriptions may be needed first where gradients are off.
-    with torch.device("meta"), torch.inference_mode(False), torch.enable_grad():
+    # Descriptions may be needed first where gradients are off, or on.
+    with torch.device("meta"), torch.inference_mode(False), torch.set_grad_enabled(saved):
         try:
             layer = config.build_layer(name)
             if not isinstance(layer, Layer):
@@ -78,7 +81,7 @@ def describe_layer(config: ModelConfig, name: str, taken: TensorSpec | None) -> 
         attention,
         divisible=_divisible(layer, parts),
         other_flops=max(0, run.flops // BATCH - counted),
-        saved=run.saved // BATCH,
+        saved=run.saved // BATCH if saved else None,
         modes=tuple(mode for mode in layer.TENSOR_MODES if _computes(parts, mode, last)),
         last=last,
     )
@@ -101,7 +104,7 @@ def _run(config: ModelConfig, layer: Layer, taken: TensorSpec | None) -> _Run:
 
     size = config.input.shape if taken is None else (taken.tokens, taken.features)
     kept_type = None if taken is not None or config.input.dtype is None else getattr(torch, config.input.dtype)
-    x = torch.empty(BATCH, *size, dtype=kept_type, requires_grad=kept_type is None)
+    x = torch.empty(BATCH, *size, dtype=kept_type, requires_grad=kept_type is None and torch.is_grad_enabled())
     sides = given_sides(layer, None, zero_sides(config, BATCH, "meta"))
     with ExitStack() as stack:
         for name, module in layer.named_modules():

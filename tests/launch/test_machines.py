@@ -43,7 +43,8 @@ def slurm(rank: int, port: str) -> dict[str, str]:
     return {
         **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
         **{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)},
-        **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "localhost,other", "MASTER_PORT": port},
+        **{"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "a,b"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": port},
     }
 
 
@@ -134,6 +135,7 @@ exit $code
 """
 
 SCONTROL = """#!/bin/bash
+[ "$*" = "show hostnames localhost,other" ] && exec printf "localhost\\nother\\n"
 echo "scontrol $*" >> calls
 [ "$1" != show ] || echo "JobId=7 JobName=job JobState=${JOB_STATE:-RUNNING} Reason=None"
 """

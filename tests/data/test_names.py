@@ -20,7 +20,7 @@ from vitpar.data.shards.index import Labels, index
 from vitpar.data.shards.pack import pack
 from vitpar.data.sources import open_source
 from vitpar.errors import DataError
-from vitpar.weights.hints import hints
+from vitpar.weights.images import read_image_hints
 from vitpar.weights.shards import read_object
 
 Encode = Callable[[str], bytes]
@@ -145,7 +145,7 @@ def _cifar(folder: Path, binary: bool, names: bytes) -> Sequence[str]:
 def hub_config(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]:
     about = {"model_type": "vit", "id2label": {str(label): name for label, name in enumerate(names)}}
     (folder / "config.json").write_bytes(encode(json.dumps(about, ensure_ascii=False)))
-    return hints({"config.json": read_object(folder / "config.json")}).class_names or ()
+    return read_image_hints({"config.json": read_object(folder / "config.json")}).class_names or ()
 
 
 LABELS = {"repeated": None}

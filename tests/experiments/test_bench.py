@@ -129,7 +129,7 @@ def test_peers_start_from_the_same_parameters() -> None:
     from bench.peers.contenders import start_as_ours
     from bench.peers.job import Job
     from bench.plain_loop import initial_model
-    from vitpar.models.vit.foreign import parts, renamed
+    from helpers.converted import converted
 
     class Theirs(torch.nn.Module):
         """Parameters as timm names and shapes them."""
@@ -144,7 +144,7 @@ def test_peers_start_from_the_same_parameters() -> None:
                 shapes |= {f"blocks.0.mlp.fc1.{end}": (32, *rest), f"norm.{end}": (8,)}
                 shapes |= {f"blocks.0.mlp.fc2.{end}": (8, 32) if rest else (8,)}
                 shapes |= {f"blocks.0.norm{i}.{end}": (8,) for i in (1, 2)}
-            self.shapes, self.values = shapes, {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
+            self.values = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
 
         def named_parameters(self, *args: object, **kwargs: object):
             return iter(self.values.items())
@@ -152,9 +152,9 @@ def test_peers_start_from_the_same_parameters() -> None:
     options = {"patch_size": 2, "image_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
     job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
     start_as_ours(theirs, job)
-    made = parts(renamed(theirs.shapes), job.config)
+    made = converted(theirs.values, job.config)
     for name, ours in initial_model(job.config).named_parameters():
-        assert torch.equal(made[name].make(*(theirs.values[n] for n in made[name].names)), ours), name
+        assert torch.equal(made[name], ours), name
 
 
 @pytest.mark.tools

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.converted import converted
 from helpers.oracles import transformers
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
-from vitpar.models.mae import foreign
 from vitpar.models.mae.config import MAEConfig
 
 SIZES: dict[str, Any] = {
@@ -70,20 +70,10 @@ def fixed_positions(config: MAEConfig, width: int) -> Tensor:
     return torch.cat([columns, rows], dim=-1)[None]
 
 
-def converted(config: MAEConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of transformers or the authors' code, values or gradients, as vitpar's."""
-    renamed = foreign.renamed({name: tuple(tensor.shape) for name, tensor in state.items()})
-    assert renamed is not None and renamed.unknown == ()
-    made = foreign.parts(renamed, config)
-    result = {name: part.make(*(state[theirs] for theirs in part.names)) for name, part in made.items()}
-    assert {name: tuple(x.shape) for name, x in result.items()} == {name: part.shape for name, part in made.items()}
-    return result
-
-
 @torch.no_grad()
 def filled(config: MAEConfig, state: Mapping[str, Tensor]) -> LayeredModel:
     """Return a model in float64 with the parameters of transformers' `state`."""
-    model, values = LayeredModel(config).double(), converted(config, state)
+    model, values = LayeredModel(config).double(), converted(state, config)
     for name, parameter in model.named_parameters():
         parameter.copy_(values.pop(name))
     assert not values

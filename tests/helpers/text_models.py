@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 from helpers.foreign_models import randomised
 from helpers.oracles import transformers
 from vitpar.models import model_config
-from vitpar.models.bert import foreign as bert_foreign
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import IGNORED
-from vitpar.models.foreign import Renamed
 from vitpar.models.layers import Layer, LayeredModel
-from vitpar.models.t5 import foreign as t5_foreign
 from vitpar.models.t5.config import T5Config
 from vitpar.parallel.vocabulary import VocabularyPart, token_losses
 
@@ -44,11 +40,6 @@ def t5(**options: Any) -> T5Config:
 
 
 V1_1 = {"activation": "geglu_tanh", "tied": False}
-
-
-def conversion(config: TextModel) -> ModuleType:
-    """Return the module that converts parameters of the model's family."""
-    return bert_foreign if isinstance(config, BertConfig) else t5_foreign
 
 
 def twin(config: TextModel) -> nn.Module:
@@ -93,21 +84,6 @@ def twin(config: TextModel) -> nn.Module:
 def exact_norm(self: Any, x: Tensor) -> Tensor:
     """Compute transformers' ``T5LayerNorm`` in the type of `x`: its own computes the variance in float32."""
     return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-
-def renamed_of(state: Mapping[str, Tensor], config: TextModel) -> Renamed:
-    """Return foreign tensors by vitpar's names."""
-    found: Renamed | None = conversion(config).renamed({name: tuple(tensor.shape) for name, tensor in state.items()})
-    assert found is not None and found.unknown == ()
-    return found
-
-
-def converted(state: Mapping[str, Tensor], config: TextModel) -> dict[str, Tensor]:
-    """Return tensors of transformers, values or gradients, as vitpar's."""
-    made = conversion(config).parts(renamed_of(state, config), config)
-    result = {name: part.make(*(state[foreign] for foreign in part.names)) for name, part in made.items()}
-    assert {name: tuple(x.shape) for name, x in result.items()} == {name: part.shape for name, part in made.items()}
-    return result
 
 
 @torch.no_grad()

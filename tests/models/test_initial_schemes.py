@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.converted import converted
 from helpers.initial_values import fingerprints
 from helpers.oracles import timm
 from helpers.plans import EVERYTHING
@@ -18,7 +19,6 @@ from vitpar.errors import ModelError
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initialise, seeding_name
 from vitpar.models.layers import LayeredModel
-from vitpar.models.vit.foreign import parts, renamed
 from vitpar.models.vit.initial import SCHEMES
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
@@ -63,9 +63,8 @@ def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         state = {name: p.detach() for name, p in timms(scheme, config).named_parameters()}
-        made = parts(renamed({name: tuple(p.shape) for name, p in state.items()}), config)
-        for name, part in made.items():
-            found.setdefault(name, []).append(part.make(*(state[n] for n in part.names)).flatten())
+        for name, value in converted(state, config).items():
+            found.setdefault(name, []).append(value.flatten())
     return {name: torch.cat(values)[:SAMPLES].double() for name, values in found.items()}
 
 

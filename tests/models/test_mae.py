@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.converted import converted
 from helpers.foreign_models import randomised
-from helpers.mae_models import converted, filled, mae, twin
+from helpers.mae_models import filled, mae, twin
 from vitpar.errors import ModelError
 from vitpar.models import FAMILIES, model_config
 from vitpar.models.families import config_from_json, config_to_json
@@ -45,7 +46,7 @@ def test_outputs_loss_and_gradients_match_transformers_in_float64(case: str, nor
     found = {"outputs": error(outputs, expected.logits), "loss": error(loss, expected.loss)}
     loss.backward()
     expected.loss.backward()
-    gradients = converted(config, {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None})
+    gradients = converted({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
     parameters = dict(ours.named_parameters())
     assert gradients.keys() == parameters.keys()
     for name, parameter in parameters.items():

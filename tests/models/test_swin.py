@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from helpers.converted import converted, found_in
 from helpers.foreign_models import randomised, timm_swin
 from helpers.oracles import timm, transformers
 from vitpar.errors import DataError, ModelError
 from vitpar.models.families import model_config
-from vitpar.models.foreign import Renamed
 from vitpar.models.initial import initial_value, initialise
 from vitpar.models.keyed_random import at_place, drop
 from vitpar.models.layers import LayeredModel
 from vitpar.models.swin.config import SwinConfig
-from vitpar.models.swin.foreign import infer_config, parts, renamed
+from vitpar.weights.foreign import FAMILIES, recognised
 
 KEYS = torch.arange(1, 9) * 1_000_003
-NO_HINTS = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None)
+WEIGHTS = FAMILIES["swin"]
 
 
 def swin(**options: Any) -> SwinConfig:
@@ -77,19 +76,11 @@ def shapes_of(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def renamed_swin(state: Mapping[str, Tensor]) -> Renamed:
-    found = renamed(shapes_of(state))
-    assert found is not None
-    assert found.unknown == ()
-    return found
-
-
-def converted(state: Mapping[str, Tensor], config: SwinConfig) -> dict[str, Tensor]:
-    """Return tensors of timm or transformers, values or gradients, as vitpar's."""
-    made = parts(renamed_swin(state), config)
-    result = {name: part.make(*(state[foreign] for foreign in part.names)) for name, part in made.items()}
-    assert shapes_of(result) == {name: part.shape for name, part in made.items()}
-    return result
+def inferred(state: Mapping[str, Tensor], model: str | None = None, **said: Any) -> SwinConfig:
+    """Return the configuration of tensors. said: fields that config.json gives."""
+    config = WEIGHTS.infer_config("x", found_in(state, CASES["one stage"]), said, model)
+    assert isinstance(config, SwinConfig)
+    return config
 
 
 def filled(config: SwinConfig, state: Mapping[str, Tensor] | None = None) -> Any:
@@ -282,106 +273,69 @@ FOREIGN: dict[str, Callable[[SwinConfig], Mapping[str, Tensor]]] = {
 @pytest.mark.parametrize("source", FOREIGN)
 @pytest.mark.parametrize("case", ["odd window, odd depths", "four stages", "one window in the last stage"])
 def test_configuration_is_inferred(source: str, case: str) -> None:
-    config = CASES[case]
-    found = renamed_swin(FOREIGN[source](config))
-    assert found.format == source.removesuffix(" 4")
-    hints = SimpleNamespace(image_size=config.image_size, patch_size=None, norm_eps=None)
-    assert infer_config("x", found, hints) == replace(config, init="timm")
-    made = parts(found, config)
-    assert {name: part.shape for name, part in made.items()} == {
-        name: shape
-        for layer, described in config.layers.items()
-        for name, shape in ((f"{layer}.{key}", shape) for key, shape in described.parameters.items())
-    }
+    config, state = CASES[case], FOREIGN[source](CASES[case])
+    assert found_in(state, config).format == source.removesuffix(" 4")
+    assert inferred(state, image_size=config.image_size) == replace(config, init="timm")
+    assert converted(state, config).keys() == dict(LayeredModel(config).named_parameters()).keys()
 
 
 def test_image_size_is_inferred_from_masks_windows_and_names() -> None:
-    masked = renamed_swin(microsofts(timm_swin(swin(image_size=64))))
-    assert infer_config("x", masked, NO_HINTS).image_size == 64
-    smaller = renamed_swin(timm_swin(swin(image_size=12, window_size=6)).state_dict())
-    assert infer_config("x", smaller, NO_HINTS).image_size == 12
-    assert infer_config("x", smaller, NO_HINTS).window_size == 6
+    assert inferred(microsofts(timm_swin(swin(image_size=64)))).image_size == 64
+    smaller = inferred(timm_swin(swin(image_size=12, window_size=6)).state_dict())
+    assert (smaller.image_size, smaller.window_size) == (12, 6)
     with torch.device("meta"):
         for name in ("swin_tiny_patch4_window7_224", "swin_base_patch4_window12_384"):
-            plain = renamed_swin(timm.create_model(name).state_dict())
-            inferred = infer_config("x", plain, NO_HINTS)
-            assert replace(inferred, name=name) == model_config(name)
-            assert infer_config("x", plain, NO_HINTS, name) == model_config(name)
-        tiny = model_config("swin_tiny_patch4_window7_448")
-        assert isinstance(tiny, SwinConfig)
-        assert infer_config("x", renamed_swin(timm_swin(tiny).state_dict()), NO_HINTS, tiny.name) == tiny
-        wide = model_config("swin_tiny_patch2_window50_16")  # larger than every stage
-        assert isinstance(wide, SwinConfig)
-        plain = renamed_swin(timm_swin(wide).state_dict())
-        assert infer_config("x", plain, NO_HINTS, wide.name) == wide
-        assert infer_config("x", plain, NO_HINTS) == replace(wide, name="swin_custom", window_size=8)
+            state = timm.create_model(name).state_dict()
+            assert replace(inferred(state), name=name) == model_config(name) == inferred(state, name)
+        # Windows of 50 tokens are larger than every stage.
+        for name in ("swin_tiny_patch4_window7_448", "swin_tiny_patch2_window50_16"):
+            config = model_config(name)
+            assert isinstance(config, SwinConfig)
+            assert inferred(timm_swin(config).state_dict(), name) == config
+        assert inferred(timm_swin(config).state_dict()) == replace(config, name="swin_custom", window_size=8)
 
 
-def test_mlp_ratio_is_inferred_from_hidden_features() -> None:
-    hints = SimpleNamespace(image_size=16, patch_size=2, norm_eps=None)
-    for hidden in range(1, 120):
-        ratio = math.nextafter(hidden / 49, math.inf)  # int(49 * (1 / 49)) is 0
-        config = swin(embed_dim=49, depths=(1, 1), num_heads=(1, 1), mlp_ratio=ratio)
-        shapes = {f"{layer}.{key}": shape for layer, d in config.layers.items() for key, shape in d.parameters.items()}
-        found = renamed(shapes)
-        assert found is not None
-        inferred = infer_config("x", found, hints)
-        assert [stage.mlp_hidden_dim for stage in inferred.stages] == [stage.mlp_hidden_dim for stage in config.stages]
-        assert (inferred.depths, inferred.num_heads, inferred.window_size) == ((1, 1), (1, 1), 4)
+@pytest.mark.parametrize("hidden", [1, 2, 7, 48, 49, 50, 97, 113, 119])
+def test_mlp_ratio_is_inferred_from_hidden_features(hidden: int) -> None:
+    ratio = math.nextafter(hidden / 49, math.inf)  # int(49 * (1 / 49)) is 0
+    config = swin(embed_dim=49, depths=(1, 1), num_heads=(1, 1), mlp_ratio=ratio)
+    found = inferred(timm_swin(config).state_dict(), image_size=16)
+    assert [stage.mlp_hidden_dim for stage in found.stages] == [stage.mlp_hidden_dim for stage in config.stages]
 
 
 def test_tensors_of_other_models_are_recognised_or_refused() -> None:
-    vit = {"patch_embed.proj.weight": (8, 3, 4, 4), "blocks.0.attn.qkv.weight": (24, 8)}
-    assert renamed(vit) is None
-    config = CASES["shifted in both stages"]
-    state = shapes_of(timm_swin(config).state_dict())
-    odd = renamed({**state, "layers.0.blocks.0.mlp.gate.weight": (3,), "absolute_pos_embed": (1, 256, 8)})
-    assert odd is not None
-    assert odd.unknown == ("layers.0.blocks.0.mlp.gate.weight", "absolute_pos_embed")
+    assert WEIGHTS.renamed({"patch_embed.proj.weight": (8, 3, 4, 4), "blocks.0.attn.qkv.weight": (24, 8)}) is None
+    state = shapes_of(timm_swin(CASES["shifted in both stages"]).state_dict())
+    odd = {**state, "layers.0.blocks.0.mlp.gate.weight": (3,), "absolute_pos_embed": (1, 256, 8)}
+    with pytest.raises(DataError, match=r"has layers.0.blocks.0.mlp.gate.weight, absolute_pos_embed, which vitpar's"):
+        recognised("x", odd)
 
 
 @pytest.mark.parametrize(
-    ("change", "hints", "model", "message"),
+    ("change", "said", "model", "message"),
     [
         ({}, {}, "vit_tiny_patch4_32", "'x' is a Swin Transformer, not a vit_tiny_patch4_32"),
         ({}, {}, "swin_tiny_patch2_window4_32", "its embed_dim is 8 instead of 96: name another model"),
         ({}, {"image_size": 18}, None, "'x' is not a vitpar model: windows of 4x4 do not tile the 9x9 tokens"),
         ({"patch_embed.proj.weight": (8, 1, 2, 2)}, {}, None, "'x' has 1 input channels"),
         ({"patch_embed.proj.weight": ()}, {}, None, "has shape []: it is not a Swin Transformer that vitpar supports"),
-        ({"layers.1.blocks.0.mlp.fc1.weight": None}, {}, None, "lacks blocks.2.mlp.fc1.weight (vitpar's name)"),
-        (
-            {f"layers.0.blocks.0.attn.{'relative_position_bias_table'}": (9, 2)},
-            {},
-            None,
-            "'x' has windows of 2, 4 tokens in its stages: only models with one window size can be imported",
-        ),
-        (
-            {
-                f"layers.{i}.{part}": ()
-                for i in range(1, 99)
-                for part in ("downsample.norm.bias", "blocks.0.norm1.bias")
-            },
-            {},
-            None,
-            "'x' has 99 stages: models with more than 18 cannot be imported",
-        ),
+        ({"layers.1.blocks.0.mlp.fc1.weight": None}, {}, None, "lacks stages.1.0.mlp.fc1.weight (vitpar's name)"),
+        ({f"layers.{i}.blocks.0.norm1.bias": () for i in range(99)}, {}, None, "'x' has 99 stages: models with more"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
-    change: dict[str, Any], hints: dict[str, Any], model: str | None, message: str
+    change: dict[str, Any], said: dict[str, Any], model: str | None, message: str
 ) -> None:
     state = shapes_of(timm_swin(CASES["shifted in both stages"]).state_dict()) | change
-    found = renamed({name: shape for name, shape in state.items() if shape is not None})
+    found = WEIGHTS.renamed({name: shape for name, shape in state.items() if shape is not None})
     assert found is not None
     with pytest.raises((DataError, ModelError), match=re.escape(message)):
-        infer_config("x", found, SimpleNamespace(**vars(NO_HINTS) | hints), model)
+        WEIGHTS.infer_config("x", found, said, model)
 
 
 def test_another_epsilon_of_transformers_is_refused() -> None:
-    found = renamed_swin(transformers_(swin()).state_dict())
-    hints = SimpleNamespace(image_size=16, patch_size=None, norm_eps=1e-6)
-    with pytest.raises(DataError, match="'x' has layer_norm_eps 1e-06: only models with 1e-05 in every norm"):
-        infer_config("x", found, hints)
+    with pytest.raises(DataError, match=r"config.json has layer_norm_eps 1e-06, but only 1e-05 can be imported"):
+        WEIGHTS.said({"model_type": "swin", "layer_norm_eps": 1e-6})
 
 
 def test_drop_path_is_timms_rule_and_depends_only_on_the_sample_key() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.converted import converted
 from helpers.oracles import transformers
 from helpers.text_models import (
     PADDED,
     V1_1,
     TextModel,
     bert,
-    converted,
     exact_norm,
     filled,
     sample,

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from helpers.converted import converted
 from helpers.many_ranks import Turns
 from helpers.paths import EXPERIMENTS
 from helpers.plans import DUALPIPEV, INTERLEAVED, ZBV, ZERO_BUBBLE, Case
 from helpers.ranks import TIMEOUT, RankError, in_forks
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import copy_whole_
-from vitpar.models.vit.foreign import parts, renamed
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.sharded import box_of, local
 from vitpar.strategy import Plan, stages_of_rank
@@ -74,8 +74,7 @@ def step_of_timm(config: ViTConfig, batch: int) -> Step:
 
 def as_vitpar(state: dict[str, Tensor], config: ViTConfig) -> dict[str, Any]:
     """Return parameters or gradients of timm as arrays, by vitpar's names and in its order of rows."""
-    made = parts(renamed({name: tuple(tensor.shape) for name, tensor in state.items()}), config)
-    return {name: part.make(*(state[n] for n in part.names)).detach().numpy() for name, part in made.items()}
+    return {name: tensor.detach().numpy() for name, tensor in converted(state, config).items()}
 
 
 def step_of_ranks(config: ViTConfig, plan: Plan, batch: int, expected: Step) -> dict[str, float]:

@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from helpers.command_line import Command, Refused
+from helpers.converted import converted
 from helpers.html_pages import Page
-from helpers.mae_models import DECODER, converted, fixed_positions, mae, twin
+from helpers.mae_models import DECODER, fixed_positions, mae, twin
 from helpers.oracles import timm, transformers
 from helpers.small_data import damage
 from vitpar.data.images import decode
@@ -163,7 +164,7 @@ def test_weights_of_transformers_come_in_and_go_out(tmp_path: Path, vitpar: Comm
     theirs.save_pretrained(tmp_path / "there")
     done = import_weights(tmp_path / "there", tmp_path / "ours")
     assert done.config == mae(init="mae") and not done.new_classifier
-    values = converted(config, dict(theirs.state_dict()))
+    values = converted(dict(theirs.state_dict()), config)
     assert all(torch.equal(open_weights(tmp_path / "ours").read(name), value) for name, value in values.items())
     for library, folder in (("transformers", "again"), ("timm", "encoder")):
         command = ("checkpoint", "export", str(tmp_path / "ours"), "--format", library, "--out", str(tmp_path / folder))

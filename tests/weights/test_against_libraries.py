@@ -17,10 +17,9 @@ from helpers.oracles import timm, transformers
 from vitpar import model_config
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig
-from vitpar.models.vit.names import PUBLISHED
+from vitpar.models.vit.published import PUBLISHED
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.foreign import recognised
-from vitpar.weights.hints import hints
 from vitpar.weights.importing import ImportedWeights, import_weights
 
 # `test_exports.py` compares models whose weights vitpar has written, in the same way.
@@ -90,7 +89,7 @@ def test_names_stand_for_timms_models(name: str) -> None:
     said = {"architecture": name, "global_pool": {"cls": "token"}.get(expected.pool, expected.pool)}
     family, found = recognised(name, shapes)
     assert not found.unknown
-    config = family.infer_config(name, found, hints({"config.json": said}))
+    config = family.infer_config(name, found, family.said(said))
     assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     same = {"name": config.name, "layer_scale": config.layer_scale, "image_size": config.image_size}
     assert config == replace(expected, **same)

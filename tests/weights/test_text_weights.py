@@ -4,24 +4,21 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from helpers.converted import converted, found_in
 from helpers.foreign_weights import saved
 from helpers.oracles import transformers
 from helpers.text_models import (
     V1_1,
     TextModel,
     bert,
-    conversion,
-    converted,
     exact_norm,
     filled,
-    renamed_of,
     sample,
     t5,
     twin,
@@ -35,6 +32,7 @@ from vitpar.training.begin import opened_for
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.exporting import export_weights
 from vitpar.weights.folder import Weights, open_weights, parameter_shapes
+from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights, model_section
 from vitpar.weights.onnx import export_onnx
 
@@ -149,18 +147,17 @@ OLD = {"weight": "gamma", "bias": "beta"}
 
 
 def test_numbers_that_no_tensor_shows_come_from_the_name() -> None:
-    nothing = SimpleNamespace(image_size=None, patch_size=None, norm_eps=None, heads=None, text={})
     for config in (bert(embed_dim=128, num_heads=2), t5(**V1_1)):
         state = dict(twin(config).named_parameters())
-        found = conversion(config).infer_config("x", renamed_of(state, config), nothing)
+        found: Any = FAMILIES[config.FAMILY].infer_config("x", found_in(state, config), {})
         assert (found.num_heads, found.tokens) == (config.num_heads, 512 if isinstance(config, type(t5())) else 12)
     small = bert(embed_dim=48, num_heads=2)
     state = dict(twin(small).named_parameters())
     with pytest.raises(DataError, match=r"'x' is not a bert_base: its embed_dim is 48 instead of 768: name another"):
-        conversion(small).infer_config("x", renamed_of(state, small), nothing, "bert_base")
+        FAMILIES["bert"].infer_config("x", found_in(state, small), {}, "bert_base")
     with pytest.raises(DataError, match=r"'x' is a T5, not a bert_base: name another model, or omit --model"):
         state = dict(twin(t5()).named_parameters())
-        conversion(t5()).infer_config("x", renamed_of(state, t5()), nothing, "bert_base")
+        FAMILIES["t5"].infer_config("x", found_in(state, t5()), {}, "bert_base")
 
 
 @pytest.mark.parametrize(

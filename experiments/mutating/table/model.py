@@ -39,17 +39,17 @@ MUTATIONS = (
     Mutation(
         name="t5-eps-not-imported",
         breaks="An imported T5 has the usual epsilon, not that of its config.json.",
-        file="src/vitpar/weights/hints.py",
-        old='Hints(norm_eps=_measure(config.get("layer_norm_epsilon")), text=text)',
-        new="Hints(text=text)",
+        file="src/vitpar/models/t5/names.py",
+        old='ConfigKey("layer_norm_epsilon", "norm_eps")',
+        new='ConfigKey("layer_norm_epsilon_", "norm_eps")',
         caught_by=f'pytest "{WEIGHTS}/test_text_weights.py::test_files_of_transformers_are_imported[t5]"',
     ),
     Mutation(
         name="bert-eps-not-imported",
         breaks="An imported BERT has the usual epsilon, not that of its config.json.",
-        file="src/vitpar/weights/hints.py",
-        old=', norm_eps=_measure(config.get("layer_norm_eps")), text=text)',
-        new=", text=text)",
+        file="src/vitpar/models/bert/names.py",
+        old='ConfigKey("layer_norm_eps", "norm_eps")',
+        new='ConfigKey("layer_norm_eps_", "norm_eps")',
         caught_by=f'pytest "{WEIGHTS}/test_text_weights.py::test_files_of_transformers_are_imported[bert]"',
     ),
     Mutation(

@@ -30,7 +30,7 @@ from vitpar.text import nearest, short_repr, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitpar.models.foreign import Adapted, ExportedTensor
+    from vitpar.models.convert import Adapted, MadeTensor
     from vitpar.models.layers import Layer
 
 Rule = Callable[..., "Tensor"]
@@ -195,7 +195,7 @@ class ModelConfig:
         return {}
 
     @property
-    def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]] | None:
+    def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]] | None:
         """Return the model that pretraining this one is for, and how its parameters are made; None for this one.
 
         The parameters are by name, without those of a classifier.

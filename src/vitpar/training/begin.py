@@ -21,8 +21,8 @@ from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.convert import MadeTensor
 from vitpar.models.families import model_config
-from vitpar.models.foreign import ExportedTensor
 from vitpar.models.initial import copy_whole_, initialise
 from vitpar.models.layers import PlainModel
 from vitpar.models.lora import LoRA, adapters_of
@@ -110,7 +110,7 @@ def opened_for(folder: Path, config: ModelConfig) -> Opened:
     return opened
 
 
-def _made(tensors: Mapping[str, ExportedTensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+def _made(tensors: Mapping[str, MadeTensor], read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
     """Return a function like `read` that makes the given parameters of those that `read` returns."""
     return lambda name: tensors[name].make(*map(read, tensors[name].names)) if name in tensors else read(name)
 

@@ -24,10 +24,12 @@ from torch import Tensor
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
 from vitpar.models.config import ModelConfig
+from vitpar.models.convert import MadeTensor, parameters_of
 from vitpar.models.lora import A, B, LoRA
 from vitpar.records import first_wrong
 from vitpar.text import count, shown
-from vitpar.weights.exporting import FAMILIES, Format
+from vitpar.weights.exporting import Format
+from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.shards import Shards, listed, read_object
 from vitpar.weights.sources import ForeignWeights
 
@@ -90,37 +92,32 @@ class _Place:
     """Rows of it, int64, in the order of the other library."""
 
 
-def _places(config: ModelConfig, format_name: Format | None, *, of_files: bool = False) -> dict[str, _Place]:
-    """Return the places of another library's vectors and matrices by their names; None stands for vitpar's own names.
+def _place(tensor: MadeTensor, config: ModelConfig) -> _Place | None:
+    """Return the place of a tensor that is made of rows of one of vitpar's parameters; None for another tensor."""
+    if len(tensor.names) != 1 or len(shape := config.shape(tensor.names[0])) not in (1, 2):
+        return None
+    numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    try:
+        placed = tensor.make(numbers)
+    except (ValueError, RuntimeError):  # not for matrices, such as the kernel of a convolution
+        return None
+    first = placed.flatten(1)[:, 0] if placed.dim() > 1 else placed
+    rows = (first / math.prod(shape[1:])).long()
+    same = placed.shape[1:] == numbers.shape[1:] and torch.equal(placed, numbers[rows])
+    return _Place(tensor.names[0], rows) if same else None
 
-    Parameters that are not made of rows of one of vitpar's are left out.
 
-    of_files: whether names are those of transformers' files, and of its modules before version 5.
-    """
-    shapes = {
-        f"{layer.name}.{name}": shape
-        for layer in config.layers.values()
-        for name, shape in layer.parameters.items()
-        if len(shape) in (1, 2)
-    }
+def _places(config: ModelConfig, format_name: Format | None) -> dict[str, _Place]:
+    """Return the places of a library's vectors and matrices by its modules' names; None stands for vitpar's own."""
     if format_name is None:
-        return {name: _Place(name, torch.arange(shape[0])) for name, shape in shapes.items()}
-    places, made = {}, FAMILIES[config.FAMILY](config, format_name)
-    kind = str(made.config.get("model_type")) if format_name == "transformers" and not of_files else ""
+        return {name: place for name in parameters_of(config) if (place := _place(MadeTensor((name,)), config))}
+    made = FAMILIES[config.FAMILY].exported(config, format_name)
+    places, patterns = dict[str, _Place](), _MODULES.get(str(made.config.get("model_type")), ())
     for theirs, tensor in made.tensors.items():
-        if len(tensor.names) != 1 or (shape := shapes.get(tensor.names[0])) is None:
-            continue
-        numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
-        try:
-            placed = tensor.make(numbers)
-        except (ValueError, RuntimeError):  # not for matrices, such as the kernel of a convolution
-            continue
-        first = placed.flatten(1)[:, 0] if placed.dim() > 1 else placed
-        rows = (first / math.prod(shape[1:])).long()
-        if placed.shape[1:] == numbers.shape[1:] and torch.equal(placed, numbers[rows]):
-            for pattern, name in _MODULES.get(kind, ()):
+        if place := _place(tensor, config):
+            for pattern, name in patterns:
                 theirs = re.sub(pattern, name, theirs)
-            places[theirs] = _Place(tensor.names[0], rows)
+            places[theirs] = place
     return places
 
 
@@ -272,7 +269,6 @@ def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
     if opened.settings.r != config.rank:
         raise DataError(f"the adapters in '{folder}' have rank {opened.settings.r}: set lora.rank to it")
     places = _fitting(opened, config.whole)
-    opened.refuse_lacking(places)
     factor = opened.settings.scale / config.scale
     made: dict[str, Tensor] = {}
     for name in opened.adapters:
@@ -304,25 +300,27 @@ def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
 
 
 def _fitting(opened: _Opened, config: ModelConfig) -> dict[str, _Place]:
-    """Return the places of the library whose names the files use. Raises DataError if there is none."""
-    wanted = {*(f"{name}.weight" for name in opened.adapters), *opened.others}
-    missing: list[str] = []
-    formats: tuple[tuple[Format | None, bool], ...] = (
-        (None, False),
-        *((("timm", False), ("transformers", False), ("transformers", True)) if config.FAMILY in FAMILIES else ()),
-    )
-    for format_name, of_files in formats:
-        try:
-            places = _places(config, format_name, of_files=of_files)
-        except DataError:  # the library has no such model
-            continue
-        if not (lacking := sorted(wanted - places.keys())):
-            return places
-        missing = lacking if not missing or len(lacking) < len(missing) else missing
-    raise DataError(
-        f"'{opened.folder}' has tensors for {listed(missing)}, which {config.name} lacks by the names of vitpar, timm "
-        "and transformers: use adapters of the same model"
-    )
+    """Return the places of the tensors in the files by the names there, of vitpar or of any version of a library.
+
+    Raises DataError for tensors that the model lacks, and for files that lack what their settings list.
+    """
+    wanted = [*(f"{name}.weight" for name in opened.adapters), *opened.others]
+    known = {name: MadeTensor((name,)) for name in parameters_of(config)}
+    found = {name: known[name] for name in wanted if name in known}
+    if config.FAMILY in FAMILIES:
+        family = FAMILIES[config.FAMILY]
+        for format_name, library in family.libraries.items():
+            theirs = family.tensors(config, format_name, every=True)
+            named = {name: theirs[one] for name in wanted if (one := library.spelled(name)) in theirs}
+            if len(named) > len(found):
+                known, found = theirs, named
+    if missing := sorted({*wanted} - found.keys()):
+        raise DataError(
+            f"'{opened.folder}' has tensors for {listed(missing)}, which {config.name} lacks by the names of vitpar, "
+            "timm and transformers: use adapters of the same model"
+        )
+    opened.refuse_lacking(known)
+    return {name: place for name, tensor in found.items() if (place := _place(tensor, config))}
 
 
 def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:

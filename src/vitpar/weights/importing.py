@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from torch import Tensor
 from vitpar.checkpoint.index import CLASSES, CONFIG, RECIPE
 from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig, field_names
-from vitpar.models.families import config_to_json, family_of, model_config
+from vitpar.models.convert import MadeTensor, Shapes, refuse_other_fields, shapes_of
+from vitpar.models.families import config_from_json, config_to_json, family_of, model_config
 from vitpar.models.initial import initial_value
 from vitpar.weights.adapters import merging
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
-from vitpar.weights.foreign import recognised
-from vitpar.weights.hints import IMAGENET, hints
+from vitpar.weights.foreign import FAMILIES, OWN, recognised
+from vitpar.weights.images import IMAGENET, read_image_hints
 from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
 from vitpar.weights.unwrapping import unwrapped
@@ -83,24 +84,31 @@ def import_weights(
     source = unwrapped(open_source(path, trust), prefix)
     if adapters is not None:
         source = merging(source, adapters)
-    (family, renamed), hinted = (
-        recognised(path, source.shapes, classifies=_classifies(classes, model)),
-        hints(source.configs),
-    )
-    there = family.infer_config(path, renamed, hinted, model)
-    made, notes = family.parts(renamed, there), [*source.notes, *renamed.notes, *hinted.notes]
+    hinted, notes = read_image_hints(source.configs), list(source.notes)
+    said: Mapping[str, Any] = source.configs.get("config.json", {})
+    there: Any
+    if any(name in source.shapes for name in OWN):
+        format_name, there = "vitpar", own_config(path, source.shapes, said, model)
+        made = {name: MadeTensor((name,)) for name in source.shapes}
+    else:
+        family, found = recognised(path, source.shapes, classifies=_classifies(classes, model))
+        format_name, there = found.format, family.infer_config(path, found, family.said(said), model)
+        made, notes = family.parts(found, there), [*notes, *found.notes]
+    notes += hinted.notes
     if not there.image_size and (classes is not None or image_size is not None):
         raise DataError(f"'{path}' is a model of text: leave --classes and --image-size out")
     if hinted.data is None and there.image_size:
         notes.append("image normalisation is unknown: recipe.toml uses ImageNet's mean and std")
     classifier = bool(there.image_size) and "num_classes" in field_names(type(there))
+    if classes is not None and not classifier:
+        raise DataError(f"'{path}' is {there.name}, which has no classes: leave --classes out")
     headless = classifier and not any(name in made for name in CLASSIFIERS)
     if headless and classes is None:
         raise DataError(f"'{path}' has no classifier: set the number of classes of a new one with --classes N")
     needed = parameter_shapes(there, most=len(source.shapes))
     if headless:
         needed = {name: shape for name, shape in needed.items() if name not in CLASSIFIERS}
-    refuse_other_shapes(path, {name: part.shape for name, part in made.items()}, needed, exactly=True)
+    refuse_other_shapes(path, shapes_of(path, made, source.shapes), needed, exactly=True)
 
     config = there
     if there.image_size:
@@ -139,7 +147,32 @@ def import_weights(
         shard_bytes=shard_bytes,
         progress=progress,
     )
-    return ImportedWeights(renamed.format, config, files, notes, new_classifier=bool(reset))
+    return ImportedWeights(format_name, config, files, notes, new_classifier=bool(reset))
+
+
+def own_config(path: Path, shapes: Shapes, said: Mapping[str, Any], model: str | None) -> ModelConfig:
+    """Return the configuration of weights of vitpar: their config.json, or that of the model that is named.
+
+    Raises DataError if there is neither, or if they contradict each other.
+    """
+    try:
+        config = config_from_json(said).unadapted if said else None
+    except ModelError as error:
+        raise DataError(f"config.json of '{path}' cannot be used: {error}") from None
+    if model is None:
+        if config is None:
+            raise DataError(
+                f"the tensors in '{path}' do not show the number of heads: name the model with --model, or use the "
+                "folder with its config.json"
+            )
+        return config
+    classifier = shapes.get(CLASSIFIERS[0])
+    named = model_config(model, **({"num_classes": classifier[0]} if classifier else {}))
+    if config is not None:
+        if type(config) is not type(named):
+            raise DataError(f"'{path}' is {config.name}, not a {model}: name another model, or omit --model")
+        refuse_other_fields(path, named, config, FAMILIES[named.FAMILY].compared)
+    return config or named
 
 
 def _classifies(classes: int | None, model: str | None) -> bool:

@@ -20,8 +20,8 @@ from vitpar.errors import CheckpointError, DataError
 from vitpar.models.families import config_to_json
 from vitpar.models.initial import copy_whole_
 from vitpar.models.layers import LayeredModel
-from vitpar.weights.exporting import image_settings
 from vitpar.weights.folder import Weights, parameter_shapes, refuse_used
+from vitpar.weights.images import image_settings
 from vitpar.weights.shards import refuse_other_shapes
 
 FILE = "model.onnx"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from vitpar.errors import DataError
 from vitpar.text import either, shown
-from vitpar.weights.foreign import FAMILIES
+from vitpar.weights.foreign import is_model
 from vitpar.weights.shards import listed
 from vitpar.weights.sources import ForeignWeights
 
@@ -31,7 +31,7 @@ def unwrapped(source: ForeignWeights, prefix: str | None = None) -> ForeignWeigh
     """
     shapes = {name: shape for name, shape in source.shapes.items() if not _COUNTERS.fullmatch(name)}
     if prefix is None:
-        prefixes = [] if _recognised(shapes) else list(dict.fromkeys(_prefixes(shapes)))
+        prefixes = [] if is_model(shapes) else list(dict.fromkeys(_prefixes(shapes)))
         best = [one for one in prefixes if any(word in one for word in _BETTER)]
         prefixes = best or prefixes
         if len(prefixes) > 1:
@@ -52,10 +52,6 @@ def unwrapped(source: ForeignWeights, prefix: str | None = None) -> ForeignWeigh
     return replace(source, shapes=inside, read=lambda name: source.read(start + name), notes=(*source.notes, *notes))
 
 
-def _recognised(shapes: dict[str, tuple[int, ...]]) -> bool:
-    return any(family.renamed(shapes) is not None for family in FAMILIES)
-
-
 def _prefixes(shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """Yield the shortest prefix of every name of a patch projection behind which there is a model."""
     for name in shapes:
@@ -63,6 +59,6 @@ def _prefixes(shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
         # A model's patch projection has at least two dots in its name: patch_embed.proj.weight.
         for length in range(1, len(parts) - 2) if "patch_embed" in name and name.endswith(".weight") else ():
             prefix = ".".join(parts[:length]) + "."
-            if _recognised({key.removeprefix(prefix): shapes[key] for key in shapes if key.startswith(prefix)}):
+            if is_model({key.removeprefix(prefix): shapes[key] for key in shapes if key.startswith(prefix)}):
                 yield prefix
                 break

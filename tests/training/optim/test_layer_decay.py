@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from helpers.converted import found_in
 from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import TIMM_CONFIG, saved, timm_state
 from helpers.oracles import timm
 from helpers.plans import TINY_SWIN
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
-from vitpar.models.swin import foreign as swin
-from vitpar.models.swin.config import SwinConfig
-from vitpar.models.vit import foreign as vit
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.weights.folder import open_weights
+from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights
 
 DECAY, WEIGHT_DECAY = 0.6, 0.3
@@ -64,14 +63,12 @@ def test_groups_equal_timms(kind: str, tmp_path: Path) -> None:
     """Every parameter has timm's factor of the learning rate and timm's weight decay; no two groups are alike."""
     theirs = MODELS[kind]()
     config = open_weights(imported(theirs, tmp_path, dict(theirs.named_parameters()))).config
-    family: Any = swin if isinstance(config, SwinConfig) else vit
-    found = family.renamed({name: tuple(p.shape) for name, p in theirs.named_parameters()})
-    assert found is not None
     foreign = dict(theirs.named_parameters())
+    parts = FAMILIES[config.FAMILY].parts(found_in(foreign, config), config)
     of_timm = {
         id(p): (group["lr_scale"], group["weight_decay"]) for group in timms_groups(theirs) for p in group["params"]
     }
-    expected = {ours: of_timm[id(foreign[part.names[0]])] for ours, part in family.parts(found, config).items()}
+    expected = {ours: of_timm[id(foreign[part.names[0]])] for ours, part in parts.items()}
 
     model = LayeredModel(config)
     settings = OptimizerSection(layer_decay=DECAY, weight_decay=WEIGHT_DECAY)

@@ -18,7 +18,7 @@ from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.foreign import ExportedTensor
+    from vitpar.models.convert import MadeTensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +111,7 @@ class MAEConfig(ModelConfig):
         return True
 
     @property
-    def pretrained(self) -> tuple[ModelConfig, Mapping[str, ExportedTensor]]:
+    def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]]:
         return self.encoder, late_module("vitpar.models.mae.encoder").encoder_parameters(self)
 
     @property

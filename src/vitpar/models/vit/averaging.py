@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.foreign import Adapted, ExportedTensor
+from vitpar.models.convert import Adapted, MadeTensor
 from vitpar.models.vit.config import ViTConfig
 
 
@@ -25,7 +25,7 @@ def averaging(config: ViTConfig, there: ModelConfig) -> Adapted | None:
     made = replace(there, pool="avg", num_reg_tokens=config.num_reg_tokens, fc_norm=config.fc_norm)
     kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
     change = "the class token becomes a register, and tokens are averaged"
-    return Adapted(made, {"embed.reg_token": ExportedTensor(names, _joined)}, change, kept)
+    return Adapted(made, {"embed.reg_token": MadeTensor(names, _joined)}, change, kept)
 
 
 def _joined(*tokens: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens, late_module
 from vitpar.models.description import ExtraPasses
-from vitpar.models.vit.names import PUBLISHED, fields_of
 from vitpar.models.vit.passes import extra_passes
+from vitpar.models.vit.published import PUBLISHED, fields_of
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.foreign import Adapted
+    from vitpar.models.convert import Adapted
 
 _WORDS = {
     "pool": ("cls", "avg", "map"),

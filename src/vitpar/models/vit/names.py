@@ -1,215 +1,307 @@
-"""Names of published Vision Transformers, and what each stands for.
+"""A Vision Transformer's tensors in other libraries: rows of names and how the tensors differ.
 
-Names and sizes are timm's (``vision_transformer.py``, ``deit.py`` and ``eva.py``, 1.0), with these exceptions:
+- **timm**: ``vision_transformer.py``, ``deit.py`` and ``eva.py`` (1.0), which includes the files of DeiT, DeiT III, the
+  original ViT and ViT-5 (github.com/wangf3014/ViT-5).
+- **transformers**: ViT, DeiT, DINOv2 with and without registers, DINOv3 and the image towers of SigLIP (4 and 5). The
+  rows leave out the model's name and the encoder's: `PREFIXES`.
 
-- 22B is from "Scaling Vision Transformers to 22 Billion Parameters" (arXiv 2302.05442).
-- ViT-5 is from arXiv 2602.08071 and its code (github.com/wangf3014/ViT-5).
-- DINOv3 reads the class token, as its authors and transformers do; timm averages the patches by default.
-- A class token that nothing reads (EVA-02) is a register here.
+What rows cannot say is in `special`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-Fields = Mapping[str, Any]
+import torch
+from einops import rearrange
+from torch import Tensor
 
-
-def _sizes(embed_dim: int, depth: int, num_heads: int, mlp_hidden_dim: int = 0, **options: Any) -> dict[str, Any]:
-    hidden = mlp_hidden_dim or 4 * embed_dim
-    return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_hidden_dim": hidden, **options}
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "vit_nano": _sizes(96, 8, 12),  # ours: small enough for a laptop's processes, divisible enough for most plans
-    "vit_tiny": _sizes(192, 12, 3),
-    "vit_small": _sizes(384, 12, 6),
-    "vit_medium": _sizes(512, 12, 8),
-    "vit_base": _sizes(768, 12, 12),
-    "vit_large": _sizes(1024, 24, 16),
-    "vit_so400m": _sizes(1152, 27, 16, 4304),
-    "vit_huge": _sizes(1280, 32, 16),
-    "vit_giant": _sizes(1408, 40, 16, 6144),
-    "vit_giantopt": _sizes(1536, 40, 16),
-    "vit_gigantic": _sizes(1664, 48, 16, 8192),
-    "vit_22b": _sizes(6144, 48, 48, qk_norm=True, norm="rms", qkv_bias="none", parallel_blocks=True, pool="map"),
-    "deit_tiny": _sizes(192, 12, 3),
-    "deit_small": _sizes(384, 12, 6),
-    "deit_base": _sizes(768, 12, 12),
-    "deit_tiny_distilled": _sizes(192, 12, 3, distillation=True),
-    "deit_small_distilled": _sizes(384, 12, 6, distillation=True),
-    "deit_base_distilled": _sizes(768, 12, 12, distillation=True),
-    **{
-        f"deit3_{name}": _sizes(*sizes, layer_scale=1e-6, prefix_positions=False)
-        for name, sizes in {
-            "small": (384, 12, 6),
-            "medium": (512, 12, 8),
-            "base": (768, 12, 12),
-            "large": (1024, 24, 16),
-            "huge": (1280, 32, 16),
-        }.items()
-    },
-    **{
-        f"eva02_{name}": _sizes(
-            *sizes,
-            activation="swiglu",
-            qkv_bias="qv",
-            mlp_norm=name in ("base", "large"),
-            rope="axial",
-            rope_grid=16,
-            pool="avg",
-            fc_norm=True,
-            num_reg_tokens=1,
-        )
-        for name, sizes in {
-            "tiny": (192, 12, 3, 512),
-            "small": (384, 12, 6, 1024),
-            "base": (768, 12, 12, 2048),
-            "large": (1024, 24, 16, 2730),
-        }.items()
-    },
-    **{
-        f"vit5_{name}": _sizes(
-            *sizes,
-            norm="rms",
-            qk_norm=True,
-            qkv_bias="none",
-            num_reg_tokens=4,
-            prefix_positions=False,
-            rope="axial",
-            rope_register_temperature=100.0,
-            layer_scale=1e-4,
-        )
-        for name, sizes in {
-            "small": (384, 12, 6),
-            "base": (768, 12, 12),
-            "large": (1024, 24, 16),
-            "xlarge": (1152, 28, 16),
-        }.items()
-    },
-}
-"""Sizes and parts by the beginning of a name."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Models with a word after the patch size, such as siglip in vit_base_patch16_siglip_224."""
-
-    sizes: Mapping[str, Fields]
-    """Fields of each size, by the beginning of the name; other sizes have no such model."""
-    common: Fields = field(default_factory=dict)
-    """Fields that all sizes have in common."""
-    image_size: int | None = None
-    """Image size of names that do not end in one; None if all do."""
-
-
-def _alike(*sizes: str, **others: Fields) -> dict[str, Fields]:
-    return {**{f"vit_{size}": {} for size in sizes}, **{f"vit_{size}": fields for size, fields in others.items()}}
-
-
-_DINOV2 = _alike("small", "base", "large", giant=_sizes(1536, 40, 24, 4096, activation="swiglu"))
-_DINOV3_COMMON = {
-    "norm_eps": 1e-5,
-    "layer_scale": 1e-5,
-    "num_reg_tokens": 4,
-    "position": "none",
-    "rope": "dinov3",
-    "rope_temperature": 100.0,
-}
-_DINOV3 = {
-    **_alike("tiny", "small", "base", "large"),
-    "vit_small_plus": _sizes(384, 12, 6, 1536, activation="swiglu"),
-    "vit_huge_plus": _sizes(1280, 32, 20, 5120, activation="swiglu"),
-    "vit_7b": _sizes(4096, 40, 32, 8192, activation="swiglu"),
-}
-_SIGLIP = _alike("base", "large", "so400m", giantopt={"activation": "gelu_tanh"})
-_NO_QKV_BIAS = {"qkv_bias": "none", "layer_scale": 1e-6}
-VARIANTS: dict[str, Variant] = {
-    "gap": Variant(_alike("huge", "giant", medium=_NO_QKV_BIAS, base={"num_heads": 16}), {"pool": "avg"}),
-    "dinov2": Variant(_DINOV2, {"layer_scale": 1e-5}, 518),
-    "reg4_dinov2": Variant(_DINOV2, {"layer_scale": 1e-5, "num_reg_tokens": 4, "prefix_positions": False}, 518),
-    "dinov3": Variant(_DINOV3, {**_DINOV3_COMMON, "qkv_bias": "none"}, 256),
-    "dinov3_qkvb": Variant(_DINOV3, {**_DINOV3_COMMON, "qkv_bias": "qv"}, 256),
-    "siglip": Variant(_SIGLIP, {"pool": "map"}),
-    "siglip_gap": Variant(_SIGLIP, {"pool": "avg"}),
-}
-"""Variants by the words after the patch size."""
-_APPROXIMATE = {
-    ("vit_base", "32", "256"),
-    ("vit_large", "16", "512"),
-    *(("vit_so400m", "16", image) for image in ("256", "384", "512")),
-}
-_NAME = re.compile("([a-z0-9_]{1,30})_patch([0-9]{1,9})(?:_([a-z][a-z0-9_]{0,30}?))?(?:_([0-9]{1,9}))?")
-
-
-def fields_of(name: str) -> dict[str, Any] | None:
-    """Return the fields that a name stands for; None for a name that no Vision Transformer has.
-
-    Any patch and image size is allowed. A tag of pretrained weights, which follows a dot, is ignored.
-    """
-    match = _NAME.fullmatch(name.partition(".")[0])
-    if match is None:
-        return None
-    start, patch, words, image = match.groups()
-    if words is None:
-        if start not in SIZES or image is None:
-            return None
-        return {**SIZES[start], "patch_size": int(patch), "image_size": int(image)}
-    variant = VARIANTS.get(words)
-    if variant is None or start not in variant.sizes or (image is None and variant.image_size is None):
-        return None
-    size = {**SIZES.get(start, {}), **variant.sizes[start]}
-    # Of SigLIP's models, those that were published with SigLIP 2 only have the approximate GELU.
-    approximate = words.startswith("siglip") and (start, patch, image) in _APPROXIMATE
-    return {
-        **size,
-        **variant.common,
-        **({"activation": "gelu_tanh"} if approximate else {}),
-        "patch_size": int(patch),
-        "image_size": int(image) if image else variant.image_size,
-    }
-
-
-def _siglip(words: str) -> tuple[str, ...]:
-    sizes = {
-        "base_patch32": (256,),
-        "base_patch16": (224, 256, 384, 512),
-        "large_patch16": (256, 384, 512),
-        "so400m_patch14": (224, 378),
-        "so400m_patch16": (256, 384, 512),
-        "giantopt_patch16": (256, 384),
-    }
-    return tuple(f"vit_{size}_{words}_{image}" for size, images in sizes.items() for image in images)
-
-
-PUBLISHED = (
-    *(
-        f"{family}_patch{patch}_224"
-        for family in ("vit_tiny", "vit_small", "vit_base", "vit_large")
-        for patch in (16, 32)
-    ),
-    "vit_base_patch8_224",
-    "vit_large_patch14_224",
-    *(f"{family}_patch14_224" for family in ("vit_huge", "vit_giant", "vit_gigantic", "vit_22b")),
-    *(f"deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")),
-    *(f"deit3_{size}_patch16_{image}" for size in ("small", "base", "large") for image in (224, 384)),
-    "deit3_medium_patch16_224",
-    "deit3_huge_patch14_224",
-    *(
-        f"vit_{size}_patch14_{words}"
-        for words in ("dinov2", "reg4_dinov2")
-        for size in ("small", "base", "large", "giant")
-    ),
-    *(f"vit_{size}_patch16_dinov3" for size in ("small", "small_plus", "base", "large", "huge_plus", "7b")),
-    *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("tiny", "small", "small_plus", "base", "large", "huge_plus")),
-    *(f"eva02_{size}_patch14_{image}" for size in ("tiny", "small") for image in (224, 336)),
-    *(f"eva02_{size}_patch14_{image}" for size in ("base", "large") for image in (224, 448)),
-    *_siglip("siglip"),
-    *_siglip("siglip_gap"),
-    *(f"vit_{size}" for size in ("medium_patch16_gap_256", "base_patch16_gap_224", "huge_patch14_gap_224")),
-    *(f"vit5_{size}_patch16_224" for size in ("small", "base", "large", "xlarge")),
+from vitpar.models.convert import (
+    GATES,
+    KERNEL,
+    SAME,
+    TABLE,
+    Conversion,
+    Found,
+    Library,
+    LinkedTensors,
+    Packing,
+    Row,
+    heads,
+    never,
+    only_read,
+    row,
+    stored,
 )
-"""Names that stand for a published model; any other patch and image size of a family is a name too."""
+from vitpar.models.vit.config import ViTConfig
+from vitpar.models.vit.layers import sincos_2d
+from vitpar.models.vit.settings import exported, infer, is_eva, kind, said
+
+_FC1 = Packing(
+    lambda c, one: (GATES if c.gates == 2 else SAME).pack(c, one),
+    lambda c, one: (GATES if c.gates == 2 else SAME).unpack(c, one),
+)
+"""The first layer of an MLP, whose rows are gates and values if it has gates."""
+_POSITIONS = Packing(lambda c, table: table if table.dim() == 3 else table[None], lambda c, table: table)
+
+
+def _rows_of_parallel(c: ViTConfig, tensor: Tensor) -> Tensor:
+    """Order (MLP | q | k | v) by heads, and the MLP by gates."""
+    hidden, *three = tensor.split([c.gates * c.mlp_hidden_dim, *[c.embed_dim] * 3])
+    hidden = rearrange(hidden, "(gates h) ... -> (h gates) ...", gates=c.gates)
+    pieces = [rearrange(piece, "(h d) ... -> h d ...", h=c.num_heads) for piece in (*three, hidden)]
+    return torch.cat(pieces, dim=1).flatten(0, 1)
+
+
+def _columns_of_parallel(c: ViTConfig, *tensors: Tensor) -> Tensor:
+    """Order (attention | MLP) by heads."""
+    both = torch.cat(tensors, dim=1).split([c.embed_dim, c.mlp_hidden_dim], dim=1)
+    return torch.cat([rearrange(part, "o (h d) -> o h d", h=c.num_heads) for part in both], dim=2).flatten(1)
+
+
+def _read(pack: Callable[..., Tensor]) -> Any:
+    """Return the packing of a row that is only read."""
+    return {"packing": Packing(pack, only_read), "written": never}
+
+
+_SINCOS = stored(
+    "pos_embed",
+    lambda c: sincos_2d(c.image_size // c.patch_size, c.image_size // c.patch_size, c.embed_dim)[None],
+    written=lambda c: c.position == "sincos2d",
+)
+_B = "blocks.{}"
+_TIMM: tuple[Row, ...] = (
+    row("embed.patch_embed.proj.weight", "patch_embed.proj.weight", KERNEL),
+    row("embed.patch_embed.proj.bias", "patch_embed.proj.bias"),
+    *(row(f"embed.{name}", name) for name in ("cls_token", "dist_token", "reg_token")),
+    row("embed.pos_embed", "pos_embed", _POSITIONS),
+    _SINCOS,
+    *(row(f"{_B}.{name}.*", f"{_B}.{name}.*") for name in ("norm1", "norm2", "attn.proj", "attn.norm", "mlp.norm")),
+    *(row(f"{_B}.attn.{name}.*", f"{_B}.attn.{name}.*") for name in ("q_norm", "k_norm")),
+    row(f"{_B}.attn.qkv.*", f"{_B}.attn.qkv.*", heads(3)),
+    row(f"{_B}.attn.qkv.*", [f"{_B}.attn.{x}_proj.*" for x in "qkv"], heads(3), written=never),
+    *(row(f"{_B}.attn.{x}_bias", f"{_B}.attn.{x}_bias") for x in "qv"),
+    *(row(f"{_B}.attn.{x}_bias", f"{_B}.attn.{x}_proj.bias", written=never) for x in "qv"),
+    row(
+        f"{_B}.mlp.fc1.*",
+        [f"{_B}.mlp.fc1_{x}.*" for x in "gx"],
+        GATES,
+        written=lambda c: is_eva(c) and c.mlp_norm and c.gates == 2,
+    ),
+    row(f"{_B}.mlp.fc1.*", f"{_B}.mlp.fc1.*", _FC1),
+    row(f"{_B}.mlp.fc2.*", f"{_B}.mlp.fc2.*"),
+    *(row(f"{_B}.ls{n}.gamma", f"{_B}.gamma_{n}", written=is_eva) for n in (1, 2)),
+    *(row(f"{_B}.ls{n}.gamma", f"{_B}.ls{n}.gamma") for n in (1, 2)),
+    # Parallel blocks
+    row(f"{_B}.ls1.gamma", f"{_B}.ls.gamma", written=never),
+    row(f"{_B}.norm1.*", f"{_B}.in_norm.*", written=never),
+    *(row(f"{_B}.{name}.*", f"{_B}.{name}.*", written=never) for name in ("q_norm", "k_norm")),
+    row(f"{_B}.in_proj.*", f"{_B}.in_proj.*", **_read(_rows_of_parallel)),
+    row(
+        f"{_B}.mlp_bias",
+        f"{_B}.mlp_bias",
+        **_read(lambda c, bias: rearrange(bias, "(gates h) -> (h gates)", gates=c.gates)),
+    ),
+    row(f"{_B}.out_proj.weight", [f"{_B}.{x}_out_proj.weight" for x in ("attn", "mlp")], **_read(_columns_of_parallel)),
+    row(f"{_B}.out_proj.bias", [f"{_B}.{x}_out_proj.bias" for x in ("attn", "mlp")], **_read(lambda c, a, b: a + b)),
+    row("head.norm.*", "fc_norm.*", written=lambda c: c.fc_norm),
+    row("head.norm.*", "norm.*"),
+    row("head.attn_pool.kv.*", "attn_pool.kv.*", heads(2)),
+    *(row(f"head.attn_pool.{name}.*", f"attn_pool.{name}.*") for name in ("q", "proj", "norm", "mlp.fc1", "mlp.fc2")),
+    row("head.attn_pool.latent", "attn_pool.latent"),
+    row("head.representation.*", "pre_logits.fc.*"),
+    row("head.fc.*", "head.*"),
+    row("head.fc_dist.*", "head_dist.*"),
+)
+
+
+def _of(*kinds: str, gates: bool = False) -> Callable[[ViTConfig], bool]:
+    """Return whether a model has one of transformers' types. gates: whether its MLP must have gates."""
+    return lambda c: kind(c) in kinds and (not gates or c.gates == 2)
+
+
+_VIT, _DINOV2, _REG, _DINOV3 = _of("vit", "deit"), _of("dinov2"), _of("dinov2_with_registers"), _of("dinov3_vit")
+_BOTH_DINOV2, _SIGLIP = _of("dinov2", "dinov2_with_registers"), _of("siglip", "siglip_vision_model")
+
+
+def _first_register(c: ViTConfig) -> bool:
+    """Return whether transformers' class token, which its DINOv3 has in any case, is the first register."""
+    return kind(c) == "dinov3_vit" and c.pool != "cls"
+
+
+CLASS_POSITION = Packing(
+    lambda c, token, table: (token + table[:, :1], table[:, 1:]),
+    lambda c, token, table: (token, torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)),
+)
+"""A class token whose position is a part of the token itself, and the positions of the patches."""
+_POOL_QUERY = Packing(
+    lambda c, rows: (rows[: c.embed_dim], heads(2).pack(c, rows[c.embed_dim :])),
+    lambda c, q, kv: (q, *heads(2).unpack(c, kv)),
+)
+"""Queries, keys and values of attention pooling in one tensor."""
+_L = "layer.{}"
+_WORDS = tuple(f"{_L}.attention.attention.{word}" for word in ("query", "key", "value"))
+_TRANSFORMERS: tuple[Row, ...] = (
+    *(
+        one
+        for theirs, kinds in (
+            ("embeddings.patch_embeddings.projection", _of("vit", "deit", "dinov2", "dinov2_with_registers")),
+            ("embeddings.patch_embeddings", _DINOV3),
+            ("embeddings.patch_embedding", _SIGLIP),
+        )
+        for one in (
+            row("embed.patch_embed.proj.weight", f"{theirs}.weight", KERNEL, written=kinds),
+            row("embed.patch_embed.proj.bias", f"{theirs}.bias", written=kinds),
+        )
+    ),
+    row("embed.cls_token", "embeddings.cls_token", written=lambda c: kind(c) != "dinov2_with_registers"),
+    row("embed.dist_token", "embeddings.distillation_token"),
+    row("embed.reg_token", "embeddings.register_tokens", written=lambda c: not _first_register(c)),
+    row("embed.pos_embed", "embeddings.position_embeddings", _POSITIONS, written=_of("vit", "deit", "dinov2")),
+    row("embed.pos_embed", "embeddings.position_embedding.weight", TABLE, written=_SIGLIP),
+    Row(
+        ("embed.cls_token", "embed.pos_embed"),
+        ("embeddings.cls_token", "embeddings.position_embeddings"),
+        CLASS_POSITION,
+        _REG,
+    ),
+    Row(
+        ("embed.reg_token",),
+        ("embeddings.cls_token", "embeddings.register_tokens"),
+        Packing(lambda c, *tokens: torch.cat(tokens, 1), lambda c, tokens: (tokens[:, :1], tokens[:, 1:])),
+        _first_register,
+    ),
+    stored(
+        "embeddings.register_tokens",
+        lambda c: torch.zeros(1, 0, c.embed_dim),
+        written=lambda c: kind(c) == "dinov3_vit" and not c.num_reg_tokens,
+    ),
+    stored("embeddings.mask_token", lambda c: torch.zeros(1, c.embed_dim), written=_BOTH_DINOV2),
+    stored("embeddings.mask_token", lambda c: torch.zeros(1, 1, c.embed_dim), written=_DINOV3),
+    row(f"{_B}.norm1.*", f"{_L}.layernorm_before.*", written=_VIT),
+    row(f"{_B}.norm1.*", f"{_L}.layer_norm1.*", written=_SIGLIP),
+    row(f"{_B}.norm1.*", f"{_L}.norm1.*"),
+    row(f"{_B}.norm2.*", f"{_L}.layernorm_after.*", written=_VIT),
+    row(f"{_B}.norm2.*", f"{_L}.layer_norm2.*", written=_SIGLIP),
+    row(f"{_B}.norm2.*", f"{_L}.norm2.*"),
+    row(f"{_B}.attn.qkv.*", [f"{_L}.attention.{x}_proj.*" for x in "qkv"], heads(3), written=_DINOV3),
+    row(f"{_B}.attn.qkv.*", [f"{_L}.self_attn.{x}_proj.*" for x in "qkv"], heads(3), written=_SIGLIP),
+    row(f"{_B}.attn.qkv.*", [f"{word}.*" for word in _WORDS], heads(3)),
+    *(row(f"{_B}.attn.{x}_bias", f"{_L}.attention.{x}_proj.bias") for x in "qv"),
+    row(f"{_B}.attn.proj.*", f"{_L}.attention.o_proj.*", written=_DINOV3),
+    row(f"{_B}.attn.proj.*", f"{_L}.self_attn.out_proj.*", written=_SIGLIP),
+    row(f"{_B}.attn.proj.*", f"{_L}.attention.output.dense.*"),
+    *(row(f"{_B}.ls{n}.gamma", f"{_L}.layer_scale{n}.lambda1") for n in (1, 2)),
+    row(
+        f"{_B}.mlp.fc1.*",
+        [f"{_L}.mlp.{x}_proj.*" for x in ("gate", "up")],
+        GATES,
+        written=_of("dinov3_vit", gates=True),
+    ),
+    row(f"{_B}.mlp.fc1.*", f"{_L}.mlp.up_proj.*", written=_DINOV3),
+    row(
+        f"{_B}.mlp.fc1.*",
+        f"{_L}.mlp.weights_in.*",
+        GATES,
+        written=_of("dinov2", "dinov2_with_registers", gates=True),
+    ),
+    row(f"{_B}.mlp.fc1.*", f"{_L}.intermediate.dense.*", written=_VIT),
+    row(f"{_B}.mlp.fc1.*", f"{_L}.mlp.fc1.*"),
+    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.down_proj.*", written=_DINOV3),
+    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.weights_out.*", written=_of("dinov2", "dinov2_with_registers", gates=True)),
+    row(f"{_B}.mlp.fc2.*", f"{_L}.output.dense.*", written=_VIT),
+    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.fc2.*"),
+    row("head.norm.*", "norm.*", written=_DINOV3),
+    row("head.norm.*", "post_layernorm.*", written=_SIGLIP),
+    row("head.norm.*", "layernorm.*"),
+    row("head.attn_pool.latent", "head.probe"),
+    Row(("head.attn_pool.q.*", "head.attn_pool.kv.*"), ("head.attention.in_proj_*",), _POOL_QUERY),
+    row("head.attn_pool.proj.*", "head.attention.out_proj.*"),
+    row("head.attn_pool.norm.*", "head.layernorm.*"),
+    *(row(f"head.attn_pool.{name}.*", f"head.{name}.*") for name in ("mlp.fc1", "mlp.fc2")),
+    row("head.fc.*", "cls_classifier.*", written=_of("deit")),
+    row("head.fc.*", "classifier.*"),
+    row("head.fc_dist.*", "distillation_classifier.*"),
+)
+_NO_MASK = "the mask token is dropped: it is for pretraining only"
+_NO_DECODER = "the decoder is dropped: it is for pretraining only"
+_MODEL = r"(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model|model)\.)?"
+LIBRARIES = {
+    "timm": Library(
+        r"patch_embed\.proj\.weight",
+        _TIMM,
+        needless=(
+            (r"blocks\.\d+\.attn\.rope(?:_reg)?\.freqs", ""),
+            (r"mask_token", _NO_MASK),
+            (r"decoder_.*|decoder\..*", _NO_DECODER),
+        ),
+    ),
+    "transformers": Library(
+        rf"{_MODEL}embeddings\.patch_embeddings?(?:\.projection)?\.weight",
+        _TRANSFORMERS,
+        spellings=((rf"^{_MODEL}", ""), (r"^(?:encoder\.layers?|model\.layer|layers)\.", "layer.")),
+        needless=(
+            (rf"{_MODEL}pooler\.dense\..+", "the pooler is dropped, since no classifier of transformers uses it"),
+            (rf"{_MODEL}embeddings\.mask_token", _NO_MASK),
+            (r"decoder\..*", _NO_DECODER),
+            (r"text_model\..*|logit_(?:scale|bias)", "the text tower is dropped: only the image tower is imported"),
+            (rf"{_MODEL}(?:embeddings\.position_ids|rope_embeddings\.inv_freq)", ""),
+        ),
+        usual={"norm_eps": 1e-12},
+    ),
+}
+"""Names by library."""
+
+
+def _complete(found: Found) -> Found:
+    """Drop a classifier of transformers' DINOv2 that reads the class token and the mean of the patches."""
+    shapes = {name: found.shapes[theirs[0]] for name, theirs in found.names.items()}
+    width, classifier = shapes.get("embed.patch_embed.proj.weight", ())[:1], shapes.get("head.fc.weight", ())
+    if found.format != "transformers" or not width or classifier[1:] != (2 * width[0],):
+        return found
+    note = "the classifier is dropped: it reads the class token and the mean of the patches, vitpar's only one"
+    links = tuple(link for link in found.links if link.ours[0] not in ("head.fc.weight", "head.fc.bias"))
+    return replace(found, links=links, notes=(*found.notes, note))
+
+
+def special(found: Found, config: ViTConfig) -> tuple[LinkedTensors, ...]:
+    """Return the links of tokens that vitpar's model has in another way.
+
+    Tokens that the head does not read become registers: a class token under mean pooling, or a distillation token
+    without a classifier. The position of transformers' class token becomes a part of the token if vitpar's has none.
+    """
+    by_name = {link.ours[0]: link for link in found.links}
+    unread = [
+        *(["embed.cls_token"] if config.pool != "cls" else []),
+        *(["embed.dist_token"] if not config.distillation else []),
+    ]
+    if tokens := [by_name.pop(name) for name in unread if name in by_name]:
+        tokens += [by_name.pop("embed.reg_token")] if "embed.reg_token" in by_name else []
+        names = tuple(link.theirs[0] for link in tokens)
+        joined = Packing(lambda c, *tensors: torch.cat(tensors, dim=1), only_read)
+        by_name["embed.reg_token"] = LinkedTensors(("embed.reg_token",), names, joined)
+    elif not config.num_reg_tokens:  # transformers has an empty tensor
+        by_name.pop("embed.reg_token", None)
+    token, table = by_name.get("embed.cls_token"), by_name.get("embed.pos_embed")
+    if token and table and not config.prefix_positions and found.shapes[table.theirs[0]][-2] == config.patches + 1:
+        both = ("embed.cls_token", "embed.pos_embed")
+        by_name["embed.cls_token"] = LinkedTensors(both, (*token.theirs, *table.theirs), CLASS_POSITION)
+        del by_name["embed.pos_embed"]
+    return tuple(by_name.values())
+
+
+WEIGHTS: Conversion = Conversion(
+    ViTConfig,
+    "a ViT",
+    LIBRARIES,
+    infer,
+    lambda config, format_name: exported(WEIGHTS, config, format_name),
+    said,
+    compared=("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"),
+    writes=("timm", "transformers"),
+    complete=_complete,
+    special=special,
+)
+"""Conversion of a Vision Transformer's weights."""

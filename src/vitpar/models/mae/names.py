@@ -1,0 +1,200 @@
+"""A masked autoencoder's weights in the authors' code (github.com/facebookresearch/mae) and transformers (4 and 5).
+
+Blocks of the decoder have numbers of their own. Positions are fixed: vitpar computes them. timm has the encoder alone,
+as a Vision Transformer, under the names of the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from vitpar.errors import DataError
+from vitpar.models.convert import (
+    KERNEL,
+    ConfigKey,
+    Conversion,
+    Exported,
+    Found,
+    Library,
+    Row,
+    Sizes,
+    heads,
+    input_size,
+    read_settings,
+    row,
+    settings_of,
+    stored,
+)
+from vitpar.models.description import block_name
+from vitpar.models.mae.config import MAEConfig
+from vitpar.models.mae.layers import positions_with_class
+from vitpar.models.vit.names import WEIGHTS as VIT
+
+
+def _table(decoder: str) -> Callable[[MAEConfig], Tensor]:
+    """Return the function that computes fixed positions. decoder: "" or "decoder_"."""
+    return lambda config: positions_with_class(config, getattr(config, f"{decoder}embed_dim"))
+
+
+def _blocks(theirs: str, decoder: str, qkv: list[str], names: tuple[str, ...]) -> tuple[Row, ...]:
+    ours = ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    start = "decoder.{}" if decoder else "blocks.{}"
+    return (
+        row(f"{start}.attn.qkv.*", [f"{theirs}.{x}.*" for x in qkv], heads(3, f"{decoder}num_heads")),
+        *(row(f"{start}.{one}.*", f"{theirs}.{other}.*") for one, other in zip(ours, names, strict=True)),
+    )
+
+
+def _rows(embed: str, start: str, names: Mapping[str, str], blocks: Mapping[str, str], *words: Any) -> tuple[Row, ...]:
+    """Return the rows of a library.
+
+    embed: begin of the names of class token and positions.
+    start: begin of the names of the decoder's tensors.
+    names: names of projection, positions and norm of the encoder, by those in the authors' code.
+    blocks: begin of the names of blocks, by "" for the encoder and "decoder_".
+    words: names in a block.
+    """
+    return (
+        row("embed.patch_embed.proj.weight", f"{names['patch_embed.proj']}.weight", KERNEL),
+        row("embed.patch_embed.proj.bias", f"{names['patch_embed.proj']}.bias"),
+        row("embed.cls_token", f"{embed}cls_token"),
+        stored(names["pos_embed"], _table("")),
+        *_blocks(blocks[""], "", *words),
+        row("dec_embed.norm.*", f"{names['norm']}.*"),
+        row("dec_embed.proj.*", f"{start}decoder_embed.*"),
+        row("dec_embed.mask_token", f"{start}mask_token"),
+        stored(f"{start}decoder_pos_embed", _table("decoder_")),
+        *_blocks(blocks["decoder_"], "decoder_", *words),
+        row("head.norm.*", f"{start}decoder_norm.*"),
+        row("head.fc.*", f"{start}decoder_pred.*"),
+    )
+
+
+_AUTHORS = _rows(
+    "",
+    "",
+    {name: name for name in ("patch_embed.proj", "pos_embed", "norm")},
+    {"": "blocks.{}", "decoder_": "decoder_blocks.{}"},
+    ["attn.qkv"],
+    ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"),
+)
+_TRANSFORMERS = _rows(
+    "vit.embeddings.",
+    "decoder.",
+    {
+        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+        "pos_embed": "vit.embeddings.position_embeddings",
+        "norm": "vit.layernorm",
+    },
+    {"": "vit.encoder.layer.{}", "decoder_": "decoder.decoder_layers.{}"},
+    [f"attention.attention.{word}" for word in ("query", "key", "value")],
+    ("layernorm_before", "attention.output.dense", "layernorm_after", "intermediate.dense", "output.dense"),
+)
+_FIXED = "the table of positions is left out: it is fixed, and vitpar computes it"
+_POSITIONS = ((r"(?:.*\.)?(?:position_embeddings|(?:decoder_)?pos_embed)", _FIXED),)
+LIBRARIES = {
+    "mae": Library(r"decoder_pred\.weight", _AUTHORS, needless=_POSITIONS),
+    "transformers": Library(
+        r"decoder\.decoder_pred\.weight",
+        _TRANSFORMERS,
+        spellings=(
+            (r"^vit\.layers\.", "vit.encoder.layer."),
+            # upstream: transformers 5.23 saves decoder_layers.0 as decoder_encoder.layer.0.
+            (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),
+            *((rf"attention\.{x[0]}_proj", f"attention.attention.{x}") for x in ("query", "key", "value")),
+            (r"attention\.o_proj", "attention.output.dense"),
+            (r"mlp\.fc1", "intermediate.dense"),
+            (r"mlp\.fc2", "output.dense"),
+        ),
+        needless=_POSITIONS,
+        usual={"norm_eps": 1e-12},
+    ),
+}
+"""Names by library."""
+SETTINGS = (
+    ConfigKey("hidden_size", "embed_dim"),
+    ConfigKey("num_hidden_layers", "depth"),
+    ConfigKey("num_attention_heads", "num_heads"),
+    ConfigKey("intermediate_size", "mlp_hidden_dim"),
+    ConfigKey("layer_norm_eps", "norm_eps"),
+    ConfigKey("image_size", "image_size"),
+    ConfigKey("patch_size", "patch_size"),
+    ConfigKey("num_channels", "channels"),
+    ConfigKey("decoder_hidden_size", "decoder_embed_dim"),
+    ConfigKey("decoder_num_hidden_layers", "decoder_depth"),
+    ConfigKey("decoder_num_attention_heads", "decoder_num_heads"),
+    ConfigKey("decoder_intermediate_size", "decoder_mlp_hidden_dim"),
+    ConfigKey("mask_ratio", "mask_ratio"),
+)
+"""Settings of transformers' config.json."""
+HEADS = {768: 12, 1024: 16, 1280: 16}
+"""Heads of the published encoders by their width. The authors' files do not show them."""
+
+
+def _said(said: Mapping[str, Any]) -> dict[str, Any]:
+    return read_settings(said, SETTINGS, {"hidden_act": "gelu"}) if "model_type" in said else input_size(said)
+
+
+def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
+    width, patch = size("embed.patch_embed.proj.weight", 0), size("embed.patch_embed.proj.weight", 3) or 1
+    if (num_heads := known.get("num_heads", HEADS.get(width))) is None:
+        raise DataError(
+            f"the tensors in '{size.place}' do not show the number of heads: name the model with --model, perhaps "
+            "mae_vit_base, or use the folder with its config.json"
+        )
+    tables = [s for name, s in found.shapes.items() if name.endswith(("position_embeddings", "pos_embed"))]
+    positions = next((shape[1] for shape in tables if len(shape) == 3 and shape[2] == width), 0)
+    image = patch * round((positions - 1) ** 0.5) if positions > 1 else MAEConfig.image_size
+    return {
+        "image_size": known.get("image_size", image),
+        "patch_size": patch,
+        "channels": size("embed.patch_embed.proj.weight", 1),
+        "embed_dim": width,
+        "depth": found.count("blocks"),
+        "num_heads": num_heads,
+        "mlp_hidden_dim": size("blocks.0.mlp.fc1.weight", 0),
+        "decoder_embed_dim": size("dec_embed.proj.weight", 0),
+        "decoder_depth": found.count("decoder"),
+        "decoder_mlp_hidden_dim": size("decoder.0.mlp.fc1.weight", 0),
+    }
+
+
+def _layers(config: MAEConfig) -> dict[str, str]:
+    first = config.depth + 1
+    decoder = {f"decoder.{index}": block_name(first + index) for index in range(config.decoder_depth)}
+    return {**{name: name for name in config.blocks[: config.depth]}, "dec_embed": config.dec_embed, **decoder}
+
+
+def _exported(config: MAEConfig, format_name: str) -> Exported:
+    """Return ``transformers.ViTMAEForPreTraining``, or timm's encoder with the decoder next to it."""
+    if format_name == "transformers":
+        settings = {"architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae", **settings_of(config, SETTINGS)}
+        return Exported(WEIGHTS.tensors(config, format_name), {**settings, "hidden_act": "gelu", "qkv_bias": True})
+    tensors, plain = WEIGHTS.tensors(config, "mae"), VIT.exported(config.encoder, "timm")
+    decoder = {name: tensor for name, tensor in tensors.items() if name.startswith(("decoder_", "mask_token"))}
+    note = (
+        "timm has no decoder of a masked autoencoder: it is in classifier.safetensors, under the names of the authors' "
+        "code"
+    )
+    encoder = {name: tensor for name, tensor in tensors.items() if name not in decoder}
+    return Exported(encoder, {**plain.config, "num_classes": 0}, decoder, (*plain.notes, note))
+
+
+WEIGHTS = Conversion(
+    MAEConfig,
+    "a masked autoencoder",
+    LIBRARIES,
+    _visible,
+    _exported,
+    _said,
+    compared=(
+        *("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"),
+        *("decoder_embed_dim", "decoder_depth", "decoder_num_heads", "decoder_mlp_hidden_dim"),
+    ),
+    writes=("transformers", "timm"),
+    layers=_layers,
+)
+"""Conversion of a masked autoencoder's weights."""

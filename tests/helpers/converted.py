@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import Found
+from vitpar.models.rows import Found
 from vitpar.weights.foreign import FAMILIES
 
 

@@ -18,13 +18,12 @@ from helpers.oracles import timm, transformers
 from helpers.written_weights import weights_of
 from vitpar import model_config
 from vitpar.errors import CheckpointError, DataError
-from vitpar.models import ViTConfig, config_to_json
+from vitpar.models import ViTConfig
 from vitpar.models.convert import Exported
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.training.recipe import read_recipe
 from vitpar.weights.exporting import CLASSIFIER, export_weights
-from vitpar.weights.folder import open_weights, parameter_shapes
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights
 from vitpar.weights.onnx import FILE, export_onnx
@@ -67,18 +66,6 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def compare_import(tmp_path: Path, config: ViTConfig) -> None:
-    """Import what was exported, and compare it with what it was made of, byte for byte."""
-    done = import_weights(tmp_path / "there", tmp_path / "back")
-    before, after = (open_weights(tmp_path / name) for name in ("here", "back"))
-    same = {name: getattr(done.config, name) for name in config_to_json(config) if name not in ("name", "init")}
-    expected = {name: getattr(config, name) for name in same}
-    expected["layer_scale"] = same["layer_scale"]  # an initial value, which no file contains
-    assert same == expected
-    for name in parameter_shapes(config, most=config.num_blocks):
-        assert torch.equal(before.read(name), after.read(name)), name
-
-
 @pytest.mark.parametrize("parts", [parts for parts in PARTS if parts not in NOT_IN_TIMM])
 def test_timm_reads_what_is_exported_and_computes_the_same(parts: str, tmp_path: Path) -> None:
     config, ours, notes = exported(parts, "timm", tmp_path)
@@ -86,7 +73,6 @@ def test_timm_reads_what_is_exported_and_computes_the_same(parts: str, tmp_path:
     theirs = timm_model(tmp_path / "there")
     share_tables(theirs, ours, config)
     assert_same_function(ours, theirs, images(config), tmp_path, config_of(tmp_path / "there"))
-    compare_import(tmp_path, config)
 
 
 @pytest.mark.parametrize("parts", ["deit3", "dinov2", "siglip", "siglip_reg", "gap"])
@@ -173,26 +159,20 @@ def share_dinov3(theirs: nn.Module, ours: LayeredModel, config: ViTConfig) -> No
     ("name", "options"),
     [("vit", {}), ("vit", {"qkv_bias": "none", "activation": "gelu_tanh"}), ("deit", {"distillation": True})],
 )
-def test_vit_and_deit_go_to_transformers_and_back(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_vit_and_deit_go_to_transformers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     config, ours, notes = exported("dinov2", "transformers", tmp_path, layer_scale=None, **options)
     assert not notes
     theirs = transformers_model(tmp_path / "there")
     assert_same_function(ours, theirs, images(config), tmp_path, config_of(tmp_path / "there"))
-    compare_import(tmp_path, config)
 
 
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("vit5", "timm", {}, "has rope_register_temperature 100.0, norm 'rms', which no model of timm has: use --format"),
-    ("parallel", "timm", {}, "has parallel_blocks True"),
     ("dinov3", "timm", {"distillation": True}, "has distillation True"),
-    ("eva02_base", "transformers", {}, "mlp_norm True"),
-    ("rms", "transformers", {}, "has norm 'rms', qk_norm True"),
-    ("siglip_reg", "transformers", {}, "has num_reg_tokens 2"),
-    ("siglip_gap", "transformers", {"layer_scale": 0.1}, "has layer_scale 0.1"),
-    ("dinov3", "transformers", {"pool": "map"}, "has pool 'map'"),
+    ("eva02_base", "transformers", {}, "has fc_norm True, rope 'axial', qkv_bias 'qv', activation 'swiglu', which no"),
+    ("rms", "transformers", {}, "has norm 'rms'"),
     ("dinov3", "transformers", {"pool": "avg", "num_reg_tokens": 0}, "has num_reg_tokens 0"),
     ("dinov3", "transformers", {"layer_scale": None}, "has layer_scale None"),
-    ("dinov2", "transformers", {"distillation": True}, "has distillation True"),
     ("dinov2", "transformers", {"mlp_hidden_dim": 100}, "which transformers' DINOv2 cannot have: use --format timm"),
 )
 
@@ -201,6 +181,26 @@ REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
 def test_parts_that_a_library_lacks_are_refused(parts: str, format: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         FAMILIES["vit"].exported(modern_config(parts, **changed), format)
+
+
+@pytest.mark.parametrize(
+    ("parts", "format", "changed", "name"),
+    [
+        ("parallel", "timm", {"rope": "none"}, "blocks.0.in_proj.bias"),
+        ("siglip_gap", "timm", {"representation_size": 8}, "head.representation.bias"),
+        ("siglip", "transformers", {"mlp_norm": True}, "blocks.0.mlp.norm.bias"),
+        ("siglip_reg", "transformers", {}, "embed.reg_token"),
+        ("siglip_gap", "transformers", {"layer_scale": 0.1}, "blocks.0.ls1.gamma"),
+        ("dinov3", "transformers", {"pool": "map"}, "head.attn_pool.latent"),
+        ("dinov2", "transformers", {"distillation": True}, "embed.dist_token"),
+    ],
+)
+def test_parameters_that_a_library_lacks_are_refused(
+    parts: str, format: str, changed: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=f"it cannot hold {name}"):
+        exported(parts, format, tmp_path, **changed)
+    assert not (tmp_path / "there").exists()
 
 
 def test_a_parameter_that_an_export_forgets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_other_values_of_parts_are_exported(parts: str, format: str, tmp_path: P
     torch.testing.assert_close(ours(images(config)), read(theirs(images(config))), atol=2e-6, rtol=1e-6)
 
 
-def test_swin_goes_to_timm_and_back(tmp_path: Path) -> None:
+def test_swin_goes_to_timm(tmp_path: Path) -> None:
     sizes = {
         "image_size": 24,
         "patch_size": 2,
@@ -243,11 +243,8 @@ def test_swin_goes_to_timm_and_back(tmp_path: Path) -> None:
     theirs = timm_model(tmp_path / "there")
     pixels = torch.randn(3, 3, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert_same_function(ours.double(), theirs, pixels, tmp_path, config_of(tmp_path / "there"))
-    import_weights(tmp_path / "there", tmp_path / "back")
-    before, after = (open_weights(tmp_path / name) for name in ("here", "back"))
-    assert all(torch.equal(before.read(name), after.read(name)) for name, _ in ours.named_parameters())
     with pytest.raises(DataError, match="can be exported to timm, but not to transformers"):
-        export_weights(before, tmp_path / "no", "transformers", shard_bytes=10**9)
+        FAMILIES["swin"].exported(config, "transformers")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_files_of_transformers_are_imported(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_exported_models_compute_the_same_and_come_back(name: str, tmp_path: Path) -> None:
+def test_exported_models_compute_the_same(name: str, tmp_path: Path) -> None:
     config = MODELS[name]
     weights, model = written(config, tmp_path / "ours")
     export_weights(weights, tmp_path / "theirs", "transformers", shard_bytes=10**9)
@@ -109,10 +109,6 @@ def test_exported_models_compute_the_same_and_come_back(name: str, tmp_path: Pat
     with torch.no_grad():
         expected = theirs.eval()(x, **{key: side.long() for key, side in sides.items()}).logits
         torch.testing.assert_close(model(x, **sides)[valid], expected[valid], atol=2e-4, rtol=1e-4)
-    import_weights(tmp_path / "theirs", tmp_path / "again")
-    before, after = weights, open_weights(tmp_path / "again")
-    for key in parameter_shapes(config, 100):
-        assert before.read(key).numpy().tobytes() == after.read(key).numpy().tobytes(), key
 
 
 def written(config: TextModel, folder: Path) -> tuple[Weights, LayeredModel]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from vitpar.errors import DataError
 from vitpar.models.bert.names import WEIGHTS as BERT
-from vitpar.models.convert import Conversion, Found, Shapes
+from vitpar.models.convert import Conversion
 from vitpar.models.mae.names import WEIGHTS as MAE
+from vitpar.models.rows import Found, Shapes
 from vitpar.models.swin.names import WEIGHTS as SWIN
 from vitpar.models.t5.names import WEIGHTS as T5
 from vitpar.models.vit.names import WEIGHTS as VIT

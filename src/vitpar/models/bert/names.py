@@ -11,20 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from vitpar.models.bert.config import BertConfig
-from vitpar.models.convert import (
-    TABLE,
-    ConfigKey,
-    Conversion,
-    Exported,
-    Found,
-    Library,
-    Sizes,
-    heads,
-    never,
-    read_settings,
-    row,
-    settings_of,
-)
+from vitpar.models.config_keys import TRANSFORMERS, ConfigKey, numbers, read_settings, settings_of
+from vitpar.models.convert import Conversion, Exported, Sizes
+from vitpar.models.rows import TABLE, Found, Library, heads, never, row
 
 _EMBEDDINGS, _LAYER, _HEAD = "bert.embeddings", "bert.encoder.layer.{}", "cls.predictions"
 _SECOND_BIAS = f"{_HEAD}.decoder.bias"
@@ -54,14 +43,8 @@ _TRANSFORMERS = Library(
     ),
 )
 SETTINGS = (
-    ConfigKey("vocab_size", "vocab_size"),
-    ConfigKey("hidden_size", "embed_dim"),
-    ConfigKey("num_hidden_layers", "depth"),
-    ConfigKey("num_attention_heads", "num_heads"),
-    ConfigKey("intermediate_size", "mlp_hidden_dim"),
-    ConfigKey("max_position_embeddings", "positions"),
-    ConfigKey("type_vocab_size", "token_types"),
-    ConfigKey("layer_norm_eps", "norm_eps"),
+    *TRANSFORMERS,
+    *numbers(vocab_size="vocab_size", max_position_embeddings="positions", type_vocab_size="token_types"),
     ConfigKey("hidden_dropout_prob", "dropout", usual=0.1),
 )
 """Settings of transformers' config.json."""

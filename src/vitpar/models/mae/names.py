@@ -12,25 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from vitpar.errors import DataError
-from vitpar.models.convert import (
-    KERNEL,
-    ConfigKey,
-    Conversion,
-    Exported,
-    Found,
-    Library,
-    Row,
-    Sizes,
-    heads,
+from vitpar.models.config_keys import (
+    TRANSFORMERS,
+    TRANSFORMERS_IMAGES,
     input_size,
+    numbers,
     read_settings,
-    row,
     settings_of,
-    stored,
 )
+from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.layers import positions_with_class
+from vitpar.models.rows import KERNEL, Found, Library, Row, heads, row, stored
 from vitpar.models.vit.names import WEIGHTS as VIT
 
 
@@ -115,19 +109,11 @@ LIBRARIES = {
 }
 """Names by library."""
 SETTINGS = (
-    ConfigKey("hidden_size", "embed_dim"),
-    ConfigKey("num_hidden_layers", "depth"),
-    ConfigKey("num_attention_heads", "num_heads"),
-    ConfigKey("intermediate_size", "mlp_hidden_dim"),
-    ConfigKey("layer_norm_eps", "norm_eps"),
-    ConfigKey("image_size", "image_size"),
-    ConfigKey("patch_size", "patch_size"),
-    ConfigKey("num_channels", "channels"),
-    ConfigKey("decoder_hidden_size", "decoder_embed_dim"),
-    ConfigKey("decoder_num_hidden_layers", "decoder_depth"),
-    ConfigKey("decoder_num_attention_heads", "decoder_num_heads"),
-    ConfigKey("decoder_intermediate_size", "decoder_mlp_hidden_dim"),
-    ConfigKey("mask_ratio", "mask_ratio"),
+    *TRANSFORMERS,
+    *TRANSFORMERS_IMAGES,
+    *numbers(decoder_hidden_size="decoder_embed_dim", decoder_num_hidden_layers="decoder_depth"),
+    *numbers(decoder_num_attention_heads="decoder_num_heads", mask_ratio="mask_ratio"),
+    *numbers(decoder_intermediate_size="decoder_mlp_hidden_dim"),
 )
 """Settings of transformers' config.json."""
 HEADS = {768: 12, 1024: 16, 1280: 16}

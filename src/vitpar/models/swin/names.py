@@ -18,25 +18,18 @@ from torch import Tensor
 
 from vitpar.errors import DataError
 from vitpar.limits import MAX_WIDTH
-from vitpar.models.convert import (
-    KERNEL,
-    ConfigKey,
-    Conversion,
-    Exported,
-    Found,
-    Library,
-    Packing,
-    Row,
-    Shapes,
-    Sizes,
+from vitpar.models.config_keys import (
+    TIMM,
     input_size,
-    interleaved,
+    numbers,
     read_settings,
     refuse_other_parts,
-    row,
     settings_of,
+    shortest_ratio,
 )
+from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
+from vitpar.models.rows import KERNEL, Found, Library, Packing, Row, Shapes, interleaved, row
 from vitpar.models.swin.config import SHIPPED, SwinConfig
 
 
@@ -113,24 +106,14 @@ LIBRARIES = {
     ),
 }
 """Names by library. Microsoft merges patches after the first stage, timm never before it."""
-ARGUMENTS = (
-    ConfigKey("img_size", "image_size"),
-    ConfigKey("patch_size", "patch_size"),
-    ConfigKey("in_chans", "channels"),
-    ConfigKey("embed_dim", "embed_dim"),
-    ConfigKey("depths", "depths"),
-    ConfigKey("num_heads", "num_heads"),
-    ConfigKey("window_size", "window_size"),
-    ConfigKey("mlp_ratio", "mlp_ratio"),
-    ConfigKey("drop_path_rate", "drop_path"),
-)
+ARGUMENTS = (*TIMM, *numbers(depths="depths", window_size="window_size", mlp_ratio="mlp_ratio"))
 """Arguments of timm's model, which are written; its tensors and `input_size` show them."""
 
 
 def _said(said: Mapping[str, Any]) -> dict[str, Any]:
     if "model_type" not in said:
         return input_size(said)
-    found = read_settings(said, (ConfigKey("image_size", "image_size"),), {"hidden_act": "gelu"})
+    found = read_settings(said, numbers(image_size="image_size"), {"hidden_act": "gelu"})
     if (eps := said.get("layer_norm_eps", SwinConfig.norm_eps)) != SwinConfig.norm_eps:
         # transformers gives this epsilon to some norms only: those of merging and embedding have torch's default.
         raise DataError(f"config.json has layer_norm_eps {eps}, but only {SwinConfig.norm_eps} can be imported")
@@ -157,7 +140,9 @@ def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, A
         "depths": tuple(found.count(f"stages.{stage}") for stage in range(count)),
         "num_heads": tuple(size(f"{first}.{_BIAS}", 1) for first in firsts),
         "window_size": window,
-        "mlp_ratio": _mlp_ratio(width, [size(f"{first}.mlp.fc1.weight", 0) for first in firsts]),
+        "mlp_ratio": shortest_ratio(
+            [width * 2**stage for stage in range(count)], [size(f"{first}.mlp.fc1.weight", 0) for first in firsts]
+        ),
         "image_size": image,
         "num_classes": size("head.fc.weight", 0) if "head.fc.weight" in size else 1,
     }
@@ -175,19 +160,6 @@ def _grid_of_windows(windows: Sequence[int]) -> int | None:
     """Return the patches along a side of the image if a stage has a smaller window, which has all its tokens."""
     small = next((stage for stage, window in enumerate(windows) if window < max(windows)), None)
     return None if small is None else windows[small] * 2**small
-
-
-def _mlp_ratio(width: int, hidden: Sequence[int]) -> float:
-    """Return the shortest ratio that gives the hidden features of each stage, or of the first one if none does."""
-    exact = [features / max(1, width * 2**stage) for stage, features in enumerate(hidden)]
-    rounded = [round(each, digits) for digits in range(4) for each in exact]
-    # The quotient may be rounded down, and its product with the width then to the next lower number.
-    above = [math.nextafter(each, math.inf) for each in exact]
-
-    def fits(ratio: float) -> bool:
-        return all(int(width * 2**stage * ratio) == features for stage, features in enumerate(hidden))
-
-    return next(filter(fits, [*rounded, *exact, *above]), exact[0])
 
 
 def _layers(config: SwinConfig) -> dict[str, str]:

@@ -10,24 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vitpar.models.convert import (
-    GATES,
-    SAME,
-    ConfigKey,
-    Conversion,
-    Exported,
-    Found,
-    Library,
-    LinkedTensors,
-    Packing,
-    Row,
-    Sizes,
-    heads,
-    read_settings,
-    row,
-    settings_of,
-)
+from vitpar.models.config_keys import ConfigKey, numbers, read_settings, settings_of
+from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
+from vitpar.models.rows import GATES, SAME, Found, Library, LinkedTensors, Packing, Row, heads, row
 from vitpar.models.t5.config import TABLE, T5Config
 
 _WORDS, _LOGITS = "embed.word_embeddings.weight", "head.fc.weight"
@@ -76,17 +62,10 @@ _TRANSFORMERS = Library(
     ),
 )
 SETTINGS = (
-    ConfigKey("vocab_size", "vocab_size"),
-    ConfigKey("d_model", "embed_dim"),
-    ConfigKey("d_kv", "head_dim"),
-    ConfigKey("d_ff", "mlp_hidden_dim"),
-    ConfigKey("num_layers", "depth"),
-    ConfigKey("num_decoder_layers", "decoder_depth"),
-    ConfigKey("num_heads", "num_heads"),
-    ConfigKey("relative_attention_num_buckets", "num_buckets"),
-    ConfigKey("relative_attention_max_distance", "max_distance"),
+    *numbers(vocab_size="vocab_size", d_model="embed_dim", d_kv="head_dim", d_ff="mlp_hidden_dim", num_layers="depth"),
+    *numbers(num_decoder_layers="decoder_depth", num_heads="num_heads", layer_norm_epsilon="norm_eps"),
+    *numbers(relative_attention_num_buckets="num_buckets", relative_attention_max_distance="max_distance"),
     ConfigKey("dropout_rate", "dropout", usual=0.1),
-    ConfigKey("layer_norm_epsilon", "norm_eps"),
     ConfigKey("feed_forward_proj", "activation", {"relu": "relu", "gated-gelu": "geglu_tanh"}, usual="relu"),
 )
 """Settings of transformers' config.json."""

@@ -18,12 +18,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from vitpar.models.convert import (
+from vitpar.models.convert import Conversion
+from vitpar.models.rows import (
     GATES,
     KERNEL,
     SAME,
     TABLE,
-    Conversion,
     Found,
     Library,
     LinkedTensors,
@@ -111,7 +111,7 @@ _TIMM: tuple[Row, ...] = (
     row("head.attn_pool.kv.*", "attn_pool.kv.*", heads(2)),
     *(row(f"head.attn_pool.{name}.*", f"attn_pool.{name}.*") for name in ("q", "proj", "norm", "mlp.fc1", "mlp.fc2")),
     row("head.attn_pool.latent", "attn_pool.latent"),
-    row("head.representation.*", "pre_logits.fc.*"),
+    row("head.representation.*", "pre_logits.fc.*", written=never),
     row("head.fc.*", "head.*"),
     row("head.fc_dist.*", "head_dist.*"),
 )
@@ -123,6 +123,7 @@ def _of(*kinds: str, gates: bool = False) -> Callable[[ViTConfig], bool]:
 
 
 _VIT, _DINOV2, _REG, _DINOV3 = _of("vit", "deit"), _of("dinov2"), _of("dinov2_with_registers"), _of("dinov3_vit")
+_DINO = _of("dinov2", "dinov2_with_registers", "dinov3_vit")
 _BOTH_DINOV2, _SIGLIP = _of("dinov2", "dinov2_with_registers"), _of("siglip", "siglip_vision_model")
 
 
@@ -157,8 +158,8 @@ _TRANSFORMERS: tuple[Row, ...] = (
         )
     ),
     row("embed.cls_token", "embeddings.cls_token", written=lambda c: kind(c) != "dinov2_with_registers"),
-    row("embed.dist_token", "embeddings.distillation_token"),
-    row("embed.reg_token", "embeddings.register_tokens", written=lambda c: not _first_register(c)),
+    row("embed.dist_token", "embeddings.distillation_token", written=_of("deit")),
+    row("embed.reg_token", "embeddings.register_tokens", written=lambda c: _DINO(c) and not _first_register(c)),
     row("embed.pos_embed", "embeddings.position_embeddings", _POSITIONS, written=_of("vit", "deit", "dinov2")),
     row("embed.pos_embed", "embeddings.position_embedding.weight", TABLE, written=_SIGLIP),
     Row(
@@ -193,7 +194,7 @@ _TRANSFORMERS: tuple[Row, ...] = (
     row(f"{_B}.attn.proj.*", f"{_L}.attention.o_proj.*", written=_DINOV3),
     row(f"{_B}.attn.proj.*", f"{_L}.self_attn.out_proj.*", written=_SIGLIP),
     row(f"{_B}.attn.proj.*", f"{_L}.attention.output.dense.*"),
-    *(row(f"{_B}.ls{n}.gamma", f"{_L}.layer_scale{n}.lambda1") for n in (1, 2)),
+    *(row(f"{_B}.ls{n}.gamma", f"{_L}.layer_scale{n}.lambda1", written=_DINO) for n in (1, 2)),
     row(
         f"{_B}.mlp.fc1.*",
         [f"{_L}.mlp.{x}_proj.*" for x in ("gate", "up")],
@@ -216,7 +217,7 @@ _TRANSFORMERS: tuple[Row, ...] = (
     row("head.norm.*", "norm.*", written=_DINOV3),
     row("head.norm.*", "post_layernorm.*", written=_SIGLIP),
     row("head.norm.*", "layernorm.*"),
-    row("head.attn_pool.latent", "head.probe"),
+    row("head.attn_pool.latent", "head.probe", written=_SIGLIP),
     Row(("head.attn_pool.q.*", "head.attn_pool.kv.*"), ("head.attention.in_proj_*",), _POOL_QUERY),
     row("head.attn_pool.proj.*", "head.attention.out_proj.*"),
     row("head.attn_pool.norm.*", "head.layernorm.*"),

@@ -12,21 +12,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitpar.errors import DataError
+from vitpar.limits import MAX_TOKENS
 from vitpar.models.config import GATED
-from vitpar.models.convert import (
+from vitpar.models.config_keys import (
+    TIMM,
+    TRANSFORMERS,
+    TRANSFORMERS_IMAGES,
     ConfigKey,
-    Conversion,
-    Exported,
-    Found,
-    MadeTensor,
-    Sizes,
     input_size,
+    numbers,
     read_settings,
     refuse_other_parts,
     refuse_word,
     settings_of,
     shortest_ratio,
 )
+from vitpar.models.convert import Conversion, Exported, MadeTensor, Sizes
+from vitpar.models.rows import Found
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.published import PUBLISHED, SIZES, fields_of
 
@@ -40,34 +42,19 @@ EPS = {
     **{"dinov3_vit": 1e-5, "siglip": 1e-6, "siglip_vision_model": 1e-6},
 }
 """Epsilon of LayerNorms in transformers' models whose config.json does not give one, by type of model."""
-_SIZES = (
-    ConfigKey("hidden_size", "embed_dim"),
-    ConfigKey("num_hidden_layers", "depth"),
-    ConfigKey("num_attention_heads", "num_heads"),
-    ConfigKey("intermediate_size", "mlp_hidden_dim"),
-    ConfigKey("layer_norm_eps", "norm_eps"),
-    ConfigKey("image_size", "image_size"),
-    ConfigKey("patch_size", "patch_size"),
-    ConfigKey("num_channels", "channels"),
-)
+_SIZES = (*TRANSFORMERS, *TRANSFORMERS_IMAGES)
 """Settings of transformers' models of all types."""
 _PLAIN = ConfigKey("hidden_act", "activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, usual="gelu")
+_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "swiglu": "silu"}
+"""transformers' names of activations."""
 _GATES = ConfigKey("hidden_act", "activation", {"gelu": "geglu", "silu": "swiglu"}, usual="gelu")
 _DINOV3 = ConfigKey("rope_theta", "rope_temperature", usual=100.0)
 _ARGUMENTS = (
-    ConfigKey("img_size", "image_size"),
-    ConfigKey("patch_size", "patch_size"),
-    ConfigKey("in_chans", "channels"),
-    ConfigKey("embed_dim", "embed_dim"),
-    ConfigKey("depth", "depth"),
-    ConfigKey("num_heads", "num_heads"),
-    ConfigKey("qk_norm", "qk_norm"),
-    ConfigKey("init_values", "layer_scale"),
-    ConfigKey("drop_path_rate", "drop_path"),
-    ConfigKey("proj_drop_rate", "dropout"),
-    ConfigKey("pos_drop_rate", "dropout"),
+    *TIMM,
+    *numbers(depth="depth", qk_norm="qk_norm", init_values="layer_scale"),
+    *numbers(proj_drop_rate="dropout", pos_drop_rate="dropout"),
 )
-"""Arguments of timm's models; of these, the number of heads and what `said` names are read."""
+"""Arguments of timm's models; of these, the number of heads and what `_said_by_timm` names are read."""
 _WORDS = {
     "act_layer": ("gelu", "gelu_tanh"),
     "rope_type": ("cat", "dinov3"),
@@ -154,7 +141,7 @@ def infer(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]
             f"the tensors in '{size.place}' do not show the number of heads: name the model with --model"
             f"{_likely(width, patch)}, or use the folder with its config.json"
         )
-    unseen = _unseen(size, found, known, width)
+    unseen = _unseen(size, found, known)
     last = found.names.get("head.norm.weight") == ("fc_norm.weight",)
     averaged = "embed.cls_token" not in size or last or known.get("pool") == "avg"
     pool = "map" if "head.attn_pool.latent" in size else "avg" if averaged else "cls"
@@ -196,7 +183,7 @@ def infer(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _unseen(size: Sizes, found: Found, known: Mapping[str, Any], width: int) -> dict[str, Any]:
+def _unseen(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that no tensor shows. Raises DataError for a model with rotary positions of unknown kind."""
     fields = {name: getattr(ViTConfig, name) for name in _UNSEEN}
     if any(name.endswith(".rope.freqs") for name in found.shapes):  # ViT-5
@@ -208,19 +195,16 @@ def _unseen(size: Sizes, found: Found, known: Mapping[str, Any], width: int) -> 
         fields |= {name: getattr(ViTConfig, name) for name in _ROPE}
     rotated = "embed.pos_embed" not in size or "blocks.0.attn.q_bias" in size
     if found.format == "timm" and rotated and fields["rope"] == "none" and "rope" not in known:
-        fits = (name for name in PUBLISHED if "rope" in (f := fields_of(name) or {}) and f["embed_dim"] == width)
-        likely = next((f", perhaps {name}" for name in fits), "")
         raise DataError(
-            f"the tensors in '{size.place}' do not show their rotary positions: name the model with --model{likely}, "
-            "or use the folder with its config.json"
+            f"the tensors in '{size.place}' do not show their rotary positions: name the model with --model, or use "
+            "the folder with its config.json"
         )
     return fields
 
 
 def _likely(width: int, patch: int) -> str:
     """Return a suggestion for --model: a model of that width and patch size; empty if there is none."""
-    family = next((name for name, sizes in SIZES.items() if sizes["embed_dim"] == width), None)
-    return f", perhaps {family}_patch{patch}_224" if family else ""
+    return next((f", perhaps {name}_patch{patch}_224" for name, f in SIZES.items() if f["embed_dim"] == width), "")
 
 
 def _mlp(size: Sizes, found: Found, width: int, activation: str) -> dict[str, Any]:
@@ -271,28 +255,13 @@ def exported(weights: Conversion, c: ViTConfig, format_name: str) -> Exported:
 
 def _parts_of_timm(c: ViTConfig) -> dict[str, Sequence[Any]]:
     """Return the values that fields of timm's model may have."""
-    parts: dict[str, Sequence[Any]] = {
-        "representation_size": [None],
-        "parallel_blocks": [False],
-        "rope_register_temperature": [None],
-        "activation": ("gelu", "gelu_tanh", "swiglu"),
-        "norm": ("layer", "rms") if c.gates == 1 else ["layer"],
-    }
+    parts: dict[str, Sequence[Any]] = {"rope_register_temperature": [None], "activation": [*_NAMES]}
     if is_eva(c):
-        own: dict[str, Sequence[Any]] = {
-            "activation": ("gelu", "swiglu"),
-            "norm": ["layer"],
-            "pool": ("cls", "avg"),
-            "distillation": [False],
-        }
-        return parts | own | {"position": ("learned", "none")}
-    deit: dict[str, Sequence[Any]] = {
-        "num_reg_tokens": [0],
-        "prefix_positions": [True],
-        "position": ["learned"],
-        "activation": ("gelu", "gelu_tanh"),
-    }
-    return parts | (deit if c.distillation else {})
+        own: dict[str, Sequence[Any]] = {"activation": ("gelu", "swiglu"), "norm": ["layer"], "distillation": [False]}
+        return parts | own | {"pool": ("cls", "avg"), "position": ("learned", "none")}
+    if c.distillation:
+        parts |= {"num_reg_tokens": [0], "prefix_positions": [True], "position": ["learned"]}
+    return parts | {"norm": ("layer", "rms") if c.gates == 1 else ["layer"]}
 
 
 def _timm(weights: Conversion, c: ViTConfig) -> Exported:
@@ -340,7 +309,7 @@ def _architecture(c: ViTConfig, eva: bool) -> str:
 
 def _vit_arguments(c: ViTConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
-        "mlp_ratio": shortest_ratio(c.embed_dim, c.gates * c.mlp_hidden_dim),
+        "mlp_ratio": shortest_ratio([c.embed_dim], [c.gates * c.mlp_hidden_dim]),
         "qkv_bias": c.qkv_bias == "all",
         "scale_attn_norm": c.attn_norm,
         "scale_mlp_norm": c.mlp_norm,
@@ -360,7 +329,7 @@ def _eva_arguments(c: ViTConfig) -> dict[str, Any]:
         "ref_feat_shape": None if c.rope_grid is None else [c.rope_grid, c.rope_grid],
     }
     return {
-        "mlp_ratio": shortest_ratio(c.embed_dim, c.mlp_hidden_dim),
+        "mlp_ratio": shortest_ratio([c.embed_dim], [c.mlp_hidden_dim]),
         "qkv_bias": c.qkv_bias != "none",
         "qkv_fused": True,
         "attn_type": "rope" if c.qkv_bias == "all" else "eva",
@@ -402,31 +371,21 @@ PREFIXES = {
 """Begin of the names of a model's tensors, and of a block's, by type of model."""
 
 
-def _refuse_parts_of_transformers(c: ViTConfig, kind: str) -> None:
-    dino, third = kind.startswith("dinov"), kind == "dinov3_vit"
-    registers = {"dinov2_with_registers": (c.num_reg_tokens,), "dinov3_vit": range(c.pool != "cls", 10**6)}
-    refuse_other_parts(
-        c,
-        "transformers",
-        {
-            "representation_size": [None],
-            "norm": ["layer"],
-            **{name: [False] for name in ("qk_norm", "attn_norm", "mlp_norm", "parallel_blocks", "fc_norm")},
-            "distillation": [kind == "deit"],
-            "rope": ["dinov3" if third else "none"],
-            "position": ["none" if third else "learned"],
-            "pool": ("cls", "avg") if third else [c.pool],
-            "num_reg_tokens": registers.get(kind, [0]),
-            "prefix_positions": [kind != "dinov2_with_registers"] if c.prefix_tokens and not third else (True, False),
-            "qkv_bias": ("all", "qv", "none") if third else ("all", "none") if kind == "vit" else ["all"],
-            "layer_scale": [c.layer_scale] if dino and c.layer_scale else [] if dino else [None],
-            "activation": ("gelu", "swiglu", *(["gelu_tanh"] if third else [])) if dino else ("gelu", "gelu_tanh"),
-        },
-    )
+def _parts_of_transformers(c: ViTConfig, kind: str) -> dict[str, Sequence[Any]]:
+    """Return the values that fields of transformers' model may have. Parameters that it lacks are refused elsewhere."""
+    parts: dict[str, Sequence[Any]] = {"norm": ["layer"], "fc_norm": [False]}
+    if kind == "dinov3_vit":
+        scales = [c.layer_scale] if c.layer_scale else []
+        tokens = range(c.pool != "cls", MAX_TOKENS)  # the first register is a class token
+        return parts | {"position": ["none"], "layer_scale": scales, "num_reg_tokens": tokens, "activation": [*_NAMES]}
+    parts |= {"rope": ["none"], "position": ["learned"], "qkv_bias": ("all", "none") if kind == "vit" else ["all"]}
+    if c.pool == "cls":
+        parts["prefix_positions"] = [kind != "dinov2_with_registers"]
+    return parts | {"activation": ("gelu", "swiglu") if kind.startswith("dinov2") else ("gelu", "gelu_tanh")}
 
 
 def _transformers(weights: Conversion, c: ViTConfig) -> Exported:
-    _refuse_parts_of_transformers(c, this := kind(c))
+    refuse_other_parts(c, "transformers", _parts_of_transformers(c, this := kind(c)))
     start, block = PREFIXES[this]
     tensors, classifier = dict[str, MadeTensor](), dict[str, MadeTensor]()
     for name, tensor in weights.tensors(c, "transformers").items():
@@ -436,7 +395,7 @@ def _transformers(weights: Conversion, c: ViTConfig) -> Exported:
             tensors[start + re.sub(r"^layer\.", block, name)] = tensor
     model = _MODELS[this]
     settings = {"model_type": this, "architectures": [model], **settings_of(c, _SIZES)}
-    settings |= {"hidden_act": {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "swiglu": "silu"}[c.activation]}
+    settings |= {"hidden_act": _NAMES[c.activation]}
     if this.startswith("dinov"):
         settings |= {"layerscale_value": c.layer_scale, "use_mask_token": True}
     if this == "dinov3_vit":
@@ -463,11 +422,8 @@ def _transformers(weights: Conversion, c: ViTConfig) -> Exported:
         settings |= labels([f"LABEL_{index}" for index in range(c.num_classes)])
         return Exported({**tensors, **classifier}, settings)
     reads = {"cls": "the output of the class token", "avg": "the mean of the outputs of the patches"}
-    reading = reads.get(c.pool, "its pooled output")
-    note = (
-        f"transformers' {model} has no classifier like this one: it is in classifier.safetensors, and reads {reading}"
-    )
-    return Exported(tensors, settings, classifier, (note,))
+    note = f"transformers' {model} has no classifier like this one: it is in classifier.safetensors, and reads "
+    return Exported(tensors, settings, classifier, (note + reads.get(c.pool, "its pooled output"),))
 
 
 def _dinov2_ratio(c: ViTConfig) -> int:

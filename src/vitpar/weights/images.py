@@ -19,7 +19,7 @@ from vitpar.errors import DataError
 from vitpar.io import read_text
 from vitpar.limits import MAX_MEASURE, MAX_TOML_BYTES
 from vitpar.models.config import field_names
-from vitpar.models.vit.settings import labels
+from vitpar.models.vit.exports import labels
 from vitpar.text import literal
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import Weights

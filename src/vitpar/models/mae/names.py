@@ -33,59 +33,60 @@ def _table(decoder: str) -> Callable[[MAEConfig], Tensor]:
     return lambda config: positions_with_class(config, getattr(config, f"{decoder}embed_dim"))
 
 
-def _blocks(theirs: str, decoder: str, qkv: list[str], names: tuple[str, ...]) -> tuple[Row, ...]:
-    ours = ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
-    start = "decoder.{}" if decoder else "blocks.{}"
-    return (
-        row(f"{start}.attn.qkv.*", [f"{theirs}.{x}.*" for x in qkv], heads(3, f"{decoder}num_heads")),
-        *(row(f"{start}.{one}.*", f"{theirs}.{other}.*") for one, other in zip(ours, names, strict=True)),
-    )
+_NAMES: tuple[tuple[str, str, str], ...] = (
+    ("embed.patch_embed.proj.bias", "patch_embed.proj.bias", "vit.embeddings.patch_embeddings.projection.bias"),
+    ("embed.cls_token", "cls_token", "vit.embeddings.cls_token"),
+    ("dec_embed.norm.*", "norm.*", "vit.layernorm.*"),
+    ("dec_embed.proj.*", "decoder_embed.*", "decoder.decoder_embed.*"),
+    ("dec_embed.mask_token", "mask_token", "decoder.mask_token"),
+    ("head.norm.*", "decoder_norm.*", "decoder.decoder_norm.*"),
+    ("head.fc.*", "decoder_pred.*", "decoder.decoder_pred.*"),
+)
+"""Names in vitpar, the authors' code and transformers."""
+_BLOCKS = {
+    "num_heads": ("blocks.{}", "blocks.{}", "vit.encoder.layer.{}"),
+    "decoder_num_heads": ("decoder.{}", "decoder_blocks.{}", "decoder.decoder_layers.{}"),
+}
+"""Blocks in the same three, by the field that has their number of heads."""
+_IN_BLOCK = (
+    ("norm1.*", "norm1.*", "layernorm_before.*"),
+    ("attn.proj.*", "attn.proj.*", "attention.output.dense.*"),
+    ("norm2.*", "norm2.*", "layernorm_after.*"),
+    ("mlp.fc1.*", "mlp.fc1.*", "intermediate.dense.*"),
+    ("mlp.fc2.*", "mlp.fc2.*", "output.dense.*"),
+)
 
 
-def _rows(embed: str, start: str, names: Mapping[str, str], blocks: Mapping[str, str], *words: Any) -> tuple[Row, ...]:
+def _rows(column: int, projection: str, tables: tuple[str, str], *qkv: str) -> tuple[Row, ...]:
     """Return the rows of a library.
 
-    embed: begin of the names of class token and positions.
-    start: begin of the names of the decoder's tensors.
-    names: names of projection, positions and norm of the encoder, by those in the authors' code.
-    blocks: begin of the names of blocks, by "" for the encoder and "decoder_".
-    words: names in a block.
+    column: its number in the tables above.
+    projection: name of the kernel that projects patches.
+    tables: names of the fixed positions of encoder and decoder.
+    qkv: names of queries, keys and values in a block, or of all three.
     """
     return (
-        row("embed.patch_embed.proj.weight", f"{names['patch_embed.proj']}.weight", KERNEL),
-        row("embed.patch_embed.proj.bias", f"{names['patch_embed.proj']}.bias"),
-        row("embed.cls_token", f"{embed}cls_token"),
-        stored(names["pos_embed"], _table("")),
-        *_blocks(blocks[""], "", *words),
-        row("dec_embed.norm.*", f"{names['norm']}.*"),
-        row("dec_embed.proj.*", f"{start}decoder_embed.*"),
-        row("dec_embed.mask_token", f"{start}mask_token"),
-        stored(f"{start}decoder_pos_embed", _table("decoder_")),
-        *_blocks(blocks["decoder_"], "decoder_", *words),
-        row("head.norm.*", f"{start}decoder_norm.*"),
-        row("head.fc.*", f"{start}decoder_pred.*"),
+        row("embed.patch_embed.proj.weight", projection, KERNEL),
+        *(row(names[0], names[column]) for names in _NAMES),
+        *(stored(name, _table(start)) for name, start in zip(tables, ("", "decoder_"), strict=True)),
+        *(
+            row(f"{block[0]}.attn.qkv.*", [f"{block[column]}.{name}.*" for name in qkv], heads(3, field))
+            for field, block in _BLOCKS.items()
+        ),
+        *(
+            row(f"{block[0]}.{names[0]}", f"{block[column]}.{names[column]}")
+            for block in _BLOCKS.values()
+            for names in _IN_BLOCK
+        ),
     )
 
 
-_AUTHORS = _rows(
-    "",
-    "",
-    {name: name for name in ("patch_embed.proj", "pos_embed", "norm")},
-    {"": "blocks.{}", "decoder_": "decoder_blocks.{}"},
-    ["attn.qkv"],
-    ("norm1", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"),
-)
+_AUTHORS = _rows(1, "patch_embed.proj.weight", ("pos_embed", "decoder_pos_embed"), "attn.qkv")
 _TRANSFORMERS = _rows(
-    "vit.embeddings.",
-    "decoder.",
-    {
-        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
-        "pos_embed": "vit.embeddings.position_embeddings",
-        "norm": "vit.layernorm",
-    },
-    {"": "vit.encoder.layer.{}", "decoder_": "decoder.decoder_layers.{}"},
-    [f"attention.attention.{word}" for word in ("query", "key", "value")],
-    ("layernorm_before", "attention.output.dense", "layernorm_after", "intermediate.dense", "output.dense"),
+    2,
+    "vit.embeddings.patch_embeddings.projection.weight",
+    ("vit.embeddings.position_embeddings", "decoder.decoder_pos_embed"),
+    *(f"attention.attention.{word}" for word in ("query", "key", "value")),
 )
 _FIXED = "the table of positions is left out: it is fixed, and vitpar computes it"
 _POSITIONS = ((r"(?:.*\.)?(?:position_embeddings|(?:decoder_)?pos_embed)", _FIXED),)

@@ -36,8 +36,9 @@ from vitpar.models.rows import (
     stored,
 )
 from vitpar.models.vit.config import ViTConfig
+from vitpar.models.vit.exports import exported, is_eva, kind
 from vitpar.models.vit.layers import sincos_2d
-from vitpar.models.vit.settings import exported, infer, is_eva, kind, said
+from vitpar.models.vit.settings import infer, said
 
 _FC1 = Packing(
     lambda c, one: (GATES if c.gates == 2 else SAME).pack(c, one),

@@ -190,7 +190,7 @@ def test_invalid_values_in_a_foreign_config(tmp_path: Path) -> None:
     assert (recipe.data.mean, recipe.data.std) == ((0.5,) * 3,) * 2
     shutil.rmtree(tmp_path / "here")
     values: list[tuple[dict[str, Any], str]] = [
-        ({"model_type": "x" * 10**6}, "has model_type 'x+…, but only vit, .*swin.* can be imported"),
+        ({"model_type": "x" * 10**6}, "has model_type 'x+…, but only vit, .*siglip.* can be imported"),
         ({"layer_norm_eps": "x" * 10**6}, "has layer_norm_eps 'x+…, which is not a number"),
         ({"layer_norm_eps": float("nan")}, "has layer_norm_eps nan, which is not a number"),
         ({"layer_norm_eps": 0.0}, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),

@@ -1,6 +1,7 @@
 """Files of peft: written for and read from timm and transformers, and merged on import."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,26 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_adapters(tmp_path / "good", few)
     with pytest.raises(DataError, match="cannot be read"):
         read_adapters(tmp_path / "nothing", made)
+
+
+@pytest.mark.parametrize("names", ["files", "modules"])
+def test_adapters_of_transformers_lack_what_their_settings_list(names: str, tmp_path: Path) -> None:
+    """Names may be those of files or of modules of transformers 5."""
+    made, _ = with_adapters(VIT)
+    query = QUERY if names == "files" else "vit.layers.0.attention.q_proj"
+    pair = {f"{query}.lora_A.weight": SMALL_A, f"{query}.lora_B.weight": SMALL_B}
+    assert read_adapters(written(tmp_path / "good", {}, pair), made).keys() == {
+        f"blocks.0.attn.qkv.lora_{end}.weight" for end in "AB"
+    }
+    value = VALUE if names == "files" else "vit.layers.0.attention.v_proj"
+    refused: dict[str, dict[str, Any]] = {
+        f"{query}.bias": {"bias": "all"},
+        value: {"target_modules": [query, value]},
+        "classifier": {"modules_to_save": ["classifier"]},
+    }
+    for number, (lacking, settings) in enumerate(refused.items()):
+        with pytest.raises(DataError, match=f"lacks {re.escape(lacking)}, which"):
+            read_adapters(written(tmp_path / str(number), settings, pair), made)
 
 
 def test_adapters_are_merged_on_import(tmp_path: Path) -> None:

@@ -208,10 +208,11 @@ class _Opened:
                 )
         return self.tensor(f"{name}{A}.weight"), self.tensor(f"{name}{B}.weight")
 
-    def refuse_lacking(self, base: Collection[str]) -> None:
+    def refuse_lacking(self, base: Collection[str], spelled: Callable[[str], str] = lambda name: name) -> None:
         """Raise DataError if the files lack what their settings list.
 
         base: names of the parameters of the adapted model. peft lists modules that a model lacks, such as `score`.
+        spelled: function from a name in the files to that in `base`.
         """
 
         def has(names: Collection[str], module: str) -> bool:
@@ -219,10 +220,11 @@ class _Opened:
 
         saved, targets = self.settings.modules_to_save or [], self.settings.target_modules
         modules = [*saved, *(targets if isinstance(targets, list) else [])]
-        lacking = [module for module in modules if has(base, module) and not has(self.shards.shapes, module)]
+        lacking = [module for module in modules if has(base, spelled(module)) and not has(self.shards.shapes, module)]
         lacking = lacking or ([] if self.others else saved)
         if self.settings.bias != "none":
-            lacking += [bias for name in self.adapters if (bias := f"{name}.bias") in base and bias not in self.others]
+            biases = {f"{name}.bias" for name in self.adapters}
+            lacking += sorted(bias for bias in biases - {*self.others} if spelled(bias) in base)
         if lacking:
             raise DataError(
                 f"'{self.folder / TENSORS}' lacks {listed(lacking)}, which {SETTINGS} lists: save the adapters again"
@@ -307,19 +309,18 @@ def _fitting(opened: _Opened, config: ModelConfig) -> dict[str, _Place]:
     wanted = [*(f"{name}.weight" for name in opened.adapters), *opened.others]
     known = {name: MadeTensor((name,)) for name in parameters_of(config)}
     found = {name: known[name] for name in wanted if name in known}
-    if config.FAMILY in FAMILIES:
-        family = FAMILIES[config.FAMILY]
-        for format_name, library in family.libraries.items():
-            theirs = family.tensors(config, format_name, every=True)
-            named = {name: theirs[one] for name in wanted if (one := library.spelled(name)) in theirs}
-            if len(named) > len(found):
-                known, found = theirs, named
+    spelled: Callable[[str], str] = str
+    for format_name, library in FAMILIES[config.FAMILY].libraries.items() if config.FAMILY in FAMILIES else ():
+        theirs = FAMILIES[config.FAMILY].tensors(config, format_name, every=True)
+        named = {name: theirs[one] for name in wanted if (one := library.spelled(name)) in theirs}
+        if len(named) > len(found):
+            known, found, spelled = theirs, named, library.spelled
     if missing := sorted({*wanted} - found.keys()):
         raise DataError(
             f"'{opened.folder}' has tensors for {listed(missing)}, which {config.name} lacks by the names of vitpar, "
             "timm and transformers: use adapters of the same model"
         )
-    opened.refuse_lacking(known)
+    opened.refuse_lacking(known, spelled)
     return {name: place for name, tensor in found.items() if (place := _place(tensor, config))}
 
 

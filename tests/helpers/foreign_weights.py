@@ -1,13 +1,15 @@
 """Random weights under the names of timm and transformers, in files as one downloads them."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from helpers.converted import converted
+from vitpar.weights.foreign import recognised
 
 WIDTH, HEADS, DEPTH, HIDDEN, PATCH, SIZE, CLASSES = 24, 4, 2, 40, 4, 8, 7
 PATCHES = (SIZE // PATCH) ** 2
@@ -63,38 +65,13 @@ def timm_state(
     return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def as_transformers(state: dict[str, Tensor], kind: str = "vit") -> dict[str, Tensor]:
-    """Return the tensors under the names of transformers' ViT and DeiT, with separate q, k and v."""
-    plain = {
-        "patch_embed.proj": "embeddings.patch_embeddings.projection",
-        "cls_token": "embeddings.cls_token",
-        "dist_token": "embeddings.distillation_token",
-        "pos_embed": "embeddings.position_embeddings",
-        "norm1": "layernorm_before",
-        "norm2": "layernorm_after",
-        "attn.proj": "attention.output.dense",
-        "mlp.fc1": "intermediate.dense",
-        "mlp.fc2": "output.dense",
-    }
-    heads = {"head": "classifier"}
-    if kind == "deit":
-        heads = {"head": "cls_classifier", "head_dist": "distillation_classifier"}
-    named: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        stem, _, end = name.rpartition(".")
-        if "attn.qkv" in name:
-            layer = re.sub(r"blocks\.(\d+)\.attn\.qkv", rf"{kind}.encoder.layer.\1.attention.attention", stem)
-            for word, third in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                named[f"{layer}.{word}.{end}"] = third.clone()
-        elif stem in heads:
-            named[f"{heads[stem]}.{end}"] = tensor
-        elif stem == "norm":
-            named[f"{kind}.layernorm.{end}"] = tensor
-        else:
-            for mine, theirs in plain.items():
-                name = re.sub(rf"(^|\.){re.escape(mine)}(?=\.|$)", rf"\1{theirs}", name)
-            named[f"{kind}." + re.sub(r"^blocks\.", "encoder.layer.", name)] = tensor
-    return named
+def as_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the names of transformers' ViT or DeiT, as the export writes them."""
+    family, found = recognised("timm", {name: tuple(tensor.shape) for name, tensor in state.items()})
+    config = family.infer_config("timm", found, {"num_heads": HEADS})
+    ours = converted(state, config)
+    made = family.exported(config, "transformers").tensors
+    return {name: tensor.make(*(ours[one] for one in tensor.names)).clone() for name, tensor in made.items()}
 
 
 def transformers_config(kind: str = "vit", **changed: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_missing_layer_norm_eps_takes_transformers_default(kind: str, tmp_path: 
     config = transformers_config(kind)
     del config["layer_norm_eps"]
     default = transformers.AutoConfig.for_model(kind).layer_norm_eps
-    state = as_transformers(timm_state(dist=kind == "deit"), kind)
+    state = as_transformers(timm_state(dist=kind == "deit"))
     told = import_weights(saved(tmp_path / "there", state, config), tmp_path / "here").config
     assert told.norm_eps == default == 1e-12
 

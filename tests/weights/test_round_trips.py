@@ -1,5 +1,6 @@
 """Weights that go to another library's names and back: every published name, and small models with every part."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -97,3 +98,10 @@ def test_published_names_come_back(family: str) -> None:
         values = {name: torch.empty(config.shape(name), device="meta") for name in parameters_of(config)}
         held = assert_round_trips(config, values)
         assert (held == 0) is config.name.startswith(("vit5", "vit_22b"))
+
+
+def test_templates_of_a_row_have_the_same_numbers_and_ends() -> None:
+    for family in FAMILIES.values():
+        for library in family.libraries.values():
+            for row in library.rows:
+                assert len({tuple(re.findall(r"\{\}|\*", name)) for name in (*row.ours, *row.theirs)}) == 1, row.ours

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import model_config
-from vitpar.models.rows import Found, Library, LinkedTensors, Row, Shapes, filled, find, only_read, pattern_of
+from vitpar.models.rows import Found, Library, Row, Shapes, filled, find, only_read, pattern_of
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Conversion:
     """Function from a configuration to the names of layers by those in rows, where the two differ."""
     complete: Callable[[Found], Found] = lambda found: found
     """Function that changes what the names alone give."""
-    special: Callable[[Found, Any], tuple[LinkedTensors, ...]] = lambda found, config: found.links
+    special: Callable[[Found, Any], tuple[Row, ...]] = lambda found, config: found.links
     """Function from tensors and the inferred configuration to links, where rows cannot say how tensors differ."""
 
     def renamed(self, shapes: Shapes) -> Found | None:
@@ -187,7 +187,7 @@ def _placed(name: str, layers: Mapping[str, str]) -> str:
     return layers[start] + name.removeprefix(start) if start else name
 
 
-def _packed(config: Any, link: LinkedTensors, number: int) -> Callable[..., Tensor]:
+def _packed(config: Any, link: Row, number: int) -> Callable[..., Tensor]:
     def make(*tensors: Tensor) -> Tensor:
         made = link.packing.pack(config, *tensors)
         return made if len(link.ours) == 1 else made[number]

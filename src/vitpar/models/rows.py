@@ -75,7 +75,7 @@ class Row:
     """Names of tensors that have the same numbers in two libraries."""
 
     ours: tuple[str, ...]
-    """Names in vitpar; none for a tensor that only the library stores, which the packing returns or None."""
+    """Names in vitpar; none for a tensor that only the library stores, which the packing computes."""
     theirs: tuple[str, ...]
     """Names in the library. A packing may return several tensors for one name, which then has them below each other."""
     packing: Packing = SAME
@@ -89,7 +89,7 @@ def row(ours: str, theirs: str | Sequence[str], packing: Packing = SAME, **optio
     return Row((ours,), (theirs,) if isinstance(theirs, str) else tuple(theirs), packing, **options)
 
 
-def stored(theirs: str, make: Callable[[Any], Tensor | None], **options: Any) -> Row:
+def stored(theirs: str, make: Callable[[Any], Tensor], **options: Any) -> Row:
     """Return the row of a tensor that only the library stores."""
     return Row((), (theirs,), Packing(lambda c, tensor: (), lambda c: make(c)), **options)
 
@@ -104,6 +104,7 @@ _PARTS = re.compile(r"\{\}|\*")
 
 @cache
 def pattern_of(template: str) -> re.Pattern[str]:
+    """Return the regular expression of a template, whose groups are its numbers and ends."""
     return re.compile(re.escape(template).replace(r"\{\}", r"(\d{1,4})").replace(r"\*", "(weight|bias)"))
 
 
@@ -135,18 +136,6 @@ class Library:
 
 
 @dataclass(frozen=True)
-class LinkedTensors:
-    """Tensors of a file and the parameters that they are."""
-
-    ours: tuple[str, ...]
-    """Names of the parameters, whose blocks are numbered as the library does."""
-    theirs: tuple[str, ...]
-    """Names of the tensors."""
-    packing: Packing
-    """How they differ."""
-
-
-@dataclass(frozen=True)
 class Found:
     """Tensors of another library whose names are known."""
 
@@ -154,8 +143,8 @@ class Found:
     """Name of the library, such as "timm" or "transformers"."""
     shapes: Shapes
     """Shapes of all tensors by the library's names."""
-    links: tuple[LinkedTensors, ...]
-    """Tensors that are parameters."""
+    links: tuple[Row, ...]
+    """Tensors that are parameters: rows with numbers and ends, and theirs with the names in the file."""
     unknown: tuple[str, ...] = ()
     """Names that the library does not have."""
     notes: tuple[str, ...] = ()
@@ -173,6 +162,10 @@ class Found:
 
 
 def find(format_name: str, library: Library, shapes: Shapes) -> Found:
+    """Return the tensors that the rows of a library have, each in the first row whose tensors are all there.
+
+    shapes: shapes of the tensors by the names in the file.
+    """
     skipped, notes, names = set[str](), dict[str, None](), dict[str, str]()
     for name in shapes:
         for pattern, note in library.needless:
@@ -187,12 +180,12 @@ def find(format_name: str, library: Library, shapes: Shapes) -> Found:
             for template in one.theirs:
                 if match := pattern_of(template).fullmatch(spelled):
                     groups.setdefault((number, match.groups()), {})[template] = name
-    links, used, made = list[LinkedTensors](), set[str](), set[str]()
+    links, used, made = list[Row](), set[str](), set[str]()
     for (number, values), given in sorted(groups.items(), key=lambda group: group[0][0]):
         one = library.rows[number]
         ours = filled(one.ours, values)
         if len(given) == len(one.theirs) and used.isdisjoint(given.values()) and made.isdisjoint(ours):
-            links.append(LinkedTensors(ours, tuple(given[name] for name in one.theirs), one.packing))
+            links.append(Row(ours, tuple(given[name] for name in one.theirs), one.packing))
             used |= {*given.values()}
             made |= {*ours}
     unknown = tuple(name for name in shapes if name not in skipped and name not in used)

@@ -13,7 +13,7 @@ from typing import Any
 from vitpar.models.config_keys import ConfigKey, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
-from vitpar.models.rows import GATES, SAME, Found, Library, LinkedTensors, Packing, Row, heads, row
+from vitpar.models.rows import GATES, SAME, Found, Library, Packing, Row, heads, row
 from vitpar.models.t5.config import TABLE, T5Config
 
 _WORDS, _LOGITS = "embed.word_embeddings.weight", "head.fc.weight"
@@ -95,12 +95,12 @@ def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _special(found: Found, config: T5Config) -> tuple[LinkedTensors, ...]:
+def _special(found: Found, config: T5Config) -> tuple[Row, ...]:
     """Leave out a second copy of the word embeddings, or read it where they stand for a matrix that is not tied."""
     links = tuple(link for link in found.links if link.ours != (_LOGITS,) or not config.tied)
     if not config.tied and _LOGITS not in found.names and _WORDS in found.names:
         # upstream: transformers 5 may tie what it does not scale.
-        return (*links, LinkedTensors((_LOGITS,), found.names[_WORDS], SAME))
+        return (*links, Row((_LOGITS,), found.names[_WORDS], SAME))
     return links
 
 

@@ -26,7 +26,6 @@ from vitpar.models.rows import (
     TABLE,
     Found,
     Library,
-    LinkedTensors,
     Packing,
     Row,
     heads,
@@ -268,7 +267,7 @@ def _complete(found: Found) -> Found:
     return replace(found, links=links, notes=(*found.notes, note))
 
 
-def special(found: Found, config: ViTConfig) -> tuple[LinkedTensors, ...]:
+def special(found: Found, config: ViTConfig) -> tuple[Row, ...]:
     """Return the links of tokens that vitpar's model has in another way.
 
     Tokens that the head does not read become registers: a class token under mean pooling, or a distillation token
@@ -283,13 +282,13 @@ def special(found: Found, config: ViTConfig) -> tuple[LinkedTensors, ...]:
         tokens += [by_name.pop("embed.reg_token")] if "embed.reg_token" in by_name else []
         names = tuple(link.theirs[0] for link in tokens)
         joined = Packing(lambda c, *tensors: torch.cat(tensors, dim=1), only_read)
-        by_name["embed.reg_token"] = LinkedTensors(("embed.reg_token",), names, joined)
+        by_name["embed.reg_token"] = Row(("embed.reg_token",), names, joined)
     elif not config.num_reg_tokens:  # transformers has an empty tensor
         by_name.pop("embed.reg_token", None)
     token, table = by_name.get("embed.cls_token"), by_name.get("embed.pos_embed")
     if token and table and not config.prefix_positions and found.shapes[table.theirs[0]][-2] == config.patches + 1:
         both = ("embed.cls_token", "embed.pos_embed")
-        by_name["embed.cls_token"] = LinkedTensors(both, (*token.theirs, *table.theirs), CLASS_POSITION)
+        by_name["embed.cls_token"] = Row(both, (*token.theirs, *table.theirs), CLASS_POSITION)
         del by_name["embed.pos_embed"]
     return tuple(by_name.values())
 

@@ -14,7 +14,7 @@ MOST = {
     "src/vitpar/data": 8_730,
     "src/vitpar/kernels": 398,
     "src/vitpar/launch": 1_782,
-    "src/vitpar/models": 8_582,
+    "src/vitpar/models": 8_122,
     "src/vitpar/pages": 902,
     "src/vitpar/parallel": 3_258,
     "src/vitpar/planner": 11_745,
@@ -22,8 +22,8 @@ MOST = {
     "src/vitpar/strategy": 3_477,
     "src/vitpar/tasks": 2_349,
     "src/vitpar/training": 10_463,
-    "src/vitpar/weights": 2_323,
-    "tests": 41_012,
+    "src/vitpar/weights": 2_178,
+    "tests": 40_997,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 

@@ -1,4 +1,4 @@
-"""Names of published Vision Transformers, and what each stands for, without torch.
+"""Names of published Vision Transformers, and what each stands for.
 
 Names and sizes are timm's (``vision_transformer.py``, ``deit.py`` and ``eva.py``, 1.0), with these exceptions:
 

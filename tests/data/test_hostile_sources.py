@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 
 from helpers.hostile_files import accepted
-from helpers.hostile_pieces import LONG, NUMBERS, PICKLES, SIZES, WORDS
-from helpers.tfrecord_files import example, feature, field, masked_crc, record, varint, write_tfrecords
-from helpers.tiny_images import encoded, write_tree
+from helpers.hostile_pieces import PICKLES
+from helpers.tfrecord_files import write_tfrecords
+from helpers.tiny_images import write_tree
 from vitpar.data.shards.pack import pack
 from vitpar.data.sources import open_source
 from vitpar.data.text.pack import pack_text
@@ -48,72 +47,6 @@ def test_damaged_tfrecord_is_refused(tmp_path: Path) -> None:
         except DataError as error:
             wrong.append(str(error))
     assert len(wrong) == 1 and "is damaged: fetch it again" in wrong[0]
-
-
-VARINTS = [varint(number) for number in (*NUMBERS, 99_999, 1_000_000, 1_000_001)]
-MESSAGES = (
-    *(b"", b"\x0a\x7f" * 1_000, field(1, varint(3 << 3) * 20_000) + example(encoded(0), 1)),
-    *(field(1, feature("image/encoded", kind, encoded(0)) * times) for kind in (1, 2, 3) for times in (1, 300)),
-    *(example(encoded(0), 1, name) for name in ("", "\0", "\x1b[31m", "x" * 100_000)),
-    *(field(1, feature("image/class/label", 3, said + n)) for n in VARINTS for said in (b"\x08", b"\x0a" + n)),
-    *(field(1, b"\x0a" + number + b"image/encoded") for number in VARINTS),
-)
-"""Messages of TFRecords with wrong lengths, labels, types and names."""
-FALSE_SIZES = [struct.pack("<Q", size % (1 << 64)) for size in SIZES]
-RECORDS = [*map(record, MESSAGES), record(b"") * 10_000, *(n + masked_crc(n) + b"x" * 20 for n in FALSE_SIZES)]
-
-
-def read_all(place: Path) -> None:
-    for split in open_source(place).splits.values():
-        for i in range(len(split.names)):
-            split.read(i)
-
-
-def test_hostile_tfrecords_are_read_or_refused(tmp_path: Path) -> None:
-    write_tfrecords(tmp_path / "source")
-    path = next((tmp_path / "source").glob("train-*"))
-    whole = path.read_bytes()
-    for hostile in RECORDS:
-        path.write_bytes(hostile + whole)
-        accepted(read_all, tmp_path / "source")
-
-
-IMAGE = {"bytes": encoded(0), "path": "0.png"}
-VALUES: list[Any] = [
-    1,
-    "a",
-    b"a",
-    0.5,
-    float("inf"),
-    None,
-    True,
-    [1],
-    {"a": {"bytes": b"x"}},
-    {"bytes": "x"},
-    -1,
-    1 << 40,
-]
-VALUES += [{"bytes": 1}, 2_000_000, [{"bytes": b"x"}], {"bytes": None, "path": "/etc/passwd"}]
-COLUMNS = [*((IMAGE, value, None) for value in VALUES), *((value, 0, None) for value in VALUES)]
-COLUMNS += [(IMAGE, 0, metadata) for metadata in WORDS["parquet"]["metadata"]]
-"""Image, label and metadata of the rows of a Parquet file."""
-
-
-def test_hostile_parquet_is_read_or_refused(tmp_path: Path) -> None:
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for number, (image, label, metadata) in enumerate(COLUMNS):
-        table = pa.table({"image": [image] * 3, "label": [label] * 3})
-        if metadata is not None:
-            table = table.replace_schema_metadata({"huggingface": metadata})
-        (place := tmp_path / str(number)).mkdir()
-        parquet.write_table(table, place / "train.parquet")
-        accepted(read_all, place)
-
-
-def test_hostile_names_in_a_list_are_refused(tmp_path: Path) -> None:
-    for name in (*LONG, "x" * 300):
-        (tmp_path / "list.csv").write_bytes(b"path,label\n" + name.encode("utf-8", "surrogatepass") + b",1\n")
-        assert not accepted(read_all, tmp_path / "list.csv")
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ MEMBERS = [
     ([(TENCH, too_long()), ("x", bytes(1 << 21))], "not a valid tar file"),
     ([("n99999999.tar", tar([("a.JPEG", b"x")]))], "'n99999999.tar' is not the tar file of a class"),
     ([(TENCH, tar([("a.JPEG", b"x")]))], "has no images of n02100735"),
-    ([(TENCH, tar([("a.JPEG", b"")]))], "'a.JPEG' is not a file, is empty"),
+    ([(TENCH, tar([("a.JPEG", b"")]))], "'a.JPEG' is not a file, or is empty"),
     ([(TENCH, tar([("a.JPEG", b"x")]))] * 2, "or occurs twice"),
 ]
 """Members of the archive of training images."""

@@ -10,8 +10,6 @@ import pytest
 
 from helpers.command_line import refusal
 from helpers.galvatron_2022 import vit_huge_32, write_profiles
-from helpers.hostile_files import accepted
-from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.errors import PlannerError, StrategyError, UserError
 from vitpar.limits import MAX_QUOTED_CHARS
 from vitpar.planner.profile.cluster import find_cluster
@@ -64,11 +62,6 @@ def test_profile_with_an_invalid_model_is_refused(
         words = f"search --hardware {tmp_path}/hardware.json --model-profile {tmp_path}/model.json"
         said = refusal(words.split(), monkeypatch, capsys)
         assert re.search(f"does not describe a valid model: {message}", said), said
-
-
-def test_hostile_names_of_clusters_are_read_or_refused() -> None:
-    for words in (*pairs(*WORDS["words"]["cluster"]), *LONG):
-        accepted(lambda words=words: find_cluster(words).hardware())
 
 
 CLUSTER = """

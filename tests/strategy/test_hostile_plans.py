@@ -5,12 +5,8 @@ from typing import Any
 
 import pytest
 
-from helpers.hostile_files import accepted
-from helpers.hostile_pieces import LONG, WORDS, pairs
-from vitpar.data.shards.index import Labels
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_QUOTED_CHARS
-from vitpar.models import model_config
 from vitpar.strategy import Axis, Plan, Strategy, batch_arithmetic, parse
 
 pytestmark = pytest.mark.timeout(20)
@@ -40,18 +36,6 @@ def refused(make: Callable[[], Any], message: str) -> str:
 )
 def test_oversized_strategy_strings_are_refused(text: str, message: str) -> None:
     refused(lambda: parse(text), message)
-
-
-def test_hostile_words_of_strategies_are_read_or_refused() -> None:
-    for words in pairs(*WORDS["words"]["strategy"]):
-        if accepted(parse, words):
-            assert parse(str(parse(words))) == parse(words)
-
-
-@pytest.mark.parametrize(("kind", "parser"), [("label", Labels.parse), ("model", model_config)])
-def test_other_hostile_words_are_read_or_refused(kind: str, parser: Callable[[str], Any]) -> None:
-    for words in (*pairs(*WORDS["words"][kind]), *LONG, "x" * 10**6):
-        accepted(parser, words)
 
 
 @pytest.mark.parametrize("before", [0, 3, 99, 100, 101, 5_000])

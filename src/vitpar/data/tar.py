@@ -42,18 +42,13 @@ class _Header(tarfile.TarInfo):
         Raises tarfile.ReadError, and tarfile.EOFHeaderError for a block of zeros.
         """
         try:
-            header = super().frombuf(buf, encoding, errors)
+            return super().frombuf(buf, encoding, errors)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             raise
         except tarfile.EmptyHeaderError:  # type: ignore[attr-defined]
             raise tarfile.ReadError("it is truncated") from None
         except tarfile.HeaderError as error:  # tarfile would stop as if the archive ended here
             raise tarfile.ReadError(str(error)) from None
-        if header.size < 0:
-            raise tarfile.ReadError(f"a member has {header.size:,} bytes")
-        if header.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("it has a sparse member")
-        return header
 
 
 @contextmanager
@@ -80,15 +75,12 @@ def members(file: Readable) -> Iterator[tarfile.TarInfo]:
     end.
     Raises OSError as `file` does.
     """
-    place = -1
     try:
         tar = tarfile.open(fileobj=file, mode="r:", tarinfo=_Header)  # type: ignore[call-overload]  # noqa: SIM115
         while member := tar.next():
             tar.members.clear()  # tarfile would keep all of them in memory
-            # An extended header can cause each of these.
-            if member.size < 0 or member.issparse() or tar.offset <= place:
+            if member.size < 0 or member.issparse():
                 raise tarfile.ReadError("the size of a member is wrong, or it is sparse")
-            place = tar.offset
             yield member
     except (ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         raise tarfile.ReadError(f"a header is invalid ({type(error).__name__})") from None

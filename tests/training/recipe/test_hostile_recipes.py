@@ -6,15 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.command_line import refusal
-from helpers.hostile_files import accepted
-from helpers.hostile_pieces import LONG, WORDS, pairs
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError, UserError
 from vitpar.limits import MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.tasks.image_input import transforms
-from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.training.recipe import Recipe, read_recipe
 
 pytestmark = pytest.mark.timeout(20)
 NINES = "9" * 5_000
@@ -47,14 +44,6 @@ def test_oversized_or_deeply_nested_toml_is_refused(text: str, message: str, tmp
     refused(path, message)
 
 
-def test_hostile_toml_is_read_or_refused(tmp_path: Path) -> None:
-    path, whole = tmp_path / "recipe.toml", DEFAULT_RECIPE.read_text()
-    lines = [*(f"{line}\n{whole}" for line in WORDS["toml"]["lines"])]
-    for text in (*lines, *(f"[model]\ndepth = {value}" for value in WORDS["toml"]["values"])):
-        path.write_text(text)
-        accepted(read, path)
-
-
 def test_recipe_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     refused(Path("/dev/zero"), "cannot be read: it is not a regular file")
@@ -68,8 +57,6 @@ def test_recipe_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> 
     ("assignment", "message"),
     [
         ("train.seed=" + "[" * 100_000, r"recipe key 'train.seed' is '\[+…"),
-        ("train." + "a." * 60_000 + "b=1", "unknown recipe key 'train.a.*…'"),
-        ("model.name=0x" + "F" * 100_000, "model.name is a number of thousands of digits"),
         ("model.name='" + "x" * 262_000 + "'", "the recipe has 26.,... bytes with all its settings, more than 262,144"),
         ("train.batch_size=16777217", "is 16777217: input should be less than or equal to 16777216"),
         ("optimizer.betas=[" + "0.5," * 20_000 + "]", r"recipe key 'optimizer.betas' is \[0.5, .*…: tuple should have"),
@@ -104,25 +91,9 @@ def test_oversized_augmentation_policies_are_refused(policy: str, message: str) 
     assert parse_policy("rand-m9-n64-mstd101-p1-inc1"), "the longest that is allowed"
 
 
-def test_hostile_words_of_policies_are_read_or_refused() -> None:
-    for words in pairs(*WORDS["words"]["policy"], *LONG):
-        accepted(parse_policy, words)
-
-
 def test_resize_is_limited_for_tiny_crop_pct_and_long_images() -> None:
     with pytest.raises(RecipeError, match="crop_pct 1e-05 resizes images of 224 pixels to more than 16,384"):
         transforms(read(None, "data.crop_pct=0.00001"), 224)
     stripe = np.zeros((1, 65_535, 3), np.uint8)
     assert EvalTransform(224)(stripe).shape == (3, 224, 224)
     assert EvalTransform(224)(np.zeros((100, 4_000, 3), np.uint8)).shape == (3, 224, 224)
-
-
-def test_hostile_recipe_on_the_command_line_gets_a_short_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "recipe.toml"
-    os.mkfifo(path)
-    for command in ("plan", "train", "bench", "check"):
-        assert "it is not a regular file" in refusal([command, "--recipe", str(path)], monkeypatch, capsys)
-    said = refusal(["plan", "--recipe", str(DEFAULT_RECIPE), "--set", "a." * 60_000 + "b=1"], monkeypatch, capsys)
-    assert len(said) < 2 * MAX_QUOTED_CHARS + 300

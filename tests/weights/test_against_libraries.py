@@ -1,5 +1,6 @@
 """Imported weights compared with the libraries they come from: names, logits and every parameter's gradient."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from vitpar.errors import DataError
 from vitpar.models import ViTConfig
 from vitpar.models.vit.published import PUBLISHED
 from vitpar.training.recipe import read_recipe
-from vitpar.weights.foreign import recognised
+from vitpar.weights.foreign import FAMILIES, recognised
 from vitpar.weights.importing import ImportedWeights, import_weights
 
 # `test_exports.py` compares models whose weights vitpar has written, in the same way.
@@ -169,15 +170,31 @@ def test_rotary_positions_that_nothing_tells_are_asked_for(tmp_path: Path) -> No
         import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
 
 
-@pytest.mark.parametrize(("argument", "word"), [("act_layer", "silu"), ("rope_type", "mixed"), ("global_pool", "max")])
-def test_words_of_timm_that_vitpar_lacks_are_refused(argument: str, word: str, tmp_path: Path) -> None:
-    weights = {name: p.detach() for name, p in eva(**ROTATED).named_parameters()}
-    said = {"architecture": "eva02_tiny_patch14_224", "model_args": {"num_heads": 4, argument: word}}
-    with pytest.raises(DataError, match=f"config.json has {argument} '{word}', but only .* can be imported"):
-        import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
-    said["model_args"] = {"num_heads": 4, "pool_include_prefix": True}
-    with pytest.raises(DataError, match="has pool_include_prefix, but vitpar's models pool over patches"):
-        import_weights(saved(tmp_path / "there", weights, said), tmp_path / "here")
+TIMMS = {"architecture": "eva02_tiny_patch14_224"}
+SETTINGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("vit", {"model_type": "vit", "hidden_act": "silu"}, "hidden_act 'silu', but only gelu, gelu_pytorch_tanh can be"),
+    (
+        "vit",
+        {"model_type": "dinov3_vit", "use_gated_mlp": True, "hidden_act": "relu"},
+        "'relu', but only gelu, silu can",
+    ),
+    ("vit", {"model_type": "beit"}, "has model_type 'beit', but only vit, "),
+    ("vit", {"model_type": "vit", "layer_norm_eps": "x"}, "has layer_norm_eps 'x', which is not a number: correct it"),
+    ("vit", {**TIMMS, "model_args": {"act_layer": "silu"}}, "act_layer 'silu', but only gelu, gelu_tanh can"),
+    ("vit", {**TIMMS, "model_args": {"rope_type": "mixed"}}, "rope_type 'mixed', but only cat, dinov3 can"),
+    ("vit", {**TIMMS, "model_args": {"global_pool": "max"}}, "global_pool 'max', but only token, avg, map can"),
+    ("vit", {**TIMMS, "model_args": {"pool_include_prefix": True}}, "has pool_include_prefix, but vitpar's models"),
+    ("swin", {"model_type": "swin", "layer_norm_eps": 1e-6}, "has layer_norm_eps 1e-06, but only 1e-05 can"),
+    ("mae", {"model_type": "vit_mae", "hidden_act": "relu"}, "has hidden_act 'relu', but only gelu can"),
+    ("bert", {"model_type": "bert", "hidden_act": "relu"}, "has hidden_act 'relu', but only gelu can be imported"),
+    ("t5", {"model_type": "t5", "feed_forward_proj": "gated-silu"}, "'gated-silu', but only relu, gated-gelu can"),
+)
+
+
+@pytest.mark.parametrize(("family", "config", "message"), SETTINGS)
+def test_settings_that_vitpar_lacks_are_refused(family: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        FAMILIES[family].said(config)
 
 
 def vit5_logits(state: dict[str, Tensor], pixels: Tensor, heads: int, depth: int, eps: float) -> Tensor:

@@ -159,13 +159,6 @@ def test_numbers_that_no_tensor_shows_come_from_the_name() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "options", "message"),
     [
-        ("bert", {"hidden_act": "relu"}, {}, "config.json has hidden_act 'relu', but only gelu can be imported"),
-        (
-            "t5",
-            {"feed_forward_proj": "gated-silu"},
-            {},
-            "feed_forward_proj 'gated-silu', but only relu, gated-gelu can",
-        ),
         ("bert", {"num_attention_heads": 3}, {}, "3 heads do not divide embed_dim 16 of bert_custom"),
         ("bert", {}, {"classes": 3}, "is a model of text: leave --classes and --image-size out"),
     ],

@@ -10,7 +10,7 @@ What rows cannot say is in `special`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,9 +122,15 @@ def _of(*kinds: str, gates: bool = False) -> Callable[[ViTConfig], bool]:
     return lambda c: kind(c) in kinds and (not gates or c.gates == 2)
 
 
-_VIT, _DINOV2, _REG, _DINOV3 = _of("vit", "deit"), _of("dinov2"), _of("dinov2_with_registers"), _of("dinov3_vit")
-_DINO = _of("dinov2", "dinov2_with_registers", "dinov3_vit")
-_BOTH_DINOV2, _SIGLIP = _of("dinov2", "dinov2_with_registers"), _of("siglip", "siglip_vision_model")
+_KINDS = (("vit", "deit"), ("dinov2", "dinov2_with_registers"), ("dinov3_vit",), ("siglip", "siglip_vision_model"))
+"""Types of transformers' models that name tensors alike."""
+_DINOV2, _DINOV3, _SIGLIP = (_of(*kinds) for kinds in _KINDS[1:])
+_DINO = _of(*_KINDS[1], *_KINDS[2])
+
+
+def _rows(ours: str, theirs: Iterable[str | Sequence[str]], packing: Packing = SAME) -> tuple[Row, ...]:
+    """Return the rows of a parameter. theirs: names for each of `_KINDS`."""
+    return tuple(row(ours, name, packing, written=_of(*kinds)) for name, kinds in zip(theirs, _KINDS, strict=True))
 
 
 def _first_register(c: ViTConfig) -> bool:
@@ -143,20 +149,20 @@ _POOL_QUERY = Packing(
 )
 """Queries, keys and values of attention pooling in one tensor."""
 _L = "layer.{}"
-_WORDS = tuple(f"{_L}.attention.attention.{word}" for word in ("query", "key", "value"))
+_PATCHES = ("patch_embeddings.projection", "patch_embeddings.projection", "patch_embeddings", "patch_embedding")
+_WORDS = [f"attention.attention.{word}" for word in ("query", "key", "value")]
+_QKV = (_WORDS, _WORDS, [f"attention.{x}_proj" for x in "qkv"], [f"self_attn.{x}_proj" for x in "qkv"])
+_IN_BLOCK = {
+    "norm1": ("layernorm_before", "norm1", "norm1", "layer_norm1"),
+    "norm2": ("layernorm_after", "norm2", "norm2", "layer_norm2"),
+    "attn.proj": ("attention.output.dense", "attention.output.dense", "attention.o_proj", "self_attn.out_proj"),
+    "mlp.fc1": ("intermediate.dense", "mlp.fc1", "mlp.up_proj", "mlp.fc1"),
+    "mlp.fc2": ("output.dense", "mlp.fc2", "mlp.down_proj", "mlp.fc2"),
+}
+_GATED = _of("dinov2", "dinov2_with_registers", gates=True)
 _TRANSFORMERS: tuple[Row, ...] = (
-    *(
-        one
-        for theirs, kinds in (
-            ("embeddings.patch_embeddings.projection", _of("vit", "deit", "dinov2", "dinov2_with_registers")),
-            ("embeddings.patch_embeddings", _DINOV3),
-            ("embeddings.patch_embedding", _SIGLIP),
-        )
-        for one in (
-            row("embed.patch_embed.proj.weight", f"{theirs}.weight", KERNEL, written=kinds),
-            row("embed.patch_embed.proj.bias", f"{theirs}.bias", written=kinds),
-        )
-    ),
+    *_rows("embed.patch_embed.proj.weight", (f"embeddings.{name}.weight" for name in _PATCHES), KERNEL),
+    *_rows("embed.patch_embed.proj.bias", (f"embeddings.{name}.bias" for name in _PATCHES)),
     row("embed.cls_token", "embeddings.cls_token", written=lambda c: kind(c) != "dinov2_with_registers"),
     row("embed.dist_token", "embeddings.distillation_token", written=_of("deit")),
     row("embed.reg_token", "embeddings.register_tokens", written=lambda c: _DINO(c) and not _first_register(c)),
@@ -166,7 +172,7 @@ _TRANSFORMERS: tuple[Row, ...] = (
         ("embed.cls_token", "embed.pos_embed"),
         ("embeddings.cls_token", "embeddings.position_embeddings"),
         CLASS_POSITION,
-        _REG,
+        _of("dinov2_with_registers"),
     ),
     Row(
         ("embed.reg_token",),
@@ -177,23 +183,12 @@ _TRANSFORMERS: tuple[Row, ...] = (
     stored(
         "embeddings.register_tokens",
         lambda c: torch.zeros(1, 0, c.embed_dim),
-        written=lambda c: kind(c) == "dinov3_vit" and not c.num_reg_tokens,
+        written=lambda c: _DINOV3(c) and not c.num_reg_tokens,
     ),
-    stored("embeddings.mask_token", lambda c: torch.zeros(1, c.embed_dim), written=_BOTH_DINOV2),
+    stored("embeddings.mask_token", lambda c: torch.zeros(1, c.embed_dim), written=_DINOV2),
     stored("embeddings.mask_token", lambda c: torch.zeros(1, 1, c.embed_dim), written=_DINOV3),
-    row(f"{_B}.norm1.*", f"{_L}.layernorm_before.*", written=_VIT),
-    row(f"{_B}.norm1.*", f"{_L}.layer_norm1.*", written=_SIGLIP),
-    row(f"{_B}.norm1.*", f"{_L}.norm1.*"),
-    row(f"{_B}.norm2.*", f"{_L}.layernorm_after.*", written=_VIT),
-    row(f"{_B}.norm2.*", f"{_L}.layer_norm2.*", written=_SIGLIP),
-    row(f"{_B}.norm2.*", f"{_L}.norm2.*"),
-    row(f"{_B}.attn.qkv.*", [f"{_L}.attention.{x}_proj.*" for x in "qkv"], heads(3), written=_DINOV3),
-    row(f"{_B}.attn.qkv.*", [f"{_L}.self_attn.{x}_proj.*" for x in "qkv"], heads(3), written=_SIGLIP),
-    row(f"{_B}.attn.qkv.*", [f"{word}.*" for word in _WORDS], heads(3)),
+    *_rows(f"{_B}.attn.qkv.*", ([f"{_L}.{name}.*" for name in names] for names in _QKV), heads(3)),
     *(row(f"{_B}.attn.{x}_bias", f"{_L}.attention.{x}_proj.bias") for x in "qv"),
-    row(f"{_B}.attn.proj.*", f"{_L}.attention.o_proj.*", written=_DINOV3),
-    row(f"{_B}.attn.proj.*", f"{_L}.self_attn.out_proj.*", written=_SIGLIP),
-    row(f"{_B}.attn.proj.*", f"{_L}.attention.output.dense.*"),
     *(row(f"{_B}.ls{n}.gamma", f"{_L}.layer_scale{n}.lambda1", written=_DINO) for n in (1, 2)),
     row(
         f"{_B}.mlp.fc1.*",
@@ -201,22 +196,14 @@ _TRANSFORMERS: tuple[Row, ...] = (
         GATES,
         written=_of("dinov3_vit", gates=True),
     ),
-    row(f"{_B}.mlp.fc1.*", f"{_L}.mlp.up_proj.*", written=_DINOV3),
-    row(
-        f"{_B}.mlp.fc1.*",
-        f"{_L}.mlp.weights_in.*",
-        GATES,
-        written=_of("dinov2", "dinov2_with_registers", gates=True),
+    row(f"{_B}.mlp.fc1.*", f"{_L}.mlp.weights_in.*", GATES, written=_GATED),
+    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.weights_out.*", written=_GATED),
+    *(
+        one
+        for ours, names in _IN_BLOCK.items()
+        for one in _rows(f"{_B}.{ours}.*", (f"{_L}.{name}.*" for name in names))
     ),
-    row(f"{_B}.mlp.fc1.*", f"{_L}.intermediate.dense.*", written=_VIT),
-    row(f"{_B}.mlp.fc1.*", f"{_L}.mlp.fc1.*"),
-    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.down_proj.*", written=_DINOV3),
-    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.weights_out.*", written=_of("dinov2", "dinov2_with_registers", gates=True)),
-    row(f"{_B}.mlp.fc2.*", f"{_L}.output.dense.*", written=_VIT),
-    row(f"{_B}.mlp.fc2.*", f"{_L}.mlp.fc2.*"),
-    row("head.norm.*", "norm.*", written=_DINOV3),
-    row("head.norm.*", "post_layernorm.*", written=_SIGLIP),
-    row("head.norm.*", "layernorm.*"),
+    *_rows("head.norm.*", ("layernorm.*", "layernorm.*", "norm.*", "post_layernorm.*")),
     row("head.attn_pool.latent", "head.probe", written=_SIGLIP),
     Row(("head.attn_pool.q.*", "head.attn_pool.kv.*"), ("head.attention.in_proj_*",), _POOL_QUERY),
     row("head.attn_pool.proj.*", "head.attention.out_proj.*"),

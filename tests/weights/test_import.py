@@ -74,6 +74,12 @@ def test_own_weights_are_imported_unchanged(tmp_path: Path) -> None:
     done = import_weights(tmp_path / "here", tmp_path / "again")
     assert done.format == "vitpar" and done.config == open_weights(tmp_path / "here").config
     assert torch.equal(logits_of(tmp_path / "again"), logits_of(tmp_path / "here"))
+    for model, message in (
+        ("vit_tiny_patch4_8", "its embed_dim is 24 instead of 192"),
+        ("bert_base", "not a bert_base"),
+    ):
+        with pytest.raises(DataError, match=message):
+            import_weights(tmp_path / "here", tmp_path / "other", model=model)
     state = model_of(tmp_path / "here").state_dict()  # a plain state dict without a configuration
     torch.save(
         {"state_dict": {k: v for k, v in state.items() if "place" not in k and "rate" not in k}}, tmp_path / "x.pt"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vitpar.errors import DataError, ModelError
+from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import model_config
 from vitpar.models.rows import Found, Library, Row, Shapes, filled, find, only_read, pattern_of
@@ -257,14 +258,17 @@ def shapes_of(place: object, made: Mapping[str, MadeTensor], shapes: Shapes) -> 
 
 def _typed(family: type[ModelConfig], said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `said` that have the type of the configuration's; others are left to the tensors."""
-    kinds: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool}
-    types = {f.name: f.type.split(" ")[0] for f in fields(family) if f.name in said}  # type: ignore[arg-type]
-    return {
-        name: value
-        for name, kind in types.items()
-        if isinstance(value := said[name], kinds.get(kind, str))
-        and (kind == "bool" or (not isinstance(value, bool) and (kind != "int" or value > 0)))
-    }
+    known = {}
+    for one in fields(family):  # type: ignore[arg-type]
+        value: Any = said.get(one.name)
+        usable = {
+            "int": type(value) is int and value > 0,
+            "float": type(value) in (int, float) and abs(value) <= MAX_MEASURE,
+            "bool": type(value) is bool,
+        }
+        if usable.get(one.type.split(" ")[0], isinstance(value, str)):
+            known[one.name] = value
+    return known
 
 
 def refuse_other_fields(place: object, named: ModelConfig, found: ModelConfig, compared: Collection[str]) -> None:

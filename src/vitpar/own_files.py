@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -59,17 +60,8 @@ def _run(path: Path, refusal: type[UserError]) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's code raises
-        line = _line_in(path, error)
-        raise refusal(f"'{shown(path)}' fails{line}: {type(error).__name__}: {shown(error)}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        place = f" in line {lines[-1]}" if lines else ""
+        raise refusal(f"'{shown(path)}' fails{place}: {type(error).__name__}: {shown(error)}") from error
     LOADED[path.resolve()] = module
     return module
-
-
-def _line_in(path: Path, error: BaseException) -> str:
-    """Return " in line N" for the last line of `path` that `error` passed; empty if it passed none."""
-    line, trace = "", error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename) == path:
-            line = f" in line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return line

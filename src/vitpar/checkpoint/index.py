@@ -6,9 +6,8 @@ import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
-import torch
 from pydantic import ValidationError
 
 from vitpar.errors import CheckpointError
@@ -41,11 +40,6 @@ class StoredTensor(Record):
     """Shape of the global tensor."""
     parts: list[Box]
     """Boxes that fill the tensor without overlapping."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
-        return cast(torch.dtype, getattr(torch, self.dtype))
 
     def is_filled(self, shards: int) -> bool:
         """Return whether the boxes have as many elements as the tensor, and each is in one of `shards` files."""

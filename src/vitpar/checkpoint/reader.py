@@ -92,7 +92,7 @@ def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
         raise CheckpointError(
             f"'{checkpoint.path}' has no tensor {shown(name)}: `vitpar checkpoint info` lists those it has"
         )
-    whole = torch.empty(stored.shape, dtype=stored.torch_dtype)
+    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     load_tensors(checkpoint.path, {name: whole}, checkpoint.index)
     return whole
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from vitpar.checkpoint.index import StoredTensor
@@ -57,7 +58,7 @@ def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[st
         writer = min(holders, key=load.__getitem__)
         if name not in stored:
             stored[name] = StoredTensor.model_validate({"dtype": dtype, "shape": shape, "parts": []})
-        load[writer] += math.prod(size) * stored[name].torch_dtype.itemsize
+        load[writer] += math.prod(size) * getattr(torch, stored[name].dtype).itemsize
         names[writer].append(name)
         boxes.setdefault(name, []).append((writer, tuple(begin), tuple(size)))
     shards = {rank: shard for shard, rank in enumerate(rank for rank, mine in enumerate(names) if mine)}

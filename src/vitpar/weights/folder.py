@@ -232,7 +232,7 @@ def export(
     weights = weights_of(checkpoint, averages)
     left_out = adapters_of(_saved_config(checkpoint.path))
     sizes = {
-        name.removeprefix(prefix): torch.Size(tensor.shape).numel() * tensor.torch_dtype.itemsize
+        name.removeprefix(prefix): torch.Size(tensor.shape).numel() * getattr(torch, tensor.dtype).itemsize
         for name, tensor in tensors.items()
         if name.startswith(prefix) and name.removeprefix(prefix) not in left_out
     }

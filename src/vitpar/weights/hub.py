@@ -23,7 +23,6 @@ from typing import Any, BinaryIO
 from vitpar.errors import DataError, ModelError
 from vitpar.io import write_text
 from vitpar.text import literal, shown
-from vitpar.weights.shards import listed, read_weight_map
 
 PREFIX = "hf:"
 """Beginning of the names of weights on the hub."""
@@ -161,6 +160,8 @@ def _wanted(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
         return texts
     if WEIGHTS in sizes:
         return [*texts, WEIGHTS]
+    from vitpar.weights.shards import listed  # imports torch, which not every command needs
+
     others = sorted(file for file in sizes if file.endswith((".safetensors", ".bin", ".pth", ".pt")))
     has = f"it has {listed(others)}" if others else "it has no weights"
     raise DataError(
@@ -171,6 +172,8 @@ def _wanted(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
 
 def _shards(name: HubName, folder: Path, sizes: Mapping[str, int | None]) -> list[str]:
     """Return the files that the index in `folder` lists. Raises DataError for those that the repository lacks."""
+    from vitpar.weights.shards import listed, read_weight_map
+
     files = sorted(set(read_weight_map(folder, INDEX).values()))
     if wrong := [file for file in files if file not in sizes or not _FILE.fullmatch(file)]:
         raise DataError(f"{name} lacks {listed(wrong)}, which its index lists: use another revision")

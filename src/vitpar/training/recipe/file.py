@@ -82,10 +82,6 @@ def read_recipe(
             raise RecipeError(
                 f"'{shown(assignment)}' is not an assignment: write --set section.key=value, as in --set train.seed=1"
             )
-        if len(text) > MAX_TOML_BYTES:
-            raise RecipeError(
-                f"'{shown(assignment)}' has {len(assignment):,} characters: use at most {MAX_TOML_BYTES:,}"
-            )
         assigned[key.strip()] = _parse_value(text.strip())
     for source in (given, assigned):
         _check_alternatives(source)

@@ -56,15 +56,15 @@ class Shards:
                     if name.endswith(TABLES):
                         continue
                     stored = opened.get_slice(name)
-                    if wrong := _no_parameter(name, stored.get_dtype()):
+                    if not name or (dtype := stored.get_dtype()) not in _FLOATS:
+                        wrong = f"dtype {dtype}" if name else "no name"
                         raise DataError(f"{shown(name)} in '{folder / file}' cannot be a parameter: it has {wrong}")
                     self.shapes[name] = tuple(stored.get_shape())
         except (OSError, SafetensorError) as error:
             raise DataError(f"'{folder / file}' cannot be read: {first_line(error)}") from None
-        for name in weight_map or ():
+        for name, file in (weight_map or {}).items():
             if name not in self._held:
-                assert weight_map is not None
-                raise DataError(f"'{folder / weight_map[name]}' lacks {shown(name)}, which its index lists")
+                raise DataError(f"'{folder / file}' lacks {shown(name)}, which its index lists")
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
@@ -150,8 +150,3 @@ def listed(names: list[str]) -> str:
     """Return the first FEW names, and the number of further ones, for a message."""
     more = len(names) - FEW
     return ", ".join(map(shown, names[:FEW])) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _no_parameter(name: str, dtype: str) -> str | None:
-    """Return why a tensor cannot be a parameter, in words for a message; None if it can be one."""
-    return "no name" if not name else f"dtype {dtype}" if dtype not in _FLOATS else None

@@ -11,7 +11,6 @@ from helpers.oracles import transformers
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.models.mae.config import MAEConfig
-from vitpar.weights.foreign import FAMILIES
 
 SIZES: dict[str, Any] = {
     "patch_size": 4,
@@ -39,8 +38,23 @@ def mae(**options: Any) -> MAEConfig:
 def twin(config: MAEConfig, norm_pix_loss: bool = True) -> nn.Module:
     """Return transformers' model."""
     torch.manual_seed(0)
-    settings = {**FAMILIES["mae"].exported(config, "transformers").config, "norm_pix_loss": norm_pix_loss}
-    model = transformers.ViTMAEForPreTraining(transformers.ViTMAEConfig.from_dict(settings))
+    settings = transformers.ViTMAEConfig(
+        hidden_size=config.embed_dim,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_hidden_dim,
+        layer_norm_eps=config.norm_eps,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.channels,
+        decoder_num_attention_heads=config.decoder_num_heads,
+        decoder_hidden_size=config.decoder_embed_dim,
+        decoder_num_hidden_layers=config.decoder_depth,
+        decoder_intermediate_size=config.decoder_mlp_hidden_dim,
+        mask_ratio=config.mask_ratio,
+        norm_pix_loss=norm_pix_loss,
+    )
+    model = transformers.ViTMAEForPreTraining(settings)
     if model.device.type != "meta":
         # upstream: transformers 5.23 leaves the fixed positions of a new model at zero.
         for table in (model.vit.embeddings.position_embeddings, model.decoder.decoder_pos_embed):

@@ -16,7 +16,6 @@ from vitpar.models.config import IGNORED
 from vitpar.models.layers import Layer, LayeredModel
 from vitpar.models.t5.config import T5Config
 from vitpar.parallel.vocabulary import VocabularyPart, token_losses
-from vitpar.weights.foreign import FAMILIES
 
 TextModel = BertConfig | T5Config
 PADDED = IGNORED
@@ -46,14 +45,37 @@ V1_1 = {"activation": "geglu_tanh", "tied": False}
 def twin(config: TextModel) -> nn.Module:
     """Return transformers' model with random values of every parameter, in evaluation mode."""
     torch.manual_seed(0)
-    settings = dict(FAMILIES[config.FAMILY].exported(config, "transformers").config)
     if isinstance(config, BertConfig):
-        theirs = transformers.BertConfig.from_dict(settings)
-        assert theirs.hidden_dropout_prob == theirs.attention_probs_dropout_prob == config.dropout
-        return randomised(transformers.BertForMaskedLM(theirs))
-    theirs = transformers.T5Config.from_dict(settings)
-    assert theirs.dropout_rate == config.dropout
-    model = transformers.T5ForConditionalGeneration(theirs)
+        settings = transformers.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.embed_dim,
+            num_hidden_layers=config.depth,
+            num_attention_heads=config.num_heads,
+            intermediate_size=config.mlp_hidden_dim,
+            max_position_embeddings=config.positions,
+            type_vocab_size=config.token_types,
+            layer_norm_eps=config.norm_eps,
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout,
+        )
+        return randomised(transformers.BertForMaskedLM(settings))
+    settings = transformers.T5Config(
+        vocab_size=config.vocab_size,
+        d_model=config.embed_dim,
+        d_kv=config.head_dim,
+        d_ff=config.mlp_hidden_dim,
+        num_layers=config.depth,
+        num_decoder_layers=config.decoder_depth,
+        num_heads=config.num_heads,
+        relative_attention_num_buckets=config.num_buckets,
+        relative_attention_max_distance=config.max_distance,
+        feed_forward_proj="relu" if config.gates == 1 else "gated-gelu",
+        tie_word_embeddings=config.tied,
+        layer_norm_epsilon=config.norm_eps,
+        dropout_rate=config.dropout,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(settings)
     if not config.tied:  # upstream: transformers 5 ties them anyway, unless a file has both
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return randomised(model)

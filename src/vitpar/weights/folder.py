@@ -24,7 +24,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -267,23 +267,24 @@ def weights_of(checkpoint: Checkpoint, averages: bool | None = None, *, merge: b
     averages: as in `export`.
     merge: whether to merge adapters. Else the configuration has them, and they are parameters as any other.
 
-    Raises CheckpointError for averages that the checkpoint does not have.
+    Raises as `open_weights` does, and CheckpointError for averages that the checkpoint does not have.
     """
-    prefix, config = _prefix(checkpoint, averages), open_weights(checkpoint.path, merge=merge).config
-    if not merge:
-        return Weights(checkpoint.path, config, lambda name: read_whole(checkpoint, f"{prefix}{name}"))
-    return _merging(checkpoint.path, _saved_config(checkpoint.path), checkpoint, prefix)
+    prefix = _prefix(checkpoint, averages)
+    open_weights(checkpoint.path)
+    return _weights_in(checkpoint, prefix, merge=merge)
 
 
-def _merging(folder: Path, config: ModelConfig, checkpoint: Checkpoint, prefix: str) -> Weights:
-    """Return the parameters of a checkpoint of the model `config`."""
+def _weights_in(checkpoint: Checkpoint, prefix: str, *, merge: bool = True) -> Weights:
+    """Return the parameters of a checkpoint whose names begin with `prefix`. merge: as in `weights_of`."""
+    config = _saved_config(checkpoint.path)
 
     def read(name: str) -> Tensor:
         return read_whole(checkpoint, f"{prefix}{name}")
 
-    if not isinstance(config, LoRA):
-        return Weights(folder, config, read)
-    return Weights(folder, config.whole, lambda name: merged_parameter(config, name, read(name), read))
+    if not merge or not isinstance(config, LoRA):
+        return Weights(checkpoint.path, config, read)
+    adapted = config
+    return Weights(checkpoint.path, adapted.whole, lambda name: merged_parameter(adapted, name, read(name), read))
 
 
 def _saved_config(folder: Path) -> ModelConfig:
@@ -294,10 +295,10 @@ def _saved_config(folder: Path) -> ModelConfig:
         raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 
-def open_weights(folder: Path, *, merge: bool = True) -> Weights:
+def open_weights(folder: Path) -> Weights:
     """Open the weights or the checkpoint in `folder` and check config.json against the shapes of the tensors.
 
-    No tensor is read yet. merge: as in `weights_of`.
+    No tensor is read yet.
 
     Raises DataError or CheckpointError if `folder` holds neither, or if it is damaged.
     """
@@ -315,8 +316,7 @@ def open_weights(folder: Path, *, merge: bool = True) -> Weights:
             raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
         tensors = checkpoint.index.tensors.items()
         shapes = {name.removeprefix(prefix): t.shape for name, t in tensors if name.startswith(prefix)}
-        weights = _merging(folder, config, checkpoint, prefix)
-        weights = weights if merge else replace(weights, config=config)
+        weights = _weights_in(checkpoint, prefix)
     else:
         shards = Shards.indexed(folder, INDEX)
         shapes, weights = shards.shapes, Weights(folder, config, shards.read)
@@ -378,8 +378,8 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open_whole(folder)
         prefix = _best(checkpoint)
-        if isinstance(saved := _saved_config(folder), LoRA):
-            weights = _merging(folder, saved, checkpoint, prefix)
+        if isinstance(_saved_config(folder), LoRA):
+            weights = _weights_in(checkpoint, prefix)
             for name, parameter in wanted.items():
                 copy_whole_(parameter, weights.read(model.config.owner(name)))
             model.parameters_changed()

@@ -167,6 +167,7 @@ def test_vit_and_deit_go_to_transformers(name: str, options: dict[str, Any], tmp
 REFUSED: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("vit5", "timm", {}, "has rope_register_temperature 100.0, norm 'rms', which no model of timm has: use --format"),
     ("dinov3", "timm", {"distillation": True}, "has distillation True"),
+    ("deit3", "timm", {"distillation": True, "prefix_positions": True, "activation": "swiglu"}, "activation 'swiglu'"),
     ("eva02_base", "transformers", {}, "has fc_norm True, rope 'axial', qkv_bias 'qv', activation 'swiglu', which no"),
     ("rms", "transformers", {}, "has norm 'rms'"),
     ("dinov3", "transformers", {"pool": "avg", "num_reg_tokens": 0}, "has num_reg_tokens 0"),
@@ -213,15 +214,8 @@ def test_other_values_of_parts_are_exported(parts: str, format: str, tmp_path: P
 
 
 def test_swin_goes_to_timm(tmp_path: Path) -> None:
-    sizes = {
-        "image_size": 24,
-        "patch_size": 2,
-        "window_size": 3,
-        "embed_dim": 24,
-        "depths": (1, 2),
-        "num_heads": (2, 4),
-    }
-    config = model_config("swin_custom", **sizes, num_classes=5, init="perturbed", mlp_ratio=2.5)
+    sizes = {"image_size": 24, "patch_size": 2, "window_size": 3, "embed_dim": 24, "depths": (1, 2)}
+    config = model_config("swin_custom", **sizes, num_heads=(2, 4), num_classes=5, init="perturbed", mlp_ratio=2.5)
     ours = LayeredModel(config)
     initialise(ours, 0, config)
     export_weights(weights_of(ours, config, tmp_path / "here"), tmp_path / "there", "timm", shard_bytes=10**9)

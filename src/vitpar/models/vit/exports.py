@@ -69,13 +69,13 @@ def _parts_of_timm(c: ViTConfig) -> dict[str, Sequence[Any]]:
         return parts | own | {"pool": ("cls", "avg"), "position": ("learned", "none")}
     if c.distillation:
         parts |= {"num_reg_tokens": [0], "prefix_positions": [True], "position": ["learned"]}
+        parts["activation"] = ("gelu", "gelu_tanh")
     return parts | {"norm": ("layer", "rms") if c.gates == 1 else ["layer"]}
 
 
 def _timm(weights: Conversion, c: ViTConfig) -> Exported:
     refuse_other_parts(c, "timm", _parts_of_timm(c))
-    eva = is_eva(c)
-    notes = []
+    eva, notes = is_eva(c), list[str]()
     eps = 1e-5 if eva and c.norm_eps == 1e-5 else 1e-6
     if c.norm_eps != eps:
         notes.append(f"timm's norms have an epsilon of {eps:g}, this model's {c.norm_eps:g}: outputs differ a little")

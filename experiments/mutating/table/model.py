@@ -18,7 +18,7 @@ MUTATIONS = (
         file="src/vitpar/models/vit/config.py",
         old="norm_eps: float = 1e-6",
         new="norm_eps: float = 1e-5",
-        caught_by=f'pytest "{WEIGHTS}/test_against_libraries.py::test_timm_weights_give_equal_gradients[distilled]"',
+        caught_by=f'pytest "{WEIGHTS}/test_against_libraries.py::test_logits_and_gradients_equal_timms[distilled]"',
     ),
     Mutation(
         name="cross-attention-drops-alike",

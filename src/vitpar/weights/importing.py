@@ -172,7 +172,8 @@ def own_config(path: Path, shapes: Shapes, said: Mapping[str, Any], model: str |
     if config is not None:
         if type(config) is not type(named):
             raise DataError(f"'{path}' is {config.name}, not a {model}: name another model, or omit --model")
-        refuse_other_fields(path, named, config, FAMILIES[named.FAMILY].compared)
+        if family := FAMILIES.get(named.FAMILY):  # a model of one's own has none
+            refuse_other_fields(path, named, config, family.compared)
     return config or named
 
 

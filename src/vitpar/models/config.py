@@ -28,10 +28,9 @@ from vitpar.models.shared import parameter_holders
 from vitpar.text import nearest, short_repr, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from vitpar.models.convert import Adapted, MadeTensor
-    from vitpar.models.layers import Layer
+    from vitpar.models.rows import Adapted, MadeTensor
 
 Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
@@ -133,9 +132,9 @@ class ModelConfig:
             layers.append(dataclasses.replace(known[kind], name=name))
         return tuple(layers)
 
-    def build_layer(self, name: str) -> Layer:
-        """Return the layer called `name`, with parameters that are not filled."""
-        layer: Layer = late_module(f"vitpar.models.{self.FAMILY}.layers").build_layer(self, name)
+    def build_layer(self, name: str) -> nn.Module:
+        """Return the layer called `name`, a ``vitpar.models.layers.Layer`` with parameters that are not filled."""
+        layer: nn.Module = late_module(f"vitpar.models.{self.FAMILY}.layers").build_layer(self, name)
         return layer
 
     def initial_rules(self) -> Rules:

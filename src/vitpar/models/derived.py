@@ -13,7 +13,7 @@ from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.description import InputSpec, LayerDescription, SideInput, backwards, block_index, block_name
 
 if TYPE_CHECKING:
-    from vitpar.models.layers import Layer
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Derived(ModelConfig):
     def num_blocks(self) -> int:
         return self.whole.num_blocks
 
-    def build_layer(self, name: str) -> Layer:
+    def build_layer(self, name: str) -> nn.Module:
         return self.whole.build_layer(name)
 
     def initial_rules(self) -> Rules:
@@ -102,7 +102,7 @@ class Excerpt(Derived):
     def num_blocks(self) -> int:
         return len(self.excerpted)
 
-    def build_layer(self, name: str) -> Layer:
+    def build_layer(self, name: str) -> nn.Module:
         return self.whole.build_layer(self.excerpted[block_index(name)] if self.layers[name].is_block else name)
 
 

@@ -7,7 +7,7 @@ is in its description (``vitpar.models.description``).
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -282,7 +282,7 @@ class LayeredModel(nn.Module):
         for name in config.layer_names:
             if name not in held:
                 continue
-            layer = config.build_layer(name)
+            layer = cast(Layer, config.build_layer(name))
             layer.description, self._layers[name] = config.layers[name], layer
             # A block is a module of the container `blocks`, called by its number.
             container, _, number = name.rpartition(".")

@@ -23,7 +23,7 @@ from vitpar.models.description import ADAPTERS, ExtraPasses, LayerDescription, P
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
-    from vitpar.models.layers import Layer
+    from torch import nn
 
 ROLES = {"column": ("column_a", "column_b"), "row": ("row_a", "row_b"), "other": ("other", "other")}
 """Roles of A and B by the role of the adapted linear layer. Layers of other roles have no adapters."""
@@ -152,7 +152,7 @@ class LoRA(Derived):
         """Return the elements that adapters of a layer keep for backward, for one sample: A's output, and scaled."""
         return sum(2 * self.rank * part.tokens for part in layer.parts if part.name in names)
 
-    def build_layer(self, name: str) -> Layer:
+    def build_layer(self, name: str) -> nn.Module:
         layer = self.whole.build_layer(name)
         late_module("vitpar.models.lora_layers").adapt(layer, self.by_layer.get(name, ()), self.rank, self.scale)
         return layer

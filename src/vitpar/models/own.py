@@ -30,7 +30,7 @@ from vitpar.own_files import load_class
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.layers import Layer
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class OwnModel(ModelConfig):
         except TypeError as error:  # a field without default, or of another type than the class computes with
             raise ModelError(f"{shown(name)} cannot be built: {shown(error)}") from None
 
-    def build_layer(self, name: str) -> Layer:
+    def build_layer(self, name: str) -> nn.Module:
         raise NotImplementedError
 
     def initial_rules(self) -> Rules:

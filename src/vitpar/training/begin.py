@@ -21,11 +21,11 @@ from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import MadeTensor
 from vitpar.models.families import model_config
 from vitpar.models.initial import copy_whole_, initialise
 from vitpar.models.layers import PlainModel
 from vitpar.models.lora import LoRA, adapters_of
+from vitpar.models.rows import MadeTensor
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
 from vitpar.training.hub_weights import local_weights

@@ -24,8 +24,9 @@ from torch import Tensor
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import MadeTensor, parameters_of
+from vitpar.models.convert import parameters_of
 from vitpar.models.lora import A, B, LoRA
+from vitpar.models.rows import MadeTensor
 from vitpar.records import first_wrong
 from vitpar.text import count, shown
 from vitpar.weights.exporting import Format

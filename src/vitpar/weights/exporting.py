@@ -15,7 +15,8 @@ from torch import Tensor
 from vitpar.checkpoint.index import CONFIG
 from vitpar.errors import DataError
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import Exported, MadeTensor
+from vitpar.models.convert import Exported
+from vitpar.models.rows import MadeTensor
 from vitpar.weights.folder import Weights, parameter_shapes, write_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.images import image_files, image_settings

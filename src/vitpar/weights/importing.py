@@ -18,10 +18,10 @@ from torch import Tensor
 from vitpar.checkpoint.index import CLASSES, CONFIG, RECIPE
 from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig, field_names
-from vitpar.models.convert import MadeTensor, refuse_other_fields, shapes_of
+from vitpar.models.convert import refuse_other_fields, shapes_of
 from vitpar.models.families import config_from_json, config_to_json, family_of, model_config
 from vitpar.models.initial import initial_value
-from vitpar.models.rows import Shapes
+from vitpar.models.rows import MadeTensor, Shapes
 from vitpar.weights.adapters import merging
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
 from vitpar.weights.foreign import FAMILIES, OWN, recognised

@@ -18,7 +18,7 @@ from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.convert import MadeTensor
+    from vitpar.models.rows import MadeTensor
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vitpar.models.convert import MadeTensor
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.layers import positions_with_class
+from vitpar.models.rows import MadeTensor
 
 
 def encoder_parameters(config: MAEConfig) -> dict[str, MadeTensor]:

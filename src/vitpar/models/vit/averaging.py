@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import Adapted, MadeTensor
+from vitpar.models.rows import Adapted, MadeTensor
 from vitpar.models.vit.config import ViTConfig
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens, late_module
-from vitpar.models.description import ExtraPasses
-from vitpar.models.vit.passes import extra_passes
+from vitpar.models.description import ExtraPasses, PassTable
 from vitpar.models.vit.published import PUBLISHED, fields_of
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.convert import Adapted
+    from vitpar.models.rows import Adapted
 
 _WORDS = {
     "pool": ("cls", "avg", "map"),
@@ -241,7 +240,11 @@ class ViTConfig(ModelConfig):
         return self.embed_dim > 768 or self.depth > 12
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
-        return extra_passes(self, plain, whole)
+        # Not counted: parallel blocks, what gates cost, and that norms of queries and keys cost 5 passes more with
+        # rotary positions or separate biases. `experiments/dry_bench.py` counts.
+        if self.parallel_blocks:
+            return ExtraPasses()
+        return ExtraPasses(_stream(self, plain), _heads(self, whole))
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
         made: Adapted | None = late_module("vitpar.models.vit.averaging").averaging(self, there)
@@ -253,3 +256,26 @@ class ViTConfig(ModelConfig):
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)
+
+
+def _stream(config: ViTConfig, plain: Collection[str]) -> PassTable:
+    scales, drops = config.layer_scale is not None, config.drop_path > 0
+    # As ``Block._ends_in_products`` of the model.
+    ends_in_products = {"attn.proj", "mlp.fc2"} <= {*plain} and not scales and not config.dropout
+    return (
+        (True, -1, -1),  # the sum after attention is kept for backward
+        (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
+        (scales, 0, 7),  # the gradients of layer scale
+        (drops, 0, 2 if scales else 4),  # drop-path
+        (config.dropout > 0, 0.5, 4),  # dropout
+    )
+
+
+def _heads(config: ViTConfig, whole: bool) -> PassTable:
+    unbiased, packs = config.qkv_bias != "all", whole and config.qkv_bias == "all"
+    return (
+        (packs or unbiased, 0, -3),  # the kernel that packs the gradients sums the bias, if there is one
+        (config.qkv_bias == "qv", 4, 2),  # biases of queries and values are added after the product
+        (config.rope != "none", 8, 0 if packs else 6),  # rotary positions
+        (config.qk_norm, 8, 7),  # norms of queries and keys
+    )

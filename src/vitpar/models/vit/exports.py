@@ -21,7 +21,8 @@ from vitpar.models.config_keys import (
     settings_of,
     shortest_ratio,
 )
-from vitpar.models.convert import Conversion, Exported, MadeTensor
+from vitpar.models.convert import Conversion, Exported
+from vitpar.models.rows import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.published import PUBLISHED
 

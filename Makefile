@@ -56,7 +56,8 @@ test-tools: $(READY)  ## Tests of the benchmarks, the fuzzing and mutation harne
 
 coverage: $(READY)  ## Lines of the source that `make test` runs, in all of its processes
 	$(BIN)/coverage erase
-	$(SETTINGS) $(BIN)/coverage run $(PYTEST) -m '$(QUICK)'
+# A test of signals in forks ends pytest itself under coverage's handler of SIGTERM.
+	$(SETTINGS) $(BIN)/coverage run $(PYTEST) -m '$(QUICK)' --deselect tests/launch/test_stop_request.py::test_children_and_the_training_loop_have_the_default_actions
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage report
 
 # In an environment of its own, which uses the packages of the other: Ray and SkyPilot ask for many.

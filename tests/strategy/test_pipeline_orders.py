@@ -53,5 +53,7 @@ def test_every_rank_computes_each_micro_batch_of_its_stages_once(schedule: str) 
                 for number in range(microbatches):
                     forward, whole, halves = (done[kind, stage, number] for kind in "FBI")
                     assert forward == 1 == whole + halves and halves == done["W", stage, number]
-            assert sum(done.values()) == sum(1 for action in actions for _ in action)
+            assert {number for _, _, number in done} == {*range(microbatches)} and {kind for kind, *_ in done} <= {
+                *"FBIW"
+            }
             assert {rank_of_stage(stage, plan) for _, stage, _ in done} == {pp}

@@ -61,8 +61,8 @@ def all_gather_json(mine: Json) -> list[Any]:
 def gather_json(mine: Json) -> list[Any] | None:
     """Return the value of each rank, in the order of ranks, on rank 0; None elsewhere. Collective."""
     padded, sizes = _padded(mine)
-    received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
     here = dist.get_rank() == 0
+    received = torch.empty(len(sizes) if here else 0, len(padded), dtype=torch.uint8)
     dist.gather(padded, list(received) if here else None, 0, group=cpu_group())
     return [_decoded(row[:size]) for row, size in zip(received, sizes.tolist(), strict=True)] if here else None
 
@@ -72,7 +72,7 @@ def scatter_json(parts: Sequence[Json] | None) -> Any:
 
     parts: one for each rank, on rank 0; None elsewhere.
     """
-    sent = nn.utils.rnn.pad_sequence([_encoded(part) for part in parts or ()], batch_first=True) if parts else None
+    sent = nn.utils.rnn.pad_sequence([*map(_encoded, parts)], batch_first=True) if parts else None
     width = torch.tensor([0 if sent is None else sent.shape[1]])
     dist.broadcast(width, 0, group=cpu_group())
     received = torch.empty(int(width), dtype=torch.uint8)

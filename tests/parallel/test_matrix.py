@@ -1,7 +1,7 @@
 """Support matrix: its refusals, its page in docs, and every allowed combination against one process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations as pairs_of
 from typing import Any
 
@@ -15,7 +15,6 @@ from helpers.ranks import RankPool
 from vitpar import Plan, model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import StrategyError
-from vitpar.parallel import Communication
 from vitpar.strategy.support import (
     CLASHES,
     DIMENSIONS,
@@ -24,8 +23,8 @@ from vitpar.strategy.support import (
     combinations,
     features,
     page,
+    refuse_apart,
     refuse_clashes,
-    refuse_unused,
     splits,
 )
 
@@ -177,46 +176,12 @@ def test_every_clash_is_refused_with_its_reason(clash: Clash) -> None:
     assert str(caught.value).endswith(f": {clash.instead}")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "precision", "setting", "value"),
-    [
-        ("fsdp2", "fp32", "bucket_cap_mb", 25.0),
-        ("fsdp2", "bf16", "bucket_cap_mb", 25.0),
-        ("dp2xtp4+2d", "fp32", "bucket_cap_mb", 25.0),
-        ("dp2xtp2+zero1", "fp32", "bucket_cap_mb", 25.0),
-        ("dp2", "fp32", "prefetch", 1),
-        ("tp2", "fp32", "reshard_after_forward", False),
-        ("dp2+zero1", "fp32", "reshard_after_forward", True),
-        ("dp2", "fp32", "reduce_every_microbatch", True),
-    ],
-)
-def test_communication_setting_without_effect_is_refused(
-    mesh: str, precision: str, setting: str, value: object
-) -> None:
-    nothing = asdict(Communication())
-    refuse_unused(parse(mesh), precision, nothing)
-    refuse_unused(parse("pp1: 0-1=dp2, *=fsdp2"), "fp32", {**nothing, setting: value})
-    if setting != "bucket_cap_mb":
-        refuse_unused(parse("tp4+2d"), "fp32", {**nothing, setting: value})  # 2d shards weights over one of its axes
-    with pytest.raises(StrategyError, match=rf"^communication.{setting} is {value}, which does nothing with '"):
-        refuse_unused(parse(mesh), precision, {**nothing, setting: value})
-
-
-def test_low_precision_buckets_need_unsplit_backwards() -> None:
-    settings = {**asdict(Communication()), "bucket_cap_mb": 1.0}
-    plan = replace(parse("pp2xdp2"), virtual_stages=2)
-    refuse_unused(replace(plan, schedule="interleaved1f1b"), "bf16", settings)
-    refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
-    with pytest.raises(StrategyError, match=r"bucket_cap_mb is 1.0, .* in 16 bits not with interleavedzerobubble, "):
-        refuse_unused(replace(plan, schedule="zbvzerobubble"), "bf16", settings)
-
-
 def test_reducing_every_microbatch_needs_unsplit_backwards() -> None:
-    settings = {**asdict(Communication()), "reduce_every_microbatch": True}
     plan = replace(parse("pp2xfsdp2"), virtual_stages=2)
-    refuse_unused(replace(plan, schedule="interleaved1f1b"), "fp32", settings)
+    refuse_apart(replace(plan, schedule="interleaved1f1b"), True)
+    refuse_apart(replace(parse("pp2xdp2"), virtual_stages=2, schedule="zbvzerobubble"), True)
     with pytest.raises(StrategyError, match=r"^communication.reduce_every_microbatch clashes with zbvzerobubble in '"):
-        refuse_unused(replace(plan, schedule="zbvzerobubble"), "fp32", settings)
+        refuse_apart(replace(plan, schedule="zbvzerobubble"), True)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -15,7 +15,6 @@ from vitpar.models import model_config
 from vitpar.parallel import Communication, Execution, parallelize
 from vitpar.planner.describe import StrategySummary, summarize
 from vitpar.strategy import Plan, parse, validate
-from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings
 
 BASE = model_config("vit_base_patch16_224")
 
@@ -88,9 +87,7 @@ def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], 
     """Return the collectives along data and along tensor axes in the second step of a model with `depth` blocks."""
     config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
     # A tiny bucket cap: such small blocks would share a message, unlike blocks of a real size.
-    idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, "fp32"))
-    alone = Communication(bucket_cap_mb=None if "communication.bucket_cap_mb" in idle else 1e-6)
-    model = parallelize(config, plan, Execution(32, communication=alone), device)
+    model = parallelize(config, plan, Execution(32, communication=Communication(bucket_cap_mb=1e-6)), device)
     images = torch.randn(32, 3, 16, 16)[model.image_rows(32)] if model.takes_images else None
     labels = torch.zeros(32, dtype=torch.int64)
     model.forward_backward(images, labels)

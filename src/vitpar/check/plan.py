@@ -114,10 +114,10 @@ def check_plan(
         model has outputs.
     tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.
 
-    Raises RecipeError as `build` does, and StrategyError for settings that clash or have no effect under the plan.
+    Raises RecipeError as `build` does, and StrategyError for settings that clash under the plan.
     """
     recipe = replace_auto_precision(recipe, device.type)
-    recipe.refuse_clashes(plan, recipe.communication_under(plan))
+    recipe.refuse_clashes(plan)
     return compare_with_one_process(
         *(recipe, config, plan, device, task or task_of(recipe, config.num_classes)),
         tolerance=tolerance,

@@ -15,8 +15,6 @@ Each layer is wrapped by its own strategy, in this order:
 The optimizer is made after this, and saved weights are loaded after that.
 """
 
-from dataclasses import asdict
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,7 +36,7 @@ from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, output_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
 from vitpar.strategy.stages import travel_layouts
-from vitpar.strategy.support import refuse_clashes, refuse_unused
+from vitpar.strategy.support import refuse_apart, refuse_clashes
 
 
 def parallelize(
@@ -53,7 +51,7 @@ def parallelize(
     for settings that clash, have no effect under the plan, or cannot run on `device`.
     """
     refuse_clashes(plan, execution.precision, execution.compile)
-    refuse_unused(plan, execution.precision, asdict(execution.communication))
+    refuse_apart(plan, execution.communication.reduce_every_microbatch)
     return parallelize_checked(config, plan, execution, torch.device(device), loss)
 
 

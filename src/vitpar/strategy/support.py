@@ -1,4 +1,4 @@
-"""Support matrix: features of a plan, pairs of features that clash, and settings without effect.
+"""Support matrix: features of a plan, and pairs of features that clash.
 
 Refusals, the page ``docs/support.md`` (`page`) and the combinations of the tests (`combinations`) follow from this one
 table. Every plan without a clash runs, with the same gradients as a single process.
@@ -6,19 +6,16 @@ table. Every plan without a clash runs, with the same gradients as a single proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Generic, TypeVar
 
-from vitpar.errors import StrategyError, UserError
+from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import model_config
 from vitpar.models.roles import TABLE
-from vitpar.strategy.execution import Rules
 from vitpar.strategy.grammar import parse
-from vitpar.strategy.layer import Strategy
-from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
+from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.validate import unsplittable
@@ -125,93 +122,13 @@ def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
             )
 
 
-Case = TypeVar("Case")
-
-
-@dataclass(frozen=True)
-class Effect(Generic[Case]):
-    """Settings that only have an effect in some cases."""
-
-    keys: tuple[str, ...]
-    """Dotted keys of a recipe."""
-    used: Callable[[Case], bool]
-    """Function of a case (a recipe, or a plan in a precision): whether the settings have an effect."""
-    refusal: str
-    """Message if one is set without effect, with the fields ``{key}``, ``{value}`` and ``{case}``."""
-
-
-def idle_settings(effects: Iterable[Effect[Case]], case: Case) -> set[str]:
-    """Return the keys of the settings that have no effect in `case`."""
-    return {key for effect in effects if not effect.used(case) for key in effect.keys}
-
-
-def refuse_idle(
-    effects: Iterable[Effect[Case]], case: Case, given: Mapping[str, object], error: type[UserError]
-) -> None:
-    """Raise `error` if one of the settings `given`, by key, has no effect in `case`."""
-    for effect in effects:
-        wrong = [] if effect.used(case) else [key for key in effect.keys if key in given]
-        if wrong:
-            raise error(effect.refusal.format(key=wrong[0], value=given[wrong[0]], case=case))
-
-
-@dataclass(frozen=True)
-class PlanInPrecision:
-    """A plan and a precision, which decide whether communication settings have an effect."""
-
-    plan: Plan
-    """The plan."""
-    precision: str
-    """Name of the precision."""
-
-    def __str__(self) -> str:
-        return f"'{shown(self.plan)}' in {self.precision}"
-
-
-def _communication(names: str, needs: str, test: Callable[[Strategy, Rules], bool]) -> Effect[PlanInPrecision]:
-    """Return the effect of settings of `Communication`.
-
-    names: fields of `Communication`, separated by spaces
-    needs: description of the layers that use them, for messages
-    test: function of a strategy and the plan's rules: whether such layers use them
-    """
-
-    def used(case: PlanInPrecision) -> bool:
-        rules = Rules.under(case.plan, case.precision)
-        return any(test(strategy, rules) for strategy in case.plan.distinct)
-
-    refusal = f"{{key}} is {{value}}, which does nothing with {{case}}: leave it out, it is for {needs}"
-    return Effect(tuple(f"communication.{name}" for name in names.split()), used, refusal)
-
-
-COMMUNICATION = (
-    _communication(
-        "bucket_cap_mb",
-        f"dp where nothing is sharded or offloaded, and in 16 bits not with {', '.join(SPLIT_BACKWARD)}",
-        lambda s, rules: s.has("dp") and not rules.wraps(s),
-    ),
-    _communication("prefetch", "fsdp, +2d, +2.5d, +3d, +zero1 and +zero2", lambda s, _: bool(sharding_axes(s))),
-    _communication(
-        "reshard_after_forward reduce_every_microbatch",
-        "fsdp, +2d, +2.5d and +3d",
-        lambda s, _: shards_as_fsdp(s),
-    ),
-)
-"""Effects of the communication settings; ``vitpar.training.recipe.effects`` has those of the other settings."""
-
-
-def refuse_unused(plan: Plan, precision: str, communication: Mapping[str, object]) -> None:
-    """Raise StrategyError if one of the recipe's `communication` settings has no effect or clashes with the schedule.
-
-    communication: values by field of `Communication`; None for settings that are not given
-    """
-    if communication["reduce_every_microbatch"] and plan.splits_backward:
+def refuse_apart(plan: Plan, reduce_every_microbatch: bool | None) -> None:
+    """Raise StrategyError if gradients are to be reduced at once (``Communication``), but the schedule cannot."""
+    if reduce_every_microbatch and plan.splits_backward and any(map(shards_as_fsdp, plan.distinct)):
         raise StrategyError(
             f"communication.reduce_every_microbatch clashes with {plan.schedule} in '{shown(plan)}', as {APART}: "
             "leave it out, or use schedule 1f1b or interleaved1f1b"
         )
-    given = {f"communication.{name}": value for name, value in communication.items() if value is not None}
-    refuse_idle(COMMUNICATION, PlanInPrecision(plan, precision), given, StrategyError)
 
 
 def combinations(dimensions: Iterable[str]) -> Iterator[tuple[str, ...]]:

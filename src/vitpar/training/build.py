@@ -113,7 +113,7 @@ def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: b
         seed=train.seed,
         compile=compile_blocks,
         activation_memory_budget=train.activation_memory_budget,
-        communication=Communication(**recipe.communication_under(plan).model_dump()),
+        communication=Communication(**recipe.communication.model_dump()),
         frozen=recipe.frozen(config),
         fp8_min_features=train.fp8_min_features,
         fp8_fast_accum=train.fp8_fast_accum,

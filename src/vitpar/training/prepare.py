@@ -26,6 +26,7 @@ from vitpar.tasks.image_data import ImageSet, check_images, order_of, refuse_str
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
+from vitpar.training.recipe.effects import without_idle
 from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import Merged, RecipeRequest
@@ -149,11 +150,12 @@ def prepare(
     if task.INPUT == "images":
         check_images(recipe, config.image_size, train_set)
     order_of(recipe, len(train_set))
-    Schedules.of(recipe, len(train_set), config)  # refuses settings of a warm-up without one, and the like
+    Schedules.of(recipe, len(train_set), config)  # refuses what does not fit the length of the run or the model
     refuse_huge_batch(recipe, config)
     recipe = _with_teacher(recipe, fetch)
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
+    recipe, idle = without_idle(recipe, chosen.plan)
     refuse_streamed_targets(recipe, task, config, chosen.plan)
     refuse_teacher(recipe, config, chosen.plan, train_set)
     if searched:
@@ -189,7 +191,7 @@ def prepare(
         run_dir=run_dir,
         resume=source.source,
         allow_change=tuple(allow_change),
-        notes=_no_copies(recipe, source),
+        notes=[*idle, *_no_copies(recipe, source)],
         hints=hints,
         origin=SettingsOrigin(merged.samples, automatic),
     )

@@ -8,10 +8,10 @@ import torch
 
 from vitpar.errors import RecipeError
 from vitpar.models.description import layer_of
-from vitpar.strategy.support import COMMUNICATION
+from vitpar.strategy import parse
 from vitpar.training.optim.state_memory import state_bytes, state_words
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.effects import COMMANDS, EFFECTS
+from vitpar.training.recipe.effects import COMMANDS, NEEDS, without_idle
 from vitpar.training.recipe.machine import automatic_precision, replace_auto_precision
 
 KEYS = {
@@ -20,54 +20,72 @@ KEYS = {
 
 
 def test_tables_name_only_existing_settings() -> None:
-    for effect in (*EFFECTS, *COMMUNICATION):
-        assert set(effect.keys) <= KEYS
+    for need in NEEDS:
+        assert set(need.keys) <= KEYS
     every = {f"{key.partition('.')[0]}.…" for key in KEYS}
     for doing, used in COMMANDS.items():
         assert set(used) <= KEYS | every, doing
         assert len(set(used)) == len(used), doing
 
 
-def test_default_value_without_effect_is_accepted() -> None:
-    for key in (key for effect in EFFECTS for key in effect.keys if not key.startswith("optimizer.")):
-        section, _, name = key.partition(".")
-        default = type(getattr(read_recipe(None, BASE), section)).model_fields[name].default
-        assert read_recipe(None, {**BASE, key: default}) == read_recipe(None, BASE), key
-
-
 BASE = {"data.path": "x", "train.steps": 1}
 
 
-WITHOUT = [
-    (["faults.max_skipped=3"], r"^faults\.max_skipped is 3, but faults\.non_finite 'stop' skips nothing"),
-    (["faults.non_finite=skip", "train.precision=fp16"], "which train.precision fp16 always does"),
+REFUSED = [
     (["faults.debug_checks=true", "train.compile=true"], "faults.debug_checks cannot check compiled blocks"),
     (["track.trackers=['mlflow']"], r"track\.trackers\.0"),
     (["track.trackers=['wandb', 'wandb']"], "names 'wandb' twice"),
-    (["track.trackers=['tensorboard']", "track.project=x"], "only wandb and trackio use"),
-    (["track.trackers=['trackio']", "track.wandb_mode=online"], "does nothing without W&B"),
     (["track.trackers=['wandb']", "track.name=''"], r"track\.name"),
     (
         ["data.cache=device", "data.bad_sample=skip"],
         r"^data\.bad_sample is 'skip', but data\.cache 'device' decodes all",
     ),
-    (["data.cache=device", "data.cache_gb=2"], r"cache_gb is 2.0, which does nothing with data\.cache 'device'"),
     (["data.decode=device", "data.cache=memory"], r"^data\.decode is 'device', which needs data\.cache none"),
     (["data.decode=device", "data.crop_padding=4"], r"^data\.decode is 'device'"),
-    (["train.ema_warmup=true"], r"ema_warmup is true, which does nothing without train\.ema_decay"),
     (["train.freeze=blocks[0]"], r"^train\.freeze: 'blocks\[0\]' is not a layer selector"),
+    (["task.name=mae", "distill.teacher=runs/x"], r"^distill\.teacher is 'runs/x', but task 'mae' has no classes"),
+    (["optimizer.name=lamb", "optimizer.implementation=fused"], r"'fused', which lamb does not support: use auto"),
+    (["optimizer.name=sgd", "optimizer.implementation=triton"], r"'triton', which sgd does not support: use auto"),
+    (["optimizer.name=muon", "optimizer.ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
+    (["optimizer.name=rprop"], r"recipe key 'optimizer\.name' is 'rprop'"),
 ]
 
 
-def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
-    for assignments, message in WITHOUT:
-        with pytest.raises(RecipeError, match=message):
+def test_contradictions_are_refused() -> None:
+    for assignments, message in REFUSED:
+        with pytest.raises(RecipeError, match=message) as caught:
             read_recipe(None, BASE, assignments)
-    used = ["faults.max_skipped=3", "faults.non_finite=skip", "track.trackers=['wandb', 'trackio']"]
-    recipe = read_recipe(None, BASE, used)
-    assert recipe.faults.max_skipped == 3
-    (tmp_path / "recipe.toml").write_text(recipe.to_toml())
-    assert read_recipe(tmp_path / "recipe.toml") == recipe
+        assert "\n" not in str(caught.value)
+
+
+IDLE = [
+    ("dp1", ["faults.max_skipped=3"], "faults.max_skipped 3 does nothing: it needs faults.non_finite skip"),
+    ("dp1", ["optimizer.name=lamb", "optimizer.momentum=0.9"], "optimizer.momentum 0.9 does nothing: it needs optimi"),
+    ("dp1", ["optimizer.name=sgd", "optimizer.nesterov=true"], "optimizer.nesterov True does nothing: it needs optimi"),
+    ("dp1", ["track.trackers=['tensorboard']", "track.project=x"], "track.project x does nothing: it needs wandb or "),
+    ("dp1", ["train.ema_warmup=true"], "train.ema_warmup True does nothing: it needs train.ema_decay"),
+    ("dp1", ["lr_schedule.warmup_lr=1e-5"], "lr_schedule.warmup_lr 1e-05 does nothing: it needs lr_schedule.warmup"),
+    ("dp1", ["loss_scale.hysteresis=1"], "loss_scale.hysteresis 1 does nothing: it needs train.precision fp16"),
+    ("fsdp2", ["communication.bucket_cap_mb=25"], "communication.bucket_cap_mb 25.0 does nothing: it needs layers"),
+    ("dp2xtp2+zero1", ["communication.bucket_cap_mb=25"], "communication.bucket_cap_mb 25.0 does nothing"),
+    ("dp2", ["communication.prefetch=1"], "communication.prefetch 1 does nothing: it needs layers with fsdp"),
+    ("tp2", ["communication.reshard_after_forward=false"], "communication.reshard_after_forward False does nothing"),
+    ("dp2+zero1", ["communication.reshard_after_forward=true"], "communication.reshard_after_forward True does no"),
+    ("pp1: 0-1=dp2, *=fsdp2", ["communication.bucket_cap_mb=25", "communication.prefetch=1"], ""),
+    ("tp4+2d", ["communication.prefetch=1", "communication.reshard_after_forward=false"], ""),
+    ("dp1", ["faults.max_skipped=3", "faults.non_finite=skip", "track.trackers=['wandb']", "track.project=x"], ""),
+]
+
+
+def test_settings_without_effect_are_named_and_left_out(tmp_path: Path) -> None:
+    for mesh, assignments, sentence in IDLE:
+        given = read_recipe(None, {**BASE, "train.precision": "fp32"}, assignments)
+        kept, warnings = without_idle(given, parse(mesh))
+        assert len(warnings) == bool(sentence) and "".join(warnings).startswith(sentence), (mesh, warnings)
+        assert not sentence or kept.flat() != given.flat()
+        (tmp_path / "recipe.toml").write_text(given.to_toml())
+        again = read_recipe(tmp_path / "recipe.toml")
+        assert again.flat() == (kept if "communication" not in sentence else given).flat(), mesh
 
 
 def test_freeze_names_layers_and_parameters_of_the_model() -> None:
@@ -120,8 +138,7 @@ def test_defaults_depend_on_the_optimizer(tmp_path: Path) -> None:
     assert (given.momentum, given.nesterov) == (0.5, False)
     file = tmp_path / "recipe.toml"
     for name in (*names, "adamw"):
-        more = () if name in ("sgd", "adam", "adamw") else ("optimizer.implementation=foreach",)
-        file.write_text((recipe := read(f"optimizer.name={name}", *more)).to_toml())
+        file.write_text((recipe := read(f"optimizer.name={name}")).to_toml())
         assert read_recipe(file) == recipe
         assert ("momentum" in file.read_text()) == (name in ("sgd", "lars", "muon"))
     assert read_recipe(file, {}, ["optimizer.name=muon"]).optimizer.momentum == 0.95
@@ -144,24 +161,6 @@ def test_state_bytes_and_description_per_optimizer() -> None:
 
 
 LITTLE = "optimizer.momentum=0.0"
-REFUSED = [
-    (["name=lamb", "momentum=0.9"], r"optimizer\.momentum is 0\.9, which lamb does not use: leave it out"),
-    (["name=muon", "trust_coefficient=1.0"], r"optimizer\.trust_coefficient is 1\.0, which muon does not use"),
-    (["name=adamw", "nesterov=true"], r"optimizer\.nesterov is True, which adamw does not use"),
-    (["name=sgd", "nesterov=true"], r"momentum is 0: set optimizer\.momentum, or nesterov to false"),
-    (["name=lamb", "implementation=fused"], r"'fused', which lamb does not support: use 'foreach' or 'auto'"),
-    (["name=sgd", "implementation=triton"], r"'triton', which sgd does not support: use 'fused' or 'auto'"),
-    (["name=muon", "ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
-    (["name=adafactor", "betas=[0.8,0.9]"], r"optimizer\.betas is \(0\.8, 0\.9\), which adafactor does not use"),
-    (["name=rprop"], r"recipe key 'optimizer\.name' is 'rprop'"),
-]
-
-
-def test_optimizer_settings_without_effect_are_refused() -> None:
-    for assignments, sentence in REFUSED:
-        with pytest.raises(RecipeError, match=sentence) as caught:
-            read(*(f"optimizer.{assignment}" for assignment in assignments))
-        assert "\n" not in str(caught.value)
 
 
 def recipe(**train: Any) -> Recipe:
@@ -192,15 +191,14 @@ def test_auto_precision_is_bf16_only_on_gpus_that_compute_in_it(
     assert replace_auto_precision(recipe(), "cpu").train.precision == "fp32"
 
 
-def test_precisions_without_effect_are_refused_before_and_after_resolution(gpus: list[tuple[int, int]]) -> None:
+def test_type_of_sums_is_refused_before_and_after_precision_is_known(gpus: list[tuple[int, int]]) -> None:
     gpus.append((8, 0))
     reduced = recipe(reduce_dtype="bf16")
     assert replace_auto_precision(reduced, "cuda").train.reduce_dtype == "bf16"
-    with pytest.raises(RecipeError, match=r"reduce_dtype is 'bf16', which does nothing with train.precision 'fp32'"):
+    with pytest.raises(RecipeError, match=r"reduce_dtype is 'bf16', which train.precision 'fp32' does not support"):
         replace_auto_precision(reduced, "cpu")
-    for words in ("train.reduce_dtype=fp16", "loss_scale.hysteresis=1"):
-        with pytest.raises(RecipeError, match=r"with train.precision 'auto'|train.precision 'auto' does not support"):
-            read_recipe(None, {"data.path": "x", "train.steps": 1}, [words])
+    with pytest.raises(RecipeError, match=r"train.precision 'auto' does not support"):
+        read_recipe(None, {"data.path": "x", "train.steps": 1}, ["train.reduce_dtype=fp16"])
 
 
 def test_planning_uses_the_profiled_precision() -> None:

@@ -309,16 +309,6 @@ def test_pipeline_settings_apply_only_to_pipeline_plans() -> None:
     assert str(found.plan) == "tp2xdp2" and found.because is not None and "micro-batches" in found.because
 
 
-def test_communication_settings_apply_only_to_plans_that_use_them() -> None:
-    made = recipe("fsdp4", ["dp"])
-    made = made.model_copy(update={"communication": made.communication.model_copy(update={"prefetch": 2})})
-    assert made.communication_under(chosen(made, 4).plan).prefetch == 2
-    assert made.communication_under(chosen(made, 2).plan).prefetch is None
-    first = made.model_copy(update={"parallel": made.parallel.model_copy(update={"mesh": "dp2"})})
-    with pytest.raises(StrategyError, match=r"communication\.prefetch is 2, which does nothing with 'dp2'"):
-        first.plan(first.config(10))
-
-
 def test_plan_file_can_have_fallbacks(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", parse("tp2xdp2"))
     made = recipe(str(tmp_path / "plan.json"), ["dp"])

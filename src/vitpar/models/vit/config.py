@@ -247,7 +247,7 @@ class ViTConfig(ModelConfig):
         return ExtraPasses(_stream(self, plain), _heads(self, whole))
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
-        made: Adapted | None = late_module("vitpar.models.vit.averaging").averaging(self, there)
+        made: Adapted | None = late_module("vitpar.models.vit.names").averaging(self, there)
         return made
 
     def resized(self, image_size: int) -> Self | None:

@@ -18,14 +18,17 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from vitpar.models.config import ModelConfig
 from vitpar.models.convert import Conversion
 from vitpar.models.rows import (
     GATES,
     KERNEL,
     SAME,
     TABLE,
+    Adapted,
     Found,
     Library,
+    MadeTensor,
     Packing,
     Row,
     heads,
@@ -278,6 +281,22 @@ def special(found: Found, config: ViTConfig) -> tuple[Row, ...]:
         by_name["embed.cls_token"] = Row(both, (*token.theirs, *table.theirs), CLASS_POSITION)
         del by_name["embed.pos_embed"]
     return tuple(by_name.values())
+
+
+def averaging(config: ViTConfig, there: ModelConfig) -> Adapted | None:
+    """Return weights of `there` for `config`, which has a register where they have a class token; None otherwise.
+
+    So masked autoencoders are fine-tuned (arXiv 2111.06377). With `fc_norm` the means are normalised by a new norm.
+    """
+    if not isinstance(there, ViTConfig) or there.distillation or (there.pool, config.pool) != ("cls", "avg"):
+        return None
+    if config.num_reg_tokens != there.num_reg_tokens + 1:
+        return None
+    names = ("embed.cls_token", *(["embed.reg_token"] if there.num_reg_tokens else []))
+    made = replace(there, pool="avg", num_reg_tokens=config.num_reg_tokens, fc_norm=config.fc_norm)
+    kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
+    change = "the class token becomes a register, and tokens are averaged"
+    return Adapted(made, {"embed.reg_token": MadeTensor(names, lambda *tokens: torch.cat(tokens, 1))}, change, kept)
 
 
 WEIGHTS: Conversion = Conversion(

@@ -17,8 +17,7 @@ from typing import Any
 from vitpar.errors import UserError
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.strategy import validate
-from vitpar.strategy.support import idle_settings
-from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT, VARIANTS
+from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT, idle_settings
 from vitpar.training.recipe.file import checked, read_recipe
 from vitpar.training.recipe.recipe import Recipe
 from vitpar.training.recipe.sections import CLASSIFY
@@ -285,7 +284,7 @@ def for_fine_tuning(recipe: Recipe) -> Recipe:
 
 def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Return `recipe` with `settings`, by dotted key, where it leaves them out."""
-    values, idle = recipe.model_dump(exclude_unset=True), idle_settings(VARIANTS, recipe)
+    values, idle = recipe.model_dump(exclude_unset=True), idle_settings(recipe)
     for key, value in settings.items():
         section, _, name = key.partition(".")
         if key not in idle:

@@ -1,22 +1,24 @@
-"""Conditions under which settings have an effect: the source of refusals and of what a written recipe leaves out.
+"""Settings without effect: what each setting needs to have one, in one table, and the settings that commands use.
 
-Rows about the recipe alone are applied when it is read, and again once its precision is known. Rows about a plan
-(``vitpar.strategy.support.COMMUNICATION``) are applied when the plan is chosen, rows about a command to ``--set``.
+`vitpar train` warns of settings without effect and leaves them out of the run's recipe. Settings that contradict each
+other are refused (``vitpar.training.recipe.recipe``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from vitpar.errors import RecipeError
-from vitpar.strategy.execution import REDUCE_DTYPES
-from vitpar.strategy.support import Effect, refuse_idle
+from vitpar.strategy import Plan
+from vitpar.strategy.execution import Rules
+from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.recipe.sections.input import CLASSIFY, TEXT, AugmentSection
+from vitpar.training.recipe.sections.base import Section
+from vitpar.training.recipe.sections.input import TEXT, AugmentSection
 from vitpar.training.recipe.sections.training import DistillSection, OptimizerSection
 
-if TYPE_CHECKING:
-    from vitpar.training.recipe.recipe import Recipe
+R = TypeVar("R", bound=Section)
 
 
 def _keys(**settings: str) -> tuple[str, ...]:
@@ -27,36 +29,25 @@ def _keys(**settings: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for section, names in settings.items() for name in names.split())
 
 
-def _of_optimizers(settings: str, *optimizers: str) -> Effect[Recipe]:
-    return Effect(
+@dataclass(frozen=True)
+class Need:
+    """Settings that have an effect only together with certain others."""
+
+    keys: tuple[str, ...]
+    """Dotted keys of a recipe."""
+    what: str
+    """What they need, in words."""
+    met: Callable[[Any], bool]
+    """Function of a recipe: whether they have an effect."""
+
+
+def _of_optimizers(settings: str, *names: str) -> Need:
+    return Need(
         _keys(optimizer=settings),
-        lambda recipe: recipe.optimizer.name in optimizers,
-        "{key} is {value!r}, which {case.optimizer.name} does not use: leave it out",
+        f"optimizer.name {' or '.join(names)}",
+        lambda recipe: recipe.optimizer.name in names,
     )
 
-
-VARIANTS: tuple[Effect[Recipe], ...] = (
-    _of_optimizers("betas", "adamw", "adam", "lion", "lamb", "muon"),
-    _of_optimizers("eps", "adamw", "adam", "lamb", "muon"),
-    _of_optimizers("momentum nesterov", "sgd", "lars", "muon"),
-    _of_optimizers("trust_coefficient", "lars"),
-    _of_optimizers("ns_steps adjust_lr_fn", "muon"),
-    Effect(
-        _keys(loss_scale="min_scale max_scale growth_factor backoff_factor"),
-        lambda recipe: recipe.loss_scale.dynamic,
-        "{key} is {value}, which a constant scale does not use: leave it out",
-    ),
-    Effect(
-        _keys(data="crop_scale crop_ratio"),
-        lambda recipe: recipe.data.crop_padding is None,
-        "{key} is {value}, which a crop with data.crop_padding does not use: keep one of the two",
-    ),
-)
-"""Settings of one kind of optimizer, loss scale or crop.
-
-A written recipe leaves them out for the other kinds. So it can be read with another `optimizer.name`, which brings its
-own defaults.
-"""
 
 STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache")
 """Settings that a stream does not support."""
@@ -74,146 +65,101 @@ OF_IMAGES = _keys(
 )
 """Settings of images, which tasks of text do not use."""
 
-EFFECTS: tuple[Effect[Recipe], ...] = (
-    Effect(
-        ("lr_schedule.min_lr",),
-        lambda recipe: recipe.lr_schedule.shape.strip() != "constant",
-        "{key} is {value}, which a constant learning rate never reaches: leave it out, or set lr_schedule.shape",
-    ),
-    Effect(
+NEEDS: tuple[Need, ...] = (
+    _of_optimizers("betas", "adamw", "adam", "lion", "lamb", "muon"),
+    _of_optimizers("eps", "adamw", "adam", "lamb", "muon"),
+    _of_optimizers("momentum nesterov", "sgd", "lars", "muon"),
+    _of_optimizers("trust_coefficient", "lars"),
+    _of_optimizers("ns_steps adjust_lr_fn", "muon"),
+    Need(("optimizer.nesterov",), "optimizer.momentum", lambda recipe: recipe.optimizer.momentum > 0),
+    Need(
         ("optimizer.lr_scaling",),
+        "optimizer.lr_batch_size",
         lambda recipe: recipe.optimizer.lr_batch_size is not None,
-        "{key} is {value!r}, which does nothing without optimizer.lr_batch_size: set both or neither",
     ),
-    Effect(
-        ("train.ema_warmup",),
-        lambda recipe: recipe.train.ema_decay is not None,
-        "{key} is true, which does nothing without train.ema_decay: set both or neither",
+    Need(
+        ("lr_schedule.min_lr",),
+        "an lr_schedule.shape other than constant",
+        lambda recipe: recipe.lr_schedule.shape.strip() != "constant",
     ),
-    Effect(
-        ("train.activation_memory_budget",),
-        lambda recipe: bool(recipe.train.compile),
-        "{key} is {value}, which applies only to compiled blocks: set train.compile to true, or use +ckpt in the "
-        "strategy",
-    ),
-    Effect(
-        _keys(lora="alpha targets train weights"),
-        lambda recipe: recipe.lora.rank is not None,
-        "{key} is {value!r}, which does nothing without lora.rank: set both or neither",
-    ),
-    Effect(
-        ("train.reduce_dtype",),
-        # Automatic precision may become bf16. If it becomes fp32, the setting is checked again.
-        lambda recipe: recipe.train.precision in ("auto", *REDUCE_DTYPES),
-        "{key} is '{value}', which does nothing with train.precision '{case.train.precision}': leave it out, or set "
-        "train.precision to bf16, fp16 or fp8",
-    ),
-    Effect(
+    Need(_keys(lr_schedule="warmup_lr after_warmup"), "lr_schedule.warmup", lambda recipe: recipe.has_warmup),
+    Need(("train.ema_warmup",), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
+    Need(("train.activation_memory_budget",), "train.compile", lambda recipe: recipe.train.compile is not False),
+    Need(
         _keys(train="fp8_min_features fp8_fast_accum"),
+        "train.precision fp8",
         lambda recipe: recipe.train.precision == "fp8",
-        "{key} is {value!r}, which does nothing with train.precision '{case.train.precision}': leave it out, or set "
-        "train.precision to fp8",
     ),
-    Effect(
+    Need(
         _keys(loss_scale=" ".join(LossScaleSection.model_fields)),
+        "train.precision fp16",
         lambda recipe: recipe.train.precision == "fp16",
-        "{key} is {value}, which does nothing with train.precision '{case.train.precision}': leave it out, or set "
-        "train.precision to fp16",
     ),
-    *VARIANTS,
-    Effect(
-        ("optimizer.nesterov",),
-        lambda recipe: recipe.optimizer.momentum > 0,
-        "{key} is true but optimizer.momentum is 0: set optimizer.momentum, or nesterov to false",
+    Need(
+        _keys(loss_scale="min_scale max_scale growth_factor backoff_factor"),
+        "loss_scale.dynamic",
+        lambda recipe: recipe.loss_scale.dynamic,
     ),
-    Effect(
-        ("optimizer.implementation",),
-        lambda recipe: (
-            recipe.optimizer.name in ("adamw", "adam", "sgd") or recipe.optimizer.implementation == "foreach"
-        ),
-        "{key} is '{value}', which {case.optimizer.name} does not support: use 'foreach' or 'auto'",
-    ),
-    Effect(
-        ("optimizer.implementation",),
-        lambda recipe: recipe.optimizer.name == "adamw" or recipe.optimizer.implementation != "triton",
-        "{key} is '{value}', which {case.optimizer.name} does not support: use 'fused' or 'auto'",
-    ),
-    Effect(
+    Need(
         ("faults.non_finite",),
+        "another train.precision than fp16, whose [loss_scale] skips such updates",
         lambda recipe: recipe.train.precision != "fp16",
-        "{key} is '{value}', which train.precision fp16 always does through [loss_scale]: leave it out",
     ),
-    Effect(
-        ("faults.max_skipped",),
-        lambda recipe: recipe.faults.non_finite == "skip",
-        "{key} is {value}, but faults.non_finite 'stop' skips nothing: leave it out, or set faults.non_finite to skip",
+    Need(("faults.max_skipped",), "faults.non_finite skip", lambda recipe: recipe.faults.non_finite == "skip"),
+    Need(
+        _keys(data="crop_scale crop_ratio"),
+        "crops without data.crop_padding",
+        lambda recipe: recipe.data.crop_padding is None,
     ),
-    Effect(
-        ("data.cache_gb",),
-        lambda recipe: recipe.data.cache == "memory",
-        "{key} is {value}, which does nothing with data.cache '{case.data.cache}': leave it out, or set data.cache to "
-        "memory",
-    ),
-    Effect(
-        ("data.decode",),
-        lambda recipe: recipe.data.cache == "none" and recipe.data.crop_padding is None,
-        "{key} is '{value}', which needs data.cache none and no data.crop_padding: leave it out, or change these",
-    ),
-    Effect(
-        ("data.bad_sample",),
-        lambda recipe: recipe.data.cache != "device",
-        "{key} is '{value}', but data.cache 'device' decodes all images at the start and stops at a bad one: leave it "
-        "out, or set data.cache to memory",
-    ),
-    Effect(
-        STREAM_CANNOT,
-        lambda recipe: not recipe.stream,
-        "{key} is {value}, which a stream does not support: leave it out, or index the shards",
-    ),
-    Effect(
-        OF_IMAGES,
-        lambda recipe: recipe.task.name not in TEXT,
-        "{key} is {value!r}, which task '{case.task.name}' does not use: leave it out",
-    ),
-    Effect(
-        ("distill.teacher",),
-        lambda recipe: recipe.task.name == CLASSIFY,
-        "{key} is '{value}', but task '{case.task.name}' has no classes to learn from a teacher: leave it out, or use "
-        "task classify",
-    ),
-    Effect(
-        _keys(distill="kind alpha tau plan"),
-        lambda recipe: recipe.distill.teacher is not None,
-        "{key} is {value!r}, which does nothing without a teacher: set distill.teacher, or leave it out",
-    ),
-    Effect(
-        ("distill.tau",),
-        lambda recipe: recipe.distill.kind != "hard",
-        "{key} is {value}, which distill.kind 'hard' does not use: leave it out, or set distill.kind to soft",
-    ),
-    Effect(
+    Need(("data.cache_gb",), "data.cache memory", lambda recipe: recipe.data.cache == "memory"),
+    Need(OF_IMAGES, "a task of images", lambda recipe: recipe.task.name not in TEXT),
+    Need(_keys(lora="alpha targets train weights"), "lora.rank", lambda recipe: recipe.lora.rank is not None),
+    Need(_keys(distill="kind alpha tau plan"), "distill.teacher", lambda recipe: recipe.distill.teacher is not None),
+    Need(("distill.tau",), "distill.kind soft or logits", lambda recipe: recipe.distill.kind != "hard"),
+    Need(
         _keys(track="project name"),
-        lambda recipe: bool({"wandb", "trackio"} & set(recipe.track.trackers)),
-        "{key} is '{value}', which only wandb and trackio use: leave it out, or name one of them in track.trackers",
+        "wandb or trackio in track.trackers",
+        lambda recipe: bool({"wandb", "trackio"} & {*recipe.track.trackers}),
     ),
-    Effect(
-        ("track.wandb_mode",),
-        lambda recipe: "wandb" in recipe.track.trackers,
-        "{key} is '{value}', which does nothing without W&B: leave it out, or name wandb in track.trackers",
-    ),
+    Need(("track.wandb_mode",), "wandb in track.trackers", lambda recipe: "wandb" in recipe.track.trackers),
 )
-"""All settings that have an effect only together with certain others."""
+"""All settings that have an effect only together with certain others of the recipe."""
 
 
-def refuse_without_effect(recipe: Recipe) -> None:
-    """Raise RecipeError for the first setting that differs from its default but has no effect in `recipe`."""
-    given = {
-        f"{section}.{name}": value
-        for section, settings in recipe
-        for name, value in settings
-        if value != type(settings).model_fields[name].default
-    }
-    refuse_idle(EFFECTS, recipe, given, RecipeError)
+def idle_settings(recipe: Any, plan: Plan | None = None) -> dict[str, str]:
+    """Return the settings that have no effect in `recipe`, with what each needs.
+
+    plan: of the training, for the settings of [communication]; None to leave these out.
+    """
+    idle = {key: need.what for need in NEEDS if not need.met(recipe) for key in need.keys}
+    if plan is None:
+        return idle
+    rules, strategies = Rules.under(plan, recipe.train.precision), plan.distinct
+    if not any(strategy.has("dp") and not rules.wraps(strategy) for strategy in strategies):
+        idle["communication.bucket_cap_mb"] = "layers with dp where nothing is sharded or offloaded"
+    if not any(sharding_axes(strategy) for strategy in strategies):
+        idle["communication.prefetch"] = "layers with fsdp, +2d, +2.5d, +3d, +zero1 or +zero2"
+    if not any(map(shards_as_fsdp, strategies)):
+        names = _keys(communication="reshard_after_forward reduce_every_microbatch")
+        idle |= dict.fromkeys(names, "layers with fsdp, +2d, +2.5d or +3d")
+    return idle
+
+
+def without_idle(recipe: R, plan: Plan) -> tuple[R, list[str]]:
+    """Return `recipe` without the settings that have no effect, and a warning for each that was set.
+
+    recipe: with its precision resolved.
+    plan: of the training.
+    """
+    warnings, sections = list[str](), dict[str, Section]()
+    for key, needed in idle_settings(recipe, plan).items():
+        name, _, setting = key.partition(".")
+        section = sections.get(name) or getattr(recipe, name)
+        value, usual = getattr(section, setting), type(section).model_fields[setting].default
+        if value != usual:
+            warnings.append(f"{key} {value} does nothing: it needs {needed}")
+            sections[name] = section.model_copy(update={setting: usual})
+    return recipe.model_copy(update=sections), warnings
 
 
 _LORA = "rank alpha targets train"

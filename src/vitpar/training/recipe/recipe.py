@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import model_validator
 
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.intervals import NOTHING
@@ -25,14 +25,15 @@ from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.execution import REDUCE_DTYPES
 from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
 from vitpar.strategy.plan_json import read_plan
-from vitpar.strategy.support import COMMUNICATION, PlanInPrecision, idle_settings, refuse_clashes, refuse_unused
+from vitpar.strategy.support import refuse_apart, refuse_clashes
 from vitpar.text import shown
 from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.schedule import LRSchedule
 from vitpar.training.optim.shapes import RunLengths, parse_shape
-from vitpar.training.recipe.effects import EFFECTS, VARIANTS, refuse_without_effect
+from vitpar.training.recipe.effects import STREAM_CANNOT, idle_settings
 from vitpar.training.recipe.sections import (
     AUTO,
+    CLASSIFY,
     AugmentSection,
     CheckpointSection,
     CommunicationSection,
@@ -88,9 +89,8 @@ class Recipe(Section):
         return self
 
     def _refuse_contradictions(self) -> None:
-        """Raise RecipeError for settings that have no effect (``recipe.effects``) or contradict others."""
-        refuse_without_effect(self)
-        train, data = self.train, self.data.path
+        """Raise RecipeError for settings that contradict others."""
+        train, data, optimizer, cache = self.train, self.data.path, self.optimizer, self.data.cache
         low = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
         if train.reduce_dtype not in (None, "fp32", low):
             raise RecipeError(
@@ -104,6 +104,29 @@ class Recipe(Section):
             )
         if data is not None and self.stream:
             raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
+        if self.stream and (key := next((key for key in STREAM_CANNOT if self._is_set(key)), None)):
+            raise RecipeError(f"{key} is set, which a stream does not support: leave it out, or index the shards")
+        supported = {"adamw": ("fused", "triton"), "adam": ("fused",), "sgd": ("fused",)}.get(optimizer.name, ())
+        if optimizer.implementation not in ("auto", "foreach", *supported, *(["for-loop"] if supported else [])):
+            raise RecipeError(
+                f"optimizer.implementation is '{optimizer.implementation}', which {optimizer.name} does not support: "
+                "use auto"
+            )
+        if self.data.decode != "host" and (cache != "none" or self.data.crop_padding is not None):
+            raise RecipeError(
+                f"data.decode is '{self.data.decode}', which needs data.cache none and no data.crop_padding: leave it "
+                "out, or change these"
+            )
+        if self.data.bad_sample == "skip" and cache == "device":
+            raise RecipeError(
+                "data.bad_sample is 'skip', but data.cache 'device' decodes all images at the start and stops at a bad "
+                "one: leave it out, or set data.cache to memory"
+            )
+        if self.distill.teacher is not None and self.task.name != CLASSIFY:
+            raise RecipeError(
+                f"distill.teacher is '{shown(self.distill.teacher)}', but task '{self.task.name}' has no classes to "
+                "learn from a teacher: leave it out, or use task classify"
+            )
         if self.lr_schedule.min_lr > self.lr:
             raise RecipeError(f"lr_schedule.min_lr {self.lr_schedule.min_lr} is above optimizer.lr {self.lr}: lower it")
         for key, listed in (("train.freeze", train.freeze), ("lora.train", self.lora.train)):
@@ -128,6 +151,12 @@ class Recipe(Section):
             )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
+
+    def _is_set(self, key: str) -> bool:
+        """Return whether a setting differs from its default."""
+        section, _, name = key.partition(".")
+        settings = getattr(self, section)
+        return bool(getattr(settings, name) != type(settings).model_fields[name].default)
 
     def __repr__(self) -> str:
         changed = self.model_dump(exclude_defaults=True, mode="json").items()
@@ -222,26 +251,19 @@ class Recipe(Section):
 
         def fit(plan: Plan) -> Plan:
             fitting = validate(resolve(plan), config, self.train.batch_size)
-            # Settings that the first plan uses may have no effect under the others: that is no error.
-            self.refuse_clashes(fitting, self.communication if plan is wanted[0] else self.communication_under(fitting))
+            self.refuse_clashes(fitting)
             return fitting
 
         return first_that_fits(wanted, fit)
 
-    def refuse_clashes(self, plan: Plan, communication: CommunicationSection) -> None:
-        """Raise StrategyError for settings that clash under `plan`, or `communication` settings without effect."""
+    def refuse_clashes(self, plan: Plan) -> None:
+        """Raise StrategyError for settings that clash under `plan`."""
         refuse_clashes(plan, self.train.precision, bool(self.train.compile))
-        refuse_unused(plan, self.train.precision, communication.model_dump())
+        refuse_apart(plan, self.communication.reduce_every_microbatch)
 
     def under(self, plan: Plan) -> Self:
-        """Return the recipe for training under `plan`: [parallel] describes it, [communication] has what it uses."""
-        update = {"parallel": ParallelSection.of(plan), "communication": self.communication_under(plan)}
-        return self.model_copy(update=update)
-
-    def communication_under(self, plan: Plan) -> CommunicationSection:
-        """Return [communication] without the settings that have no effect under `plan`."""
-        idle = idle_settings(COMMUNICATION, PlanInPrecision(plan, self.train.precision))
-        return self.communication.model_copy(update={key.partition(".")[2]: None for key in idle})
+        """Return the recipe for training under `plan`, which [parallel] describes."""
+        return self.model_copy(update={"parallel": ParallelSection.of(plan)})
 
     def requested_plans(self) -> list[Plan]:
         """Return the plan of `parallel.mesh`, a strategy or a plan.json, and those of `parallel.fallback_meshes`.
@@ -262,6 +284,11 @@ class Recipe(Section):
                 f"'{shown(mesh)}' is a complete plan: leave out the other settings of [parallel], or change the file"
             )
         return [read_plan(Path(mesh)), *map(parse, fallbacks)]
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the learning rate has a warm-up."""
+        return bool(self.lr_schedule.warmup and self.lr_schedule.warmup.number)
 
     @property
     def lr(self) -> float:
@@ -291,17 +318,8 @@ class Recipe(Section):
         return RunLengths(samples, self.train.batch_size, self.total_steps(samples))
 
     def learning_rate(self, samples: int) -> LRSchedule:
-        """Return the learning rate of each update of a run on a training set.
-
-        Raises RecipeError for settings of a warm-up without one.
-        """
+        """Return the learning rate of each update of a run on a training set."""
         given = self.lr_schedule
-        for name, value in (("warmup_lr", given.warmup_lr), ("after_warmup", given.after_warmup)):
-            if value is not None and not (given.warmup and given.warmup.number):
-                raise RecipeError(
-                    f"lr_schedule.{name} is {value}, which does nothing without a warm-up: set lr_schedule.warmup, or "
-                    "leave it out"
-                )
         return LRSchedule(
             self.lengths(samples),
             self.lr,
@@ -313,30 +331,17 @@ class Recipe(Section):
             given.per_epoch,
         )
 
-    @model_serializer(mode="wrap")
-    def _without_other_variants(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the settings without those of optimizers and loss scales that the recipe does not use."""
-        values = dump(self)
-        for key in idle_settings(VARIANTS, self):
-            section, _, name = key.partition(".")
-            values.get(section, {}).pop(name, None)
-        return values
-
     def to_toml(self) -> str:
-        """Return the complete recipe, defaults included, as TOML that `read_recipe` reads."""
+        """Return the recipe as TOML that `read_recipe` reads: all settings, without those that have no effect.
+
+        So it can be read with another optimizer, which brings its own defaults.
+        """
         values = self.model_dump(exclude_none=True, mode="json")
-        if "loss_scale.dynamic" in idle_settings(EFFECTS, self):
-            del values["loss_scale"]
-        if not self.stream:
-            del values["stream"]
-        if not self.track.trackers:
-            del values["track"]
-        if self.distill.teacher is None:
-            del values["distill"]
-        if self.lora.rank is None:
-            del values["lora"]
-        if self.task == TaskSection():
-            del values["task"]
+        for key in idle_settings(self):
+            section, _, name = key.partition(".")
+            values[section].pop(name, None)
+        without = {"stream": not self.stream, "track": not self.track.trackers, "task": self.task == TaskSection()}
+        values = {name: section for name, section in values.items() if section and not without.get(name)}
         if self.parallel.mesh.endswith(".json"):  # a plan file excludes the other settings of [parallel]
             values["parallel"] = {
                 key: values["parallel"][key] for key in ("mesh", "fallback_meshes") if values["parallel"][key]

@@ -41,7 +41,6 @@ WRONG_RUNS = [
     ("--set data.crop_scale=[0.5,0.2]", "crop scale (0.5, 0.2) must be a range"),
     ("--set model.drop_path=0 --set train.drop_path_schedule=late(after=1)", "has no stochastic depth"),
     ("--mesh dp2+zero2 --schedule zbvzerobubble", "schedule zbvzerobubble needs pp"),
-    ("--set communication.prefetch=2", "communication.prefetch is 2, which does nothing with 'dp1' in fp32"),
     ("--set train.attention=cudnn --device cpu", "train.attention 'cudnn' does not run on a cpu device"),
     ("--batch-size 16000000 --set model.image_size=2048", "use a smaller --batch-size"),
     ("--run-dir data", "the run folder 'data' exists and is not empty"),

@@ -181,8 +181,6 @@ def test_check_and_bench_without_reading_take_the_vocabulary_of_the_data(text: P
         ({"task.name": "span"}, r"task 'span' needs a decoder, which bert_custom does not have"),
         ({"model.vocab_size": 100}, r"has a vocabulary of 100 tokens, but the text has 362: set model.vocab_size"),
         ({"model.tokens": 8}, r"has tokens 8, but the task needs 22 for sequences of 20 ids: set model.tokens"),
-        ({"augment.mixup": 0.5}, r"augment.mixup is 0.5, which task 'mlm' does not use: leave it out"),
-        ({"data.crop_pct": 0.5}, r"data.crop_pct is 0.5, which task 'mlm' does not use: leave it out"),
         ({"task.options": {"rate": 2.0}}, r"task 'mlm' cannot be made: rate is 2.0, which is not between 0 and 1"),
     ],
 )

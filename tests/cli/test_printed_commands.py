@@ -82,7 +82,7 @@ def test_the_line_of_a_stopped_run_resumes_it(texts: Path) -> None:
         texts, ["train", *shlex.split(VIT), "--steps", "4000", "--mesh", "dp2", "--run-dir", "runs/stopped"]
     )
     metrics = texts / "runs/stopped/metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text()) and process.poll() is None:
+    while not (metrics.exists() and '"train"' in metrics.read_text()) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)

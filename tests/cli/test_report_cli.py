@@ -14,7 +14,7 @@ import pytest
 from helpers.command_line import Command, Refused, printed, started
 from helpers.html_pages import Page
 from helpers.run_folder import rows_of
-from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.run_folders import eval_row, event, start, train_row, write_run
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, VAL
 from vitpar_cli.runs import runs
@@ -30,7 +30,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "report     vitpar report run" in (shared / "printed").read_text().splitlines()
     long = "20260102-030405-vit_small_patch16_224-pp2xtp2xdp2"
     rows = [train_row(1), eval_row(1, top1=1.0)]
-    write_run(folder / "runs" / long, rows, mesh="pp2xtp2xdp2", log=[start_line("pp2xtp2xdp2", 300_000), "error: hot"])
+    write_run(
+        folder / "runs" / long,
+        rows,
+        mesh="pp2xtp2xdp2",
+        events=[start("pp2xtp2xdp2", 300_000), event("error", text="hot")],
+    )
     return folder
 
 
@@ -65,7 +70,9 @@ def test_runs_are_listed_in_80_columns(place: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_note_of_several_runs_is_said_once(tmp_path: Path) -> None:
     for name, step in (("a", 9), ("b", 10)):
-        log = write_run(tmp_path / name, [train_row(1)], log=[f"error: hot at step {step}"]) / "log.txt"
+        log = (
+            write_run(tmp_path / name, [train_row(1)], events=[event("error", text=f"hot at step {step}")]) / "log.txt"
+        )
         os.utime(log, (time.time() - step, time.time() - step))
     shown = printed(runs, str(tmp_path))
     assert shown.endswith("\na and 1 more run: hot at step 9\n") and shown.count("hot") == 1

@@ -19,6 +19,7 @@ RECIPE = recipe_text(
 def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the rows of metrics.jsonl by (kind, step), without an incomplete last one; fail if one appears twice."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    found = [row for row in found if row["kind"] != "event"]
     by_key = {(row["kind"], row["step"]): row for row in found}
     assert len(by_key) == len(found), "a step stands twice"
     return by_key

@@ -7,7 +7,6 @@ from typing import Any
 
 from vitpar.strategy import parse
 from vitpar.strategy.plan_json import write_plan
-from vitpar.text import log_line
 
 RECIPE = """
 [model]
@@ -43,10 +42,16 @@ def eval_row(step: int, **changed: Any) -> dict[str, Any]:
     return {**row, "top5": 0.99, **changed}
 
 
-def start_line(mesh: str, steps: int) -> str:
-    """Return the line of log.txt about a start."""
-    counts = "1,437 training images, 360 validation images"
-    return f"start  vit_custom, 203,530 parameters, {mesh} on cpu, {counts}, {steps:,} steps of batch size 128"
+def event(name: str, step: int = 1, text: str = "") -> dict[str, Any]:
+    """Return a row of metrics.jsonl about an event."""
+    return {"kind": "event", "event": name, "step": step, "text": text}
+
+
+def start(mesh: str, steps: int, after: int = 0, changed: str = "") -> dict[str, Any]:
+    """Return the row of metrics.jsonl about a start."""
+    counts = {"train_samples": 1437, "val_samples": 360, "steps": steps, "batch_size": 128}
+    about = {"model": "vit_custom", "parameters": 203_530, "plan": mesh, "device": "cpu", "changed": changed}
+    return {**event("start", after), **about, **counts}
 
 
 def write_run(
@@ -54,7 +59,7 @@ def write_run(
     rows: Iterable[dict[str, Any] | str],
     *,
     mesh: str = "dp2",
-    log: Iterable[str] | None = None,
+    events: Iterable[dict[str, Any]] | None = None,
     steps: int = 60,
     microbatches: int | None = None,
     **environment: Any,
@@ -62,16 +67,16 @@ def write_run(
     """Write a run and return its folder.
 
     rows: rows of metrics.jsonl; a string is written as it is.
-    log: lines of log.txt without dates; None for those of a complete run.
+    events: further rows about events; None for those of a complete run.
     environment: content of env.json, besides a few versions.
     """
     from dataclasses import replace
 
     folder.mkdir(parents=True, exist_ok=True)
-    texts = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    every = [start(mesh, steps), *rows, event("done", steps)] if events is None else [*events, *rows]
+    texts = (row if isinstance(row, str) else json.dumps(row) for row in every)
     (folder / "metrics.jsonl").write_text("".join(f"{text}\n" for text in texts))
-    lines = [start_line(mesh, steps), "done  val loss 0.1655  top-1 97.80%  top-5 100.00%  weights x"]
-    (folder / "log.txt").write_text("".join(map(log_line, lines if log is None else log)))
+    (folder / "log.txt").write_text("")
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps))
     write_plan(folder / "plan.json", replace(parse(mesh), microbatches=microbatches or 1))
     command = ["/usr/bin/vitpar", "train", "--mesh", mesh]

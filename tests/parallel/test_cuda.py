@@ -105,7 +105,7 @@ def test_offloading_does_not_change_the_training(optimizer: str, tmp_path: Path)
         words = ("--mesh", mesh, "--set", f"optimizer.name={optimizer}", "--precision", "fp64", "--device", "cuda")
         vitpar(*common, *words, "--run-dir", f"run{number}", cwd=tmp_path)
         rows = map(json.loads, (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines())
-        runs.append([row["loss"] for row in rows])
+        runs.append([row["loss"] for row in rows if "loss" in row])
     assert runs[1] == pytest.approx(runs[0], rel=1e-6) and runs[2] == pytest.approx(runs[0], rel=1e-6)
 
 
@@ -118,7 +118,7 @@ def test_device_does_not_change_the_training(tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         vitpar(*common, "--precision", "fp64", "--device", device, "--run-dir", device, cwd=tmp_path)
         rows = map(json.loads, (tmp_path / device / "metrics.jsonl").read_text().splitlines())
-        runs[device] = [row["loss"] for row in rows]
+        runs[device] = [row["loss"] for row in rows if "loss" in row]
     assert runs["cuda"] == pytest.approx(runs["cpu"], rel=1e-6)  # images are normalised in fp32
 
 

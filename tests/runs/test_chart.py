@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.colours import KINDS, closest
-from helpers.run_folders import start_line, train_row, write_run
+from helpers.run_folders import event, start, train_row, write_run
 from vitpar.pages.figures import COLOURS, SERIES
 from vitpar.pages.plotly import Charts
 from vitpar.runs.chart import Chart, Line, data_of, figure, numbers
@@ -80,15 +80,14 @@ def test_lines_that_coincide_have_different_widths() -> None:
 
 
 def test_marks_that_cannot_be_distinguished_are_left_out(tmp_path: Path) -> None:
-    saves = [f"saving step {step}: x" for step in range(1, 1001)]
-    again = ["resuming from x: 500 steps done", start_line("tp2", 1000), *saves[500:]]
-    log = [start_line("dp2", 1000), *saves, *again]
-    found = marks_of(RunRecord(write_run(tmp_path / "one", map(train_row, range(1, 1001)), log=log)), 3)
+    saves = [event("save", step) for step in range(1, 1001)]
+    events = [start("dp2", 1000), *saves[:500], start("tp2", 1000, 500), *saves[500:]]
+    found = marks_of(RunRecord(write_run(tmp_path / "one", map(train_row, range(1, 1001)), events=events)), 3)
     saved, restarts = ([mark for mark in found if mark["kind"] == kind] for kind in ("checkpoint", "restart"))
     assert MOST_MARKS * 0.9 <= len(saved) <= MOST_MARKS and all(mark["run"] == 3 for mark in found)
     assert [mark["words"] for mark in restarts] == ["resumed after 500 steps under tp2 instead of dp2"]
     assert restarts[0]["x"] == {"step": 500, "samples": 64_000, "hours": pytest.approx(50 / 3600, rel=1e-5)}
-    unknown = write_run(tmp_path / "two", [train_row(1, samples=None)], log=["saving step 1: x"])
+    unknown = write_run(tmp_path / "two", [train_row(1, samples=None)], events=[event("save", 1)])
     assert marks_of(RunRecord(unknown), 0)[0]["x"]["samples"] is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.run_folders import eval_row, event, start, train_row, write_run
 from vitpar.errors import DataError
 from vitpar.runs.listing import runs_in, summary
 
@@ -15,8 +15,7 @@ def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
     rows = [train_row(1, images_per_second=1.0)]
     rows += [train_row(step, images_per_second=100.0 * (1 + step % 2)) for step in range(2, 502)]
     rows += [eval_row(500, loss=0.5, top1=0.25), '{"kind": "train", "st']
-    log = [start_line("tp2", 900), "warning: the learning rate is large"]
-    write_run(tmp_path / "mine", rows, log=log)
+    write_run(tmp_path / "mine", rows, events=[start("tp2", 900), event("warning", text="the learning rate is large")])
     found = summary(*runs_in(tmp_path))
     assert found.pop("metric")["name"] == "top1" and found.pop("age_seconds") < 60
     assert found.pop("images_per_second") == pytest.approx(400 / 3, rel=0.01), "of the newest rows, harmonic"
@@ -27,8 +26,8 @@ def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
 def test_only_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
     for name, age in (("old", 3), ("new", 1), ("bad", 4), ("middle", 2)):
         run = write_run(tmp_path / name, [train_row(1, loss=2.0), train_row(2, loss=None)])
-        if name == "bad":  # its log cannot be read
-            (run / "log.txt").write_text("version https://git-lfs.github.com/spec/v1\n")
+        if name == "bad":  # its metrics cannot be read
+            (run / "metrics.jsonl").write_text("version https://git-lfs.github.com/spec/v1\n")
         os.utime(run / "log.txt", (time.time() - age * 3600,) * 2)
     (tmp_path / "profiles").mkdir()
     (tmp_path / "file").write_text("x")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.html_pages import Page
-from helpers.run_folders import start_line, train_row, write_run
+from helpers.run_folders import start, train_row, write_run
 from vitpar.errors import LaunchError
 from vitpar.runs import live
 from vitpar.runs.live import CONNECTIONS, LiveReport, serve
@@ -68,7 +68,8 @@ def test_only_its_own_paths_methods_and_host_names_are_answered(server: LiveRepo
     assert asked(server, host=f"localhost:{server.server_port}")[0] == 200
     with pytest.raises(LaunchError, match=f"cannot listen on port {server.server_port}: .* --port"):
         serve([run], server.server_port)
-    (run / "log.txt").unlink()
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
     status, text = asked(server)
     assert status == 503 and text.startswith("cannot read") and text.count("\n") == 1
 
@@ -86,7 +87,7 @@ def test_slow_clients_do_not_block_others(server: LiveReport, monkeypatch: pytes
 
 def test_the_end_of_a_killed_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REST", 0.0)
-    run = write_run(tmp_path / "mine", [train_row(1)], log=[start_line("dp2", 60)])
+    run = write_run(tmp_path / "mine", [train_row(1)], events=[start("dp2", 60)])
     with (run / "log.txt").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with serve([run], 0) as server:

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from helpers.browser import CUT, DRAWN, Tab, shown
-from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.run_folders import eval_row, event, start, train_row, write_run
 from vitpar.runs import live
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.live import serve
@@ -24,9 +24,9 @@ def run_at(folder: Path, steps: int = 300, mesh: str = "pp2xdp2", **changed: Any
     rows = [
         train_row(step, mfu=0.123, loss_scale=65536.0, step_ms=1e5 + step, **changed) for step in range(1, steps + 1)
     ]
-    log = [start_line(mesh, steps), *(f"saving step {step}: x" for step in range(50, steps + 1, 50)), "done  x"]
+    events = [start(mesh, steps), *(event("save", step) for step in range(50, steps + 1, 50)), event("done", steps)]
     rows += [eval_row(step) for step in range(50, steps + 1, 50)]
-    return write_run(folder, rows, mesh=mesh, log=log, microbatches=4)
+    return write_run(folder, rows, mesh=mesh, events=events, microbatches=4)
 
 
 def place(tab: Tab, share: float) -> tuple[float, float]:
@@ -148,10 +148,9 @@ HOSTILE = (
 
 def test_markup_from_files_stays_inert(chrome: Browser, tmp_path: Path) -> None:
     metric = {"name": "top1", "title": HOSTILE, "share": True, "higher": True}
-    lines = [start_line("dp2", 60).replace("dp2", HOSTILE), "resuming from x: 20 steps done"]
-    lines += [start_line("dp2", 60).replace("dp2", HOSTILE), f"warning: {HOSTILE}"]
+    events = [start(HOSTILE, 60), start(HOSTILE, 60, 20), event("warning", text=HOSTILE)]
     rows = [*map(train_row, range(1, 61)), eval_row(30), eval_row(60)]
-    run = write_run(tmp_path / HOSTILE.replace("/", "\u2215"), rows, log=lines, metrics=[metric], torch=HOSTILE)
+    run = write_run(tmp_path / HOSTILE.replace("/", "\u2215"), rows, events=events, metrics=[metric], torch=HOSTILE)
     html = report([RunRecord(run), RunRecord(run)], made_by=HOSTILE)
     tab = shown(chrome, html, tmp_path)
     for share in (0.33, 0.34):  # the restart, whose words are those of a file
@@ -176,7 +175,7 @@ def test_a_script_that_was_not_escaped_would_not_run(chrome: Browser, tmp_path: 
 
 def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REST", 0.0)
-    run = write_run(tmp_path / "mine", [train_row(step) for step in range(1, 41)], log=[start_line("dp2", 60)])
+    run = write_run(tmp_path / "mine", [train_row(step) for step in range(1, 41)], events=[start("dp2", 60)])
     with serve([run], 0) as server:
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.html_pages import Page, data_of
-from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.run_folders import eval_row, event, start, train_row, write_run
 from vitpar.runs.charts import waiting_share
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.page import report
@@ -67,7 +67,7 @@ def test_the_summary_has_results_versions_and_commands(tmp_path: Path) -> None:
     ):
         assert words in page.text, words
     assert "top\u20111&nbsp;87.0&nbsp;%, top\u20115&nbsp;99.0&nbsp;%" in html, "no line break before a unit"
-    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (start("dp2", 60), event("done"))))
     for name, text in (("recipe.toml", "[[["), ("plan.json", '{"pp": []}'), ("env.json", "[1]")):
         (run / name).write_text(text)
     assert "complete" in page_of(run)[0].text
@@ -128,9 +128,9 @@ def test_runs_are_overlaid_with_their_differences(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hostile", ['<img src=x onerror="alert(1)">', "</script><script>alert(1)</script>", "\"'&"])
 def test_texts_of_files_are_escaped(hostile: str, tmp_path: Path) -> None:
     folder = hostile.replace("/", "\u2215")
-    lines = [start_line("dp2", 60).replace("vit_custom", hostile), f"warning: {hostile}", f"error: {hostile}"]
+    events = [start("dp2", 60) | {"model": hostile}, event("warning", text=hostile), event("error", text=hostile)]
     about = {"git_commit": hostile, "torch": hostile, "command": ["vitpar", hostile], "devices": [hostile]}
-    run = write_run(tmp_path / folder, usual_rows(), log=lines, **about, attention={"backend": hostile})
+    run = write_run(tmp_path / folder, usual_rows(), events=events, **about, attention={"backend": hostile})
     other = write_run(tmp_path / "other", usual_rows())
     recipe = f"[data]\npath = {json.dumps(hostile)}\n[optimizer]\nname = {json.dumps(hostile)}\n"
     (run / "recipe.toml").write_text(recipe)
@@ -163,17 +163,16 @@ ODD: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_runs_have_good_pages(kind: str, tmp_path: Path) -> None:
     rows, expected = ODD[kind]
-    page, html = page_of(write_run(tmp_path / "mine", rows, log=[start_line("dp2", 60)]))
+    page, html = page_of(write_run(tmp_path / "mine", rows, events=[start("dp2", 60)]))
     assert expected in page.text
     assert data_of(html)["colours"]
 
 
 def test_a_resumed_run_marks_checkpoints_and_restarts(tmp_path: Path) -> None:
-    again = ["changed settings: optimizer.lr was 1 and is 2", "resuming from x: 20 steps done", start_line("tp2", 60)]
-    lines = [start_line("dp2", 60), "saving step 20: x", *again]
-    lines += ["saving step 40: x", "saving step 60: x", "done  x"]
+    events = [start("dp2", 60), event("save", 20), start("tp2", 60, 20, "optimizer.lr was 1 and is 2")]
+    events += [event("save", 40), event("save", 60), event("done", 60)]
     commands = [[0, ["vitpar", "train", "--mesh", "dp2"]], [20, ["vitpar", "train", "--resume", "a b"]], "odd", [1, 2]]
-    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), log=lines, mesh="tp2", commands=commands))
+    page, _ = page_of(write_run(tmp_path / "mine", usual_rows(), events=events, mesh="tp2", commands=commands))
     assert "restarts after step 20 under tp2 : optimizer.lr was 1 and is 2" in page.text and "3 saved" in page.text
     assert "started by vitpar train --mesh dp2 after step 20 vitpar train --resume 'a b'" in page.text
 
@@ -195,11 +194,13 @@ def test_the_plan_is_drawn(mesh: str, microbatches: int | None, expected: str, t
 
 
 def test_states_and_waits_follow_from_the_files(tmp_path: Path) -> None:
-    start = start_line("dp2", 60)
-    ends = {"complete": "done  x", "stopped": "stopped by SIGTERM after step 9: x", "failed": "error: it diverged"}
-    for state, line in ends.items():
-        assert RunRecord(write_run(tmp_path / state, [], log=[start, line])).state == state
-    run = write_run(tmp_path / "open", [], log=[start, "step 1"])
+    for state, end in {"complete": "done", "stopped": "stopped", "failed": "error"}.items():
+        assert RunRecord(write_run(tmp_path / state, [], events=[start("dp2", 60), event(end)])).state == state
+    old = write_run(tmp_path / "old", [train_row(1)], events=[])  # of a vitpar that wrote no events
+    assert RunRecord(old).state == "failed" and "wrote no events" in RunRecord(old).note
+    (old / "weights").mkdir()
+    assert RunRecord(old).state == "complete" and "wrote no events" in page_of(old)[0].text
+    run = write_run(tmp_path / "open", [], events=[start("dp2", 60)])
     assert RunRecord(run).state == "failed" and "killed" in RunRecord(run).note
     with (run / "log.txt").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -111,12 +111,12 @@ def waiting_share(run: RunRecord) -> Column:
 
 def marks_of(run: RunRecord, number: int) -> list[dict[str, Any]]:
     """Return the checkpoints and restarts of a run that can be distinguished, for the page's script."""
-    marks = [("checkpoint", step, f"checkpoint after step {step:,}") for step in run.log.saves]
-    plans = [shown(start.plan) for start in run.log.starts]
-    for before, plan, start in zip(["", *plans], plans, run.log.starts, strict=False):
-        if start.after:
+    marks = [("checkpoint", step, f"checkpoint after step {step:,}") for step in run.events.saves]
+    plans = [shown(start.plan) for start in run.events.starts]
+    for before, plan, start in zip(["", *plans], plans, run.events.starts, strict=False):
+        if start.step:
             under = f" under {plan}" + (f" instead of {before}" if before not in ("", plan) else "")
-            marks.append(("restart", start.after, f"resumed after {count(start.after, 'step')}{under}"))
+            marks.append(("restart", start.step, f"resumed after {count(start.step, 'step')}{under}"))
     apart = max((step for _, step, _ in marks), default=0) / MOST_MARKS
     kept, last = [], dict[str, float]()
     for kind, step, words in sorted(marks, key=lambda mark: mark[1]):

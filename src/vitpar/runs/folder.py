@@ -1,4 +1,4 @@
-"""A run's folder, read back without torch: state, recipe, plan, environment, log and metrics.
+"""A run's folder, read back without torch: state, recipe, plan, environment, metrics and events.
 
 Files of a run may be damaged or come from a stranger. What cannot be read is left out, with a note.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from vitpar.errors import DataError, StrategyError
 from vitpar.io import open_regular, read_json, read_toml
-from vitpar.runs.log import RunLog, read_log
+from vitpar.runs.events import RunEvents
 from vitpar.runs.metrics import Metrics, collect, read_metrics
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import read_plan
@@ -51,7 +51,7 @@ def refuse_other_folders(path: Path) -> None:
 class RunRecord:
     """One run, read from its folder when its parts are first used.
 
-    Reading all rows raises DataError for a log or metrics that cannot be read.
+    Reading all rows raises DataError for metrics that cannot be read.
     """
 
     path: Path
@@ -66,26 +66,23 @@ class RunRecord:
         return self.path.name or str(self.path)
 
     @cached_property
-    def log(self) -> RunLog:
-        """Events of the run."""
-        try:
-            return read_log(self.path / LOG)
-        except OSError as error:
-            words = f"cannot read '{self.path / LOG}': {error.strerror}"
-            if self.newest:
-                return RunLog(end="error", words=words)
-            raise DataError(f"{words}: name another run") from None
-
-    @cached_property
     def metrics(self) -> Metrics:
-        """Metrics of the run."""
+        """Metrics and events of the run."""
         names = [metric.name for metric in self.task_metrics]
         try:
             return read_metrics(self.path / METRICS, names, self.newest)
         except OSError as error:
-            if self.newest or isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError):
                 return collect((), names)
-            raise DataError(f"cannot read '{self.path / METRICS}': {error.strerror}: name another run") from None
+            words = f"cannot read '{self.path / METRICS}': {error.strerror}"
+            if self.newest:
+                return collect([{"event": "error", "step": 0, "text": words}], names)
+            raise DataError(f"{words}: name another run") from None
+
+    @property
+    def events(self) -> RunEvents:
+        """Events of the run."""
+        return self.metrics.events
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:
@@ -125,34 +122,35 @@ class RunRecord:
     @cached_property
     def state(self) -> RunState:
         """State of the run."""
-        if self.log.end == "done":
-            return "complete"
-        if self.log.end == "stopped":
+        if self.events.end == "stopped":
             return "stopped"
-        return "running" if self.log.end == "" and is_locked(self.path / LOG) else "failed"
+        if self.events.end == "done" or (not self.events.starts and (self.path / "weights").is_dir()):
+            return "complete"
+        return "running" if self.events.end == "" and is_locked(self.path / LOG) else "failed"
 
     @property
     def plan_words(self) -> str:
         """Plan as a strategy string; a question mark if nothing says it."""
-        if self.log.starts:
-            return self.log.starts[-1].plan
+        if self.events.starts:
+            return self.events.starts[-1].plan
         return "?" if self.plan is None else str(self.plan)
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the complete run; None if the log does not say."""
-        return self.log.starts[-1].steps if self.log.starts else None
+        """Steps of the complete run; None if no event says it."""
+        return self.events.starts[-1].steps if self.events.starts else None
 
     @property
     def note(self) -> str:
         """Sentence on the run's end: its error, or its last warning; empty if there is none."""
-        if self.log.end == "error":
-            return self.log.words
+        events = self.events
+        if events.end in ("error", "stopped"):
+            return events.words
+        if not events.starts and self.metrics.steps:
+            return "an earlier vitpar trained it, which wrote no events: its restarts, saves and warnings are unknown"
         if self.state == "failed":
             return "it ended without a message: was it killed?"
-        if self.log.end == "stopped":
-            return self.log.words
-        return self.log.warnings[-1] if self.log.warnings else ""
+        return events.warnings[-1] if events.warnings else ""
 
     @property
     def age_seconds(self) -> float:

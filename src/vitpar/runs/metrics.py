@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.limits import MAX_COUNT, MAX_MEASURE, MAX_RANKS
+from vitpar.runs.events import RunEvents, events_of
 from vitpar.runs.lines import lines_of, row_of
 
 Column = NDArray[np.float64]
@@ -48,6 +49,8 @@ class Metrics:
     """Lines that could not be read."""
     memory: Column
     """Peak memory of each rank in bytes, of the last row that has it; empty if none has."""
+    events: RunEvents
+    """Events."""
 
     @property
     def steps(self) -> int:
@@ -72,31 +75,36 @@ def read_metrics(path: Path, names: Sequence[str] = (), newest: int | None = Non
     """Return the metrics in the file `path`.
 
     names: metrics of the task, which rows may have too.
-    newest: number of the newest rows that are read, and the newest evaluation; None for all.
+    newest: number of the newest rows that are read, with all events and the newest evaluation; None for all.
 
     Raises OSError, also for a file that is too large.
     """
     if newest is None:
         return collect(rows(path), names)
-    evaluation, lines = None, deque[bytes](maxlen=newest)
+    evaluation, events, lines = list[bytes](), list[bytes](), deque[bytes](maxlen=newest)
     for line in lines_of(path):
-        if b'"eval"' in line:
-            evaluation = line
+        if b'"event"' in line:
+            events.append(line)
+        elif b'"eval"' in line:
+            evaluation = [line]
         else:
             lines.append(line)
-    return collect(map(row_of, [*lines, evaluation] if evaluation else lines), names)
+    return collect(map(row_of, [*lines, *evaluation, *events]), names)
 
 
 def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = ()) -> Metrics:
     """Return the metrics of rows. None stands for a line that is no row. names: metrics of the task."""
     kinds = {"train": dict.fromkeys((*TRAIN, *names)), "eval": dict.fromkeys((*EVAL, *names))}
     columns = {kind: {name: array("d") for name in known} for kind, known in kinds.items()}
+    events = list[dict[str, Any]]()
     damaged, memory, most = 0, np.empty(0), len(columns["train"]) + MOST_GROUPS * len(GROUPED)
     for row in found_rows:
         kind = row.get("kind") if row is not None else None
         step = _number(row.get("step")) if row is not None else np.nan
         if row is None or not 0 <= step <= MAX_COUNT:
             damaged += 1
+        elif "event" in row:
+            events.append(row)
         elif isinstance(kind, str) and kind in columns:
             groups = _by_group(row) if kind == "train" else {}
             for name in groups:
@@ -108,7 +116,7 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
                 memory = np.array([_number(value) for value in row["memory_by_rank"][:MAX_RANKS]])
     train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
     train["hours"] = _hours(train["step_ms"])
-    collected = Metrics(train, evals, damaged, memory)
+    collected = Metrics(train, evals, damaged, memory, events_of(events))
     for axis in ("samples", "hours"):
         evals[axis] = collected.at(axis, evals["step"])
     return collected

@@ -45,7 +45,7 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
     extra: HTML of further sections.
     version: as for ``vitpar.pages.document.document``.
 
-    Raises DataError for a run whose log or metrics cannot be read.
+    Raises DataError for a run whose metrics cannot be read.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     page, drawn = charts(runs)
@@ -78,7 +78,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
 
 def _results(run: RunRecord) -> dict[str, str]:
     """Return the facts about a run as HTML by name; empty ones are unknown."""
-    metrics, start = run.metrics, run.log.starts[-1] if run.log.starts else None
+    metrics, start = run.metrics, run.events.starts[-1] if run.events.starts else None
     total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
     loss = run.last("loss")
     parts = [] if loss is None else [f"loss {loss:.4f}"]
@@ -106,7 +106,7 @@ def _results(run: RunRecord) -> dict[str, str]:
         "model": "" if start is None else f"{escape(shown(start.model))}, {start.parameters / 1e6:,.3g} M parameters",
         "data": "" if start is None else escape(_data_words(run)),
         "devices": escape(_devices(run)),
-        "checkpoints": f"{len(run.log.saves):,} saved" if run.log.saves else "",
+        "checkpoints": f"{len(run.events.saves):,} saved" if run.events.saves else "",
         "restarts": _restarts(run),
         "metrics": escape(", ".join(oddities)),
     }
@@ -137,20 +137,19 @@ def _name(metric: Metric) -> str:
 
 
 def _data_words(run: RunRecord) -> str:
-    start = run.log.starts[-1]
+    start = run.events.starts[-1]
     path = run.recipe.get("data.path")
     name = f"{shown(path)}: " if isinstance(path, str) else ""
-    return (
-        f"{name}{start.train_images:,} training and {start.val_images:,} validation images, {start.batch_size:,} a step"
-    )
+    sets = f"{start.train_samples:,} training and {start.val_samples:,} validation images"
+    return f"{name}{sets}, {start.batch_size:,} a step"
 
 
 def _restarts(run: RunRecord) -> str:
     """Return the plans between which a run was restarted."""
-    again = [start for start in run.log.starts if start.after]
+    again = [start for start in run.events.starts if start.step]
     earlier = f"{len(again) - MOST_RESTARTS:,} earlier; " if len(again) > MOST_RESTARTS else ""
     return earlier + "; ".join(
-        f"after step {start.after:,} under <code>{escape(shown(start.plan))}</code>"
+        f"after step {start.step:,} under <code>{escape(shown(start.plan))}</code>"
         f"{escape(start.changed and f': {start.changed}')}"
         for start in again[-MOST_RESTARTS:]
     )
@@ -158,7 +157,7 @@ def _restarts(run: RunRecord) -> str:
 
 def _devices(run: RunRecord) -> str:
     """Return the devices of a run, as in `8 ranks of cuda (NVIDIA H100)`."""
-    start, names = run.log.starts[-1] if run.log.starts else None, run.environment.get("devices")
+    start, names = run.events.starts[-1] if run.events.starts else None, run.environment.get("devices")
     kinds = dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(names, list) else {}
     plan = run.plan
     ranks = count(plan.world_size, "rank") if plan is not None and not plan.is_open else ""
@@ -173,7 +172,7 @@ def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
     """Return the switches and the legend of the charts."""
     if not drawn:
         return ""
-    marked = any(run.log.saves or any(start.after for start in run.log.starts) for run in runs)
+    marked = any(run.events.saves or any(start.step for start in run.events.starts) for run in runs)
     evaluated = any(len(run.metrics.eval["step"]) for run in runs)
     lines = {f"run-{number}": _key(number, run) for number, run in enumerate(runs)} if len(runs) > 1 else {}
     lines |= {"kind-training": '<b class="k"></b>training', "kind-validation": DASHED} if evaluated else {}
@@ -241,7 +240,7 @@ def _reproduce(runs: Sequence[RunRecord]) -> str:
     versions = [facts(_versions(run)) for run in runs]
     for number, run in enumerate(runs):
         parts.append(f"<h3>{_key(number, run)}</h3>" if len(runs) > 1 else "")
-        resumed = any(start.after for start in run.log.starts)
+        resumed = any(start.step for start in run.events.starts)
         again = "<p>The run was resumed. To repeat it, stop each command after the last step of its part:</p>"
         parts.append(again if resumed else f"<pre>{escape(run.repeating_command)}</pre>")
         given = ((f"after step {after:,}" * bool(after), words[:MOST_COMMAND]) for after, words in run.commands.items())

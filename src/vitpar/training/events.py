@@ -1,4 +1,4 @@
-"""Events of a training run for a user interface, and log.txt, which has all of them as plain lines.
+"""Events of a training run for a user interface, for log.txt as plain lines, and for metrics.jsonl as rows.
 
 The library prints nothing; the command line implements a `Reporter`.
 """
@@ -56,6 +56,19 @@ class RunHeader:
     """Whether blocks are compiled, so that the first step takes long."""
     origin: SettingsOrigin = SettingsOrigin()
     """Origin of settings that the user did not give."""
+    changed: str = ""
+    """Settings of a resumed run that differ from those before, in words."""
+
+    def facts(self, done: int) -> Row:
+        """Return the row of metrics.jsonl about the start (``vitpar.runs.events.RunStart``). done: steps before it."""
+        names = ("parameters", "device", "train_samples", "val_samples", "steps", "changed")
+        return {
+            "step": done,
+            "model": self.config.name,
+            "plan": str(self.plan),
+            "batch_size": self.recipe.train.batch_size,
+            **{name: getattr(self, name) for name in names},
+        }
 
 
 class Reporter:
@@ -90,10 +103,13 @@ class Reporter:
 
 
 class Logged(Reporter):
-    """Reporter that writes every event as a plain line to the log.txt of `folder`, and passes it on to `shown`."""
+    """Reporter that writes events to the log.txt of `folder`, warnings and the end also to its metrics.jsonl.
+
+    It passes all events on to `shown`.
+    """
 
     def __init__(self, folder: RunFolder, shown: Reporter, task: Task) -> None:
-        self._log, self._shown, self._task = folder.log, shown, task
+        self._log, self._event, self._shown, self._task = folder.log, folder.event, shown, task
 
     def started(self, header: RunHeader) -> None:
         sample = self._task.SAMPLE
@@ -125,6 +141,7 @@ class Logged(Reporter):
 
     def note(self, text: str) -> None:
         self._log(f"warning: {text}")
+        self._event("warning", text=text)
         self._shown.note(text)
 
     def info(self, text: str) -> None:
@@ -134,4 +151,5 @@ class Logged(Reporter):
     def finished(self, summary: Row) -> None:
         result = f"val {self._task.words(summary)}" if "loss" in summary else "not evaluated"
         self._log(f"done  {result}  weights {summary['weights']}")
+        self._event("done")
         self._shown.finished(summary)

@@ -3,7 +3,7 @@
 runs/<date>-<model>-<strategy>/
     recipe.toml      every setting, merged      plan.json       the plan
     env.json         versions, hardware, git commit, command, kernels, metrics
-    log.txt          events with their time     metrics.jsonl   one object a line
+    log.txt          what happened, for people  metrics.jsonl   steps, evaluations and events, one object a line
     checkpoints/step_<n>/   all that the run needs to resume (``vitpar.checkpoint``)
     track.json       identifier of the run for trackers, and tensorboard/ and wandb/: what they write
     hang/            what each rank was doing, if the run hung (``vitpar.training.faults.watchdog``)
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vitpar.errors import RecipeError
 from vitpar.io import read_json, write_text, writing
@@ -81,6 +81,8 @@ class RunFolder:
     def __init__(self, path: Path | None, recipe: Recipe, plan: Plan, *, resuming: bool = False) -> None:
         check_run_folder(path, resuming)
         self._resuming = resuming
+        self._metrics: TextIO | None = None
+        self._early: list[tuple[str, dict[str, Any]]] = []
         try:
             model = Path(recipe.model.name).name  # of a file of one's own
             self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{_short(plan)}")
@@ -98,14 +100,22 @@ class RunFolder:
             pass
 
     def begin(
-        self, recipe: Recipe, plan: Plan, task: Task, command: Sequence[str], after: int, kernels: Mapping[str, Any]
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        task: Task,
+        command: Sequence[str],
+        after: int,
+        kernels: Mapping[str, Any],
+        start: Mapping[str, Any],
     ) -> None:
-        """Write the recipe, the plan and the environment, and open metrics.jsonl.
+        """Write the recipe, the plan and the environment, open metrics.jsonl, and write the event of the start.
 
         task: whose metrics are described in env.json, for those who read the run.
         after: step after which the run resumes, 0 for a new run. Later rows of metrics.jsonl are dropped, since the run
         repeats those steps.
         kernels: kernels that the run computes with, for env.json.
+        start: facts about the start (``vitpar.runs.events.RunStart``).
         """
         described = {"metrics": [asdict(metric) for metric in task.METRICS]}
         commands = [*self._commands(after), [after, list(command)]]
@@ -124,6 +134,10 @@ class RunFolder:
             self.logged = max((step for step, _ in lines), default=0)
             write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
+        self._step, self._start = after, dict(start)
+        self.event("start", **start)
+        for event, fields in self._early:
+            self.event(event, **fields)
 
     def _commands(self, after: int) -> list[Any]:
         """Return the commands that began and resumed the run until step `after`, as env.json has them."""
@@ -139,6 +153,7 @@ class RunFolder:
 
         Raises RecipeError if the folder cannot be written.
         """
+        assert self._metrics is not None, "the run has begun"
         try:
             if os.path.samestat(os.fstat(self._metrics.fileno()), os.stat(self.path / "metrics.jsonl")):
                 return None
@@ -158,6 +173,7 @@ class RunFolder:
             ) from None
         self.close()
         self._log, self._metrics = log, metrics
+        self.event("start", **self._start)
         return (
             f"the run folder '{self.path}' or its metrics.jsonl was removed or moved during the run, and is written "
             "again from here; earlier checkpoints may be gone"
@@ -171,10 +187,22 @@ class RunFolder:
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl, with the time."""
+        assert self._metrics is not None, "the run has begun"
         time_of_row = datetime.now(UTC).isoformat(timespec="seconds")
         with writing(self._metrics.name):
             self._metrics.write(json.dumps({**row, "time": time_of_row}, allow_nan=False) + "\n")
             self._metrics.flush()
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Append an event to metrics.jsonl, for pages and lists of runs; those before `begin` follow the start.
+
+        event: start, save, warning, stopped, error or done.
+        fields: facts about it; `text` is for people. The step is the last one in metrics.jsonl unless it is given.
+        """
+        if self._metrics is None:
+            self._early.append((event, fields))
+        else:
+            self.metric({"kind": "event", "event": event, "step": self._step, **fields})
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
@@ -182,6 +210,7 @@ class RunFolder:
 
         for row in rows:
             self.metric(row)
+            self._step = row["step"]
             if row.get("skipped"):
                 self.log(skip_words(row))
 
@@ -193,7 +222,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files."""
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self._log.close()
 
 

@@ -68,7 +68,7 @@ class Trainer:
         self.schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
         self.lr = self.schedules.lr
         self.total_steps = self.lr.run.steps
-        self.done, self.samples = 0, 0
+        self.done, self.samples, self._changed = 0, 0, ""
         self.folder: RunFolder | None = None
         self._tracked: Tracked | None = None
         self._is_open = False
@@ -103,8 +103,27 @@ class Trainer:
             if self.folder:
                 self.folder.discard()
             raise
+        parameters, state_bytes = state_size(self.model, self.recipe)
+        self.header = RunHeader(
+            recipe=self.recipe,
+            task=self.task,
+            config=self.config,
+            plan=self.plan,
+            device=str(self.device),
+            parameters=parameters,
+            state_bytes=state_bytes,
+            train_samples=len(self.train_set),
+            val_samples=len(self.val_set) if self.val_set is not None else 0,
+            steps=self.total_steps,
+            folder=str(self.path),
+            compiled=self.model.execution.compile,
+            origin=self.prepared.origin,
+            changed=self._changed,
+        )
         if self.folder:
-            self.folder.begin(self.recipe, self.plan, self.task, self.command, self.done, self._kernels)
+            self.folder.begin(
+                self.recipe, self.plan, self.task, self.command, self.done, self._kernels, self.header.facts(self.done)
+            )
             self._tracked = Tracked(self.reporter, self.recipe, self.folder, self.done)
             self.reporter = self._tracked
         self.watch = InputWatch(
@@ -172,7 +191,7 @@ class Trainer:
             interval=self.lr.run.length(every) if (every := self.recipe.checkpoint.every).unit != "minutes" else 0,
             last=self.total_steps,
             texts=self._texts,
-            log=self.folder.log if self.folder else lambda text: None,
+            folder=self.folder,
             warn=lambda text: self.reporter.note(text),
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )
@@ -213,7 +232,8 @@ class Trainer:
         if self._same_folder:
             self.saver.resume(checkpoint)
         if changed:
-            self.reporter.info(f"changed settings: {'; '.join(changed.values())}")
+            self._changed = "; ".join(changed.values())
+            self.reporter.info(f"changed settings: {self._changed}")
         complete = "; the run is complete, so only the evaluation is repeated" if self.done >= self.total_steps else ""
         self.reporter.info(f"resuming from {checkpoint.path}: {count(self.done, 'step')} done{complete}")
 
@@ -319,23 +339,7 @@ class Trainer:
         return texts(facts, self.recipe, self.config, self.plan, self._class_names)
 
     def _start(self) -> None:
-        parameters, state_bytes = state_size(self.model, self.recipe)
-        header = RunHeader(
-            recipe=self.recipe,
-            task=self.task,
-            config=self.config,
-            plan=self.plan,
-            device=str(self.device),
-            parameters=parameters,
-            state_bytes=state_bytes,
-            train_samples=len(self.train_set),
-            val_samples=len(self.val_set) if self.val_set is not None else 0,
-            steps=self.total_steps,
-            folder=str(self.path),
-            compiled=self.model.execution.compile,
-            origin=self.prepared.origin,
-        )
-        self.reporter.started(header)
+        self.reporter.started(self.header)
         self._note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
 
     def _note(self, *warnings: str | None) -> None:
@@ -360,6 +364,7 @@ class Trainer:
             self.saver.finish()
         if self.folder:
             self.folder.log(f"error: {sentence}")
+            self.folder.event("error", text=sentence)
         raise RecipeError(sentence)
 
     def _stopped(self, signal: Signals | None) -> dict[str, Any]:
@@ -373,7 +378,10 @@ class Trainer:
         further = "nothing was saved, since the recipe disables checkpoints"
         if path:
             further = f"`vitpar train --resume {self.path}` resumes it"
-        self.reporter.info(f"stopped by {by} after step {self.done:,}: {further}")
+        words = f"stopped by {by} after step {self.done:,}"
+        self.reporter.info(f"{words}: {further}")
+        if self.folder:
+            self.folder.event("stopped", text=words)
         return {"steps": self.done, "stopped": True, "checkpoint": path}
 
     def _finish(self, last: Evaluation | None, log: StepLog) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from vitpar.errors import ModelError, RecipeError, StrategyError
 from vitpar.strategy import parse
 from vitpar.strategy.plan_json import write_plan
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
-from vitpar.training.recipe.file import checked
 from vitpar.training.recipe.recipe import Chosen
 
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))

@@ -37,11 +37,11 @@ def test_run_with_frozen_layers_moves_to_another_plan(
     ranks(4).run(stopped, first, tmp_path / "moved")
     ranks(3).run(train, second, tmp_path / "moved", resume=tmp_path / "moved")
     record = RunRecord(tmp_path / "moved")  # it understands the lines that a run writes
-    starts = [(start.plan, start.after, start.steps) for start in record.log.starts]
+    starts = [(start.plan, start.step, start.steps) for start in record.events.starts]
     assert starts == [("pp2xtp2", 0, STEPS), ("fsdp3", STEPS, 2 * STEPS)]
-    start = record.log.starts[0]
-    assert (start.train_images, start.val_images, start.batch_size) == (35, 17, 24)
-    assert record.log.saves == [STEPS, 2 * STEPS] and record.state == "complete" and record.plan_words == "fsdp3"
+    start = record.events.starts[0]
+    assert (start.train_samples, start.val_samples, start.batch_size) == (35, 17, 24)
+    assert record.events.saves == [STEPS, 2 * STEPS] and record.state == "complete" and record.plan_words == "fsdp3"
     assert record.metrics.steps == 2 * STEPS and record.last("top1") is not None
     for one, other in zip(rows(tmp_path / "through"), rows(tmp_path / "moved"), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)

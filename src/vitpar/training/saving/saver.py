@@ -30,6 +30,7 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import CheckpointSection
+from vitpar.training.run_folder import RunFolder
 
 
 class TrainingState:
@@ -121,7 +122,7 @@ class Saver:
     interval: steps between checkpoints; 0 for none by step.
     last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
-    log: called with messages on what was saved.
+    folder: of the run, for messages on what was saved; None on ranks that do not write it.
     warn: called with a message if a checkpoint was not copied to object storage.
     beat: called before each wait for a disk.
     """
@@ -136,12 +137,12 @@ class Saver:
         interval: int,
         last: int,
         texts: Callable[[int, int, BestEvaluation | None], dict[str, str]],
-        log: Callable[[str], None],
+        folder: RunFolder | None = None,
         warn: Callable[[str], None] = lambda text: None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
-        self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
+        self._interval, self._last, self._texts, self._folder, self._beat = interval, last, texts, folder, beat
         self._metric, self.writer, self._warn = metric, Writer(), warn
         self._copy = parse_place(settings.copy_to) if settings.copy_to else None
         self._not_copied: str | None = None
@@ -205,7 +206,9 @@ class Saver:
         self.writer.begin(self.checkpoints.path(step), self._state.saved(), files, partial(self._published, step, kept))
         if not self._settings.asynchronous:
             self.finish()
-        self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
+        if self._folder:
+            self._folder.log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
+            self._folder.event("save", step=step)
 
     def advance(self, worst: float) -> None:
         """Advance the checkpoint that is being written.
@@ -232,8 +235,10 @@ class Saver:
         if self._not_copied:
             self._warn(self._not_copied)
             self._not_copied = None
-        if saved:
-            self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
+        if saved and self._folder:
+            self._folder.log(
+                f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB"
+            )
 
 
 def texts(

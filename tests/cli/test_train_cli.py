@@ -122,7 +122,7 @@ def test_eval_repeats_the_last_evaluation(place: Path, alone_run: Path, vitpar: 
     """Settings of the training plan, here prefetch, do not matter."""
     copy = shutil.copytree(alone_run / "weights", place / "sharded")
     text = (copy / "recipe.toml").read_text().replace('mesh = "dp1"', 'mesh = "fsdp2"')
-    (copy / "recipe.toml").write_text(text.replace("[communication]\n", "[communication]\nprefetch = 2\n"))
+    (copy / "recipe.toml").write_text(f"{text}\n[communication]\nprefetch = 2\n")
     expected = rows_of(alone_run, "eval")[-1]
     for checkpoint in ("run", "sharded"):
         done = vitpar("eval", "--checkpoint", checkpoint, "--json")

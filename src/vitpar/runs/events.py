@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from vitpar.text import shown
-
 MOST_WARNINGS = 20
 """Number of the newest warnings that are kept."""
+LONGEST = 4096
+"""Characters of a text that are kept."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def events_of(rows: Iterable[dict[str, Any]]) -> RunEvents:
     """Return the events in rows, in their order. Others than a run writes are left out."""
     found = RunEvents()
     for row in rows:
-        event, text, step = row.get("event"), shown(row.get("text", "")), row.get("step")
+        event, text, step = row.get("event"), str(row.get("text", ""))[:LONGEST], row.get("step")
         if event == "start":
             try:
                 found.starts.append(_START.validate_python(row))

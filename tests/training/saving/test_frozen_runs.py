@@ -38,7 +38,7 @@ def test_run_with_frozen_layers_moves_to_another_plan(
     ranks(3).run(train, second, tmp_path / "moved", resume=tmp_path / "moved")
     record = RunRecord(tmp_path / "moved")  # it understands the lines that a run writes
     starts = [(start.plan, start.step, start.steps) for start in record.events.starts]
-    assert starts == [("pp2xtp2", 0, STEPS), ("fsdp3", STEPS, 2 * STEPS)]
+    assert starts == [("pp2xtp2", 0, 2 * STEPS), ("fsdp3", STEPS, 2 * STEPS)]
     start = record.events.starts[0]
     assert (start.train_samples, start.val_samples, start.batch_size) == (35, 17, 24)
     assert record.events.saves == [STEPS, 2 * STEPS] and record.state == "complete" and record.plan_words == "fsdp3"

@@ -86,7 +86,7 @@ def test_a_dry_run_shows_recipe_plan_and_memory_and_starts_nothing(place: Path, 
     *_, decay, _, _, _ = vitpar(*words).stdout.splitlines()
     assert decay.startswith("decay      ▁") and " 0.05 to 0." in decay
     assert json.loads(vitpar(*words, "--json").stdout)["weight_decay"][0] == pytest.approx([1, 0.05])
-    assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["layers"]
+    assert found["predicted_memory_bytes"] > 1e5 and found["plan"]["strategy"]
     assert not (place / "dry").exists()
 
 

@@ -1,64 +1,49 @@
-"""Plans as JSON (`plan.json`). Unknown keys are refused.
+"""Plans as JSON (`plan.json`): the strategy string and the settings besides it. Unknown keys are refused.
 
     {
-      "vitpar_plan": 1,                   format of this file
-      "pp": 2,                            pipeline degree, null = open
-      "pp_index": 0,                      number of axes outside pp in the rank order
-      "layers": [
-        {"layers": "*",                 or "embed", "head", "3", "0-11"
-         "axes": [["tp", 2], ["dp", 2]], outermost first
-         "tensor_mode": "1d",           or "2d", "2.5d", "3d"
-         "depth": null,                 of 2.5d, null = the smallest that fits
-         "sequence_parallel": false,
-         "zero": 0,                     or 1, 2
-         "checkpoint": null,            or "full", "selective"
-         "offload": false}
-      ],
+      "vitpar_plan": 2,                 format of this file
+      "strategy": "pp2xtp2xdp2",
       "schedule": "1f1b",
       "virtual_stages": 1,
-      "microbatches": 4,                  null = not given
-      "microbatch_size": null,            null = not given
-      "split": "even"                     or "balanced", or the blocks of each stage as in [6, 6]
+      "microbatches": 4,                null = not given
+      "microbatch_size": null,          null = not given
+      "split": "even"                   or "balanced", or the blocks of each stage as in [6, 6]
     }
 
-"vitpar_plan" and "layers" are required, and in a layer "layers" and "axes". Other keys default to those of `Plan` and
-`Strategy`. Galvatron's files (``vitpar.strategy.galvatron``) are read and checked by the same functions.
+Keys other than the first two default to those of `Plan`. Files of format 1, with an object for each group of layers,
+are read too. Galvatron's files (``vitpar.strategy.galvatron``) are read and checked by the same functions.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar, cast
+from dataclasses import replace
+from itertools import starmap
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from vitpar import io
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_BLOCKS, MAX_JSON_BYTES, MAX_QUOTED_CHARS
-from vitpar.strategy.layer import ROLES, Axis, Role, Strategy
+from vitpar.limits import MAX_JSON_BYTES, MAX_QUOTED_CHARS
+from vitpar.strategy.grammar import parse
+from vitpar.strategy.layer import Axis, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.text import nearest, shown
 
-FORMAT = 1
-_GROUPS = MAX_BLOCKS + len(("embed", "head", "*"))
+FORMAT = 2
 
 # Descriptions become part of error messages ("give a whole number").
 _Whole = Annotated[int, Field(strict=True, description="a whole number")]
 _WholeOrNull = Annotated[int | None, Field(strict=True, description="a whole number or null")]
 _Text = Annotated[str, Field(strict=True, description="text")]
-_TextOrNull = Annotated[str | None, Field(strict=True, description="text or null")]
-_Bool = Annotated[bool, Field(strict=True, description="true or false")]
 
 
 class _PlanRecord(BaseModel):
-    """Schema of a plan's JSON; layers are only checked to be objects."""
+    """Schema of a plan's JSON."""
 
     vitpar_plan: _Whole
-    pp: _WholeOrNull = None
-    pp_index: _Whole = 0
-    layers: list[dict[str, Any]] = Field(
-        fail_fast=True, max_length=_GROUPS, description=f"a list of at most {_GROUPS:,} objects"
-    )
+    strategy: _Text
     schedule: _Text = ""
     virtual_stages: _Whole = 1
     microbatches: _WholeOrNull = None
@@ -68,34 +53,10 @@ class _PlanRecord(BaseModel):
     )
 
 
-class _LayerRecord(BaseModel):
-    """Schema of a layer's JSON: its selector and the fields of `Strategy`."""
-
-    layers: _Text
-    axes: list[tuple[StrictStr, StrictInt | None]] = Field(
-        fail_fast=True, max_length=len(ROLES), description='a list of [role, degree] pairs, as in [["tp", 2]]'
-    )
-    tensor_mode: _Text = ""
-    depth: _WholeOrNull = None
-    sequence_parallel: _Bool = False
-    zero: _Whole = 0
-    checkpoint: _TextOrNull = None
-    offload: _Bool = False
-
-
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as a dict of JSON values, with all keys."""
-    flags = [key for key in _LayerRecord.model_fields if key not in ("layers", "axes")]
-    layers = [
-        {
-            "layers": selector,
-            "axes": [[axis.role, axis.degree] for axis in strategy.axes],
-            **{key: getattr(strategy, key) for key in flags},
-        }
-        for selector, strategy in plan.layers
-    ]
     split = plan.split if isinstance(plan.split, str) else list(plan.split)
-    special = {"vitpar_plan": FORMAT, "layers": layers, "split": split}
+    special = {"vitpar_plan": FORMAT, "strategy": str(plan), "split": split}
     return {key: special[key] if key in special else getattr(plan, key) for key in _PlanRecord.model_fields}
 
 
@@ -103,21 +64,27 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
     """Return the plan that `data` describes. Raises StrategyError naming the key that is missing, unknown or wrong."""
     if isinstance(data, dict) and "tp_sizes_enc" in data:
         raise StrategyError("this is a Galvatron strategy file: convert it with `vitpar galvatron import`")
+    if isinstance(data, dict) and data.get("vitpar_plan") == 1:
+        data = _from_format_1(data)
     said = checked(_PlanRecord, data, "the plan")
     if said.vitpar_plan != FORMAT:
         raise StrategyError(f"'vitpar_plan' is {shown(said.vitpar_plan)}: this vitpar reads plans of format {FORMAT}")
-    layers = tuple(_layer_from_json(record, f"layers[{index}]") for index, record in enumerate(said.layers))
-    return Plan(layers=layers, **said.model_dump(exclude={"vitpar_plan", "layers"}, exclude_unset=True))
+    fields = said.model_dump(exclude={"vitpar_plan", "strategy"}, exclude_unset=True)
+    return replace(parse(said.strategy), **fields)
 
 
-def _layer_from_json(record: dict[str, Any], where: str) -> tuple[str, Strategy]:
-    """Return the (selector, strategy) of a layer's JSON. where: its name in messages."""
-    said = checked(_LayerRecord, record, where)
+def _from_format_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan in which each group of layers is an object with the fields of `Strategy` as one of `FORMAT`."""
+    others = {key: value for key, value in data.items() if key not in ("layers", "pp", "pp_index")}
     try:
-        axes = tuple(Axis(cast(Role, role), degree) for role, degree in said.axes)  # Axis checks the role
-        return said.layers, Strategy(axes, **said.model_dump(exclude={"layers", "axes"}, exclude_unset=True))
-    except StrategyError as error:
-        raise StrategyError(f"{where}: {error}") from None
+        layers = []
+        for group in data["layers"]:
+            flags = {key: value for key, value in group.items() if key not in ("layers", "axes")}
+            layers.append((group["layers"], Strategy(tuple(starmap(Axis, group["axes"])), **flags)))
+        plan = Plan(tuple(layers), data.get("pp", 1), data.get("pp_index", 0))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise StrategyError("the layers of this plan of format 1 cannot be read: name its strategy instead") from None
+    return {**others, "vitpar_plan": FORMAT, "strategy": str(plan)}
 
 
 def read_plan(path: io.PathLike) -> Plan:
@@ -130,7 +97,7 @@ def read_plan(path: io.PathLike) -> Plan:
 
 
 def write_plan(path: io.PathLike, plan: Plan) -> None:
-    """Write the plan to `path` atomically, one key and one layer per line.
+    """Write the plan to `path` atomically, one key per line.
 
     Raises StrategyError if the file cannot be written.
     """
@@ -138,11 +105,9 @@ def write_plan(path: io.PathLike, plan: Plan) -> None:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the plan as the text of its JSON file, one key and one layer per line."""
-    data = plan_to_json(plan)
-    layers = ",\n".join(f"    {json.dumps(record)}" for record in data["layers"])
-    values = {key: json.dumps(value) for key, value in data.items()} | {"layers": f"[\n{layers}\n  ]"}
-    return "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in values.items()) + "\n}\n"
+    """Return the plan as the text of its JSON file, one key per line."""
+    lines = (f'  "{key}": {json.dumps(value)}' for key, value in plan_to_json(plan).items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 # Files of any schema

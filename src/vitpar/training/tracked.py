@@ -146,7 +146,7 @@ def _facts(header: RunHeader, environment: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": {"name": header.config.name, "parameters": header.parameters},
         "data": {"train_images": header.train_samples, "val_images": header.val_samples, "steps": header.steps},
-        "plan": {"strategy": str(header.plan), **plan_to_json(header.plan)},
+        "plan": plan_to_json(header.plan),
         "hardware": {**environment, "device": header.device, "ranks": header.plan.world_size},
     }
 

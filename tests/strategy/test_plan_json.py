@@ -43,7 +43,10 @@ COUNTS = st.integers(1, 99)
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     roles = draw(st.lists(st.sampled_from([role for role in ROLES if role != "pp"]), unique=True))
-    axes = tuple(Axis(role, draw(st.none() | st.integers(2, 16))) for role in roles)
+    opened = draw(st.integers(0, 5))  # at most one degree is open
+    axes = tuple(
+        Axis(role, None if number == opened else draw(st.integers(2, 16))) for number, role in enumerate(roles)
+    )
     flags: dict[str, Any] = {"checkpoint": draw(st.sampled_from([None, "full", "selective"]))}
     if "dp" in roles and "fsdp" not in roles:
         flags["zero"] = draw(st.integers(0, 2))

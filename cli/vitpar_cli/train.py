@@ -151,7 +151,7 @@ def train(
             "faults.debug_checks",
             "--debug-checks",
             to=lambda on: on or None,
-            help="Compare parameters, gradients and the order of collectives over the ranks at every step (slow).",
+            help="Check state and gradients, and compare replicas over the ranks, at every step (slow).",
         ),
     ] = False,
     assignments: o.Assignments = None,

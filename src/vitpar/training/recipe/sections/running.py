@@ -73,7 +73,7 @@ class FaultsSection(Section):
     hang_minutes: float = Field(10.0, ge=0, le=1_000_000)
     """Minutes after which a step, evaluation batch or checkpoint counts as hung and ends the run; 0 for never."""
     debug_checks: bool = False
-    """Whether parameters, gradients and the order of collectives are compared over the ranks at every step (slow)."""
+    """Whether the state of the run and its gradients are checked, and replicas compared, at every step (slow)."""
 
 
 class ParallelSection(Section):

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import typer
@@ -43,12 +42,12 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
     memory = memory_of(recipe, config, plan, run.device_type)
     fullest = max(memory, key=lambda one: one.total)
     schedules = Schedules.of(recipe, len(run.train_set), config)
-    rate, others = schedules.lr, schedules.others(1)
+    rate, others = schedules.lr, schedules.named
     steps = sorted({1, rate.run.steps, *range(1, rate.run.steps, max(1, rate.run.steps // POINTS))})
     if as_json:
         record = {
             "learning_rate": [[step, rate(step)] for step in steps],
-            **{name: [[step, schedules.other(name, step)] for step in steps] for name in others},
+            **{name: [[step, course(step)] for step in steps] for name, course in others.items()},
             "recipe": recipe.to_toml(),
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
@@ -66,7 +65,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
         "lr": lr_words(recipe, len(run.train_set)),
         "": _drawn(rate, steps),
-        **{_TITLES[name]: _drawn(partial(schedules.other, name), steps) for name in others},
+        **{_TITLES[name]: _drawn(course, steps) for name, course in others.items()},
         "memory": f"{memory_words(fullest)} on the fullest rank",
         "time": duration_words(recipe, config, plan, rate.run.steps, run.device_type),
     }

@@ -152,8 +152,8 @@ class Trainer:
         extra = self.schedules.others(number)
         if "weight_decay" in extra:
             self.optimizer.set_weight_decay(extra["weight_decay"])
-        if self.schedules.drop_path:
-            self.model.set_drop_path(self.schedules.drop_path.share(number))
+        if self.schedules.drop_share:
+            self.model.set_drop_path(self.schedules.drop_share(number))
         if "image_size" in extra:
             self.model.take_image_size(int(extra["image_size"]))
         stepped = self._step(number, self.lr(number), *self.input.train_step(batch))

@@ -13,15 +13,10 @@ from torch.optim import lr_scheduler
 
 from helpers.oracles import timm
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.schedule import (
-    DropPathSchedule,
-    ImageSizes,
-    ImageSizeSchedule,
-    LRSchedule,
-    WeightDecaySchedule,
-    parse_drop_path,
-)
+from vitpar.training.optim.schedule import LRSchedule, parse_drop_path, parse_image_sizes
 from vitpar.training.optim.shapes import RunLengths, parse_shape
+from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.schedules import Schedules
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
 RUN = RunLengths(samples=1000, batch_size=90, steps=100)
@@ -161,16 +156,20 @@ def test_what_is_no_interval_is_refused(given: object) -> None:
     [
         (parse_shape, "cosin", r"'cosin' is no shape (did you mean 'cosine'?): give constant, linear"),
         (parse_shape, "cosine(", "'cosine(' is no shape: give a name with arguments, as in step(every=30 epochs)"),
-        (parse_shape, "cosine(cycle=2)", "'cycle=2' is not understood in 'cosine(cycle=2)': cosine takes cycles"),
-        (parse_shape, "wsd(decay=0.1, decay=0.2)", "' decay=0.2' is not understood"),
-        (parse_shape, "step", "step needs every: write step(every=30 epochs)"),
+        (parse_shape, "cosine(cycle=2)", "cosine's cycle: extra inputs are not permitted (it takes cycles, decay"),
+        (parse_shape, "wsd(decay=0.1, decay=0.2)", "'decay=0.1, decay=0.2' is not understood"),
+        (parse_shape, "step", "step's every: field required (it takes every, gamma, as in step(every=30 epochs))"),
         (parse_shape, "step(every=3 minutes)", "step's every: 3 minutes have no known number of steps: give steps"),
-        (parse_shape, "wsd(form=x)", "wsd's form is 'x': give one of 1-sqrt, linear, cosine"),
-        (parse_shape, "polynomial(power=-1)", "polynomial's power is '-1': give a number above 0"),
+        (parse_shape, "wsd(form=x)", "wsd's form: input should be '1-sqrt', 'linear' or 'cosine'"),
+        (parse_shape, "polynomial(power=-1)", "polynomial's power: input should be greater than 0"),
         (parse_shape, "multistep(at=[x])", "'x' is no interval"),
         (parse_drop_path, "earl(until=1)", "'earl' is no course of drop-path (did you mean 'early'?): give constant"),
-        (ImageSizes.of, "128 to 40 %", "'128 to 40 %' is no size with an end: write 128 until 40 %, 192 until 80 %"),
-        (ImageSizes.of, "128 until 40 minutes", "40 minutes have no known number of steps"),
+        (
+            parse_image_sizes,
+            "128 to 40 %",
+            "'128 to 40 %' is no size with an end: write 128 until 40 %, 192 until 80 %",
+        ),
+        (parse_image_sizes, "128 until 40 minutes", "40 minutes have no known number of steps"),
     ],
 )
 def test_what_is_no_schedule_is_refused(parse: Callable[[str], Any], text: str, words: str) -> None:
@@ -178,11 +177,19 @@ def test_what_is_no_schedule_is_refused(parse: Callable[[str], Any], text: str, 
         parse(text)
 
 
+def schedules(samples: int, batch_size: int, **settings: Any) -> Schedules:
+    """Return the schedules of a ViT that takes images of any size."""
+    model = {"model.name": "vit_small_patch16_224", "model.position": "sincos2d"}
+    recipe = read_recipe(None, {"data.path": "x", "train.batch_size": batch_size, **model, **settings})
+    return Schedules.of(recipe, samples, recipe.config(10))
+
+
 @pytest.mark.parametrize(("first", "last"), [(0.04, 0.4), (0.4, 0.0), (0.0, 0.1)])
 @pytest.mark.parametrize(("epochs", "steps"), [(10, 100), (1, 3), (1, 1)])
 def test_weight_decay_matches_dino(first: float, last: float, epochs: int, steps: int) -> None:
     """The formula is that of `cosine_scheduler` in DINO's utils.py without warm-up."""
-    schedule = WeightDecaySchedule(RunLengths(samples=steps, batch_size=1, steps=epochs * steps), first, last)
+    settings = {"optimizer.weight_decay": first, "optimizer.weight_decay_end": last, "train.steps": epochs * steps}
+    schedule = schedules(steps, 1, **settings).named["weight_decay"]
     every = np.arange(epochs * steps)
     expected = last + 0.5 * (first - last) * (1 + np.cos(np.pi * every / len(every)))
     assert [schedule(step + 1) for step in every.tolist()] == pytest.approx(expected.tolist(), abs=1e-12)
@@ -204,12 +211,13 @@ def drop_scheduler(rate: float, epochs: int, updates: int, cutoff: int, mode: st
     ],
 )
 def test_drop_path_equals_that_of_its_source(text: str, mode: str, form: str) -> None:
-    run = RunLengths(samples=50, batch_size=10, steps=50)
-    schedule = DropPathSchedule(run, parse_drop_path(text), 0.5)
+    settings = {"train.drop_path_schedule": text, "model.drop_path": 0.5, "train.steps": 50}
+    schedule = schedules(50, 10, **settings).named["drop_path"]
     assert [schedule(step) for step in range(1, 51)] == pytest.approx(drop_scheduler(0.5, 10, 5, 4, mode, form))
 
 
 def test_image_sizes_are_parts_of_the_run() -> None:
-    schedule = ImageSizeSchedule(RUN, ImageSizes.of("128 until 2 epochs, 192 until 80 %"), 224)
+    settings = {"train.image_sizes": "128 until 2 epochs, 192 until 80 %", "train.steps": RUN.steps}
+    schedule = schedules(RUN.samples, RUN.batch_size, **settings).named["image_size"]
     found = itertools.groupby(map(schedule, range(1, 101)))
     assert [(size, len(list(steps))) for size, steps in found] == [(128, 22), (192, 58), (224, 20)]

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay, drop-path and image size over the steps of a run.
+"""Learning rate over the steps of a run, and how recipes write courses of drop-path and image size.
 
 A learning rate has a linear warm-up, then a shape (``vitpar.training.optim.shapes``).
 """
@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from vitpar.intervals import NOTHING, Interval
 from vitpar.text import count, shown
-from vitpar.training.optim.called import parse_call
+from vitpar.training.optim.called import Called, Steps, parse_call
 from vitpar.training.optim.shapes import Cosine, Course, RunLengths, Shape
 
 TRIAL_STEPS = 50
@@ -78,23 +78,7 @@ class LRSchedule:
         return whole if abs(whole - steps) < 1 else steps
 
 
-@dataclass(frozen=True)
-class WeightDecaySchedule:
-    """Weight decay of each update of a run: half a cosine over all updates, as in DINO (2104.14294)."""
-
-    run: RunLengths
-    first: float
-    """Weight decay of the first update."""
-    last: float
-    """Weight decay at the end. The last update is one step before it."""
-
-    def __call__(self, step: int) -> float:
-        """Return the weight decay of update number `step`, counted from 1."""
-        return _COSINE.rate(Course(self.run, step - 1, self.run.steps, 0), self.first, self.last)
-
-
-@dataclass(frozen=True)
-class DropPathShape:
+class DropPathShape(Called):
     """Base of the courses of stochastic depth: the rates of the model throughout (arXiv 2303.01500)."""
 
     NAME: ClassVar[str] = "constant"
@@ -104,12 +88,11 @@ class DropPathShape:
         return 1.0
 
 
-@dataclass(frozen=True)
 class EarlyDropPath(DropPathShape):
     """Stochastic depth at the beginning of a run, for models that underfit."""
 
     NAME: ClassVar[str] = "early"
-    until: Interval
+    until: Steps
     """Part of the run with stochastic depth."""
     form: Literal["constant", "linear"] = "constant"
     """Whether the rates stay, or fall to 0 at the last update of that part."""
@@ -121,12 +104,11 @@ class EarlyDropPath(DropPathShape):
         return 1.0 if self.form == "constant" or length == 1 else 1 - done / (length - 1)
 
 
-@dataclass(frozen=True)
 class LateDropPath(DropPathShape):
     """Stochastic depth after the beginning of a run, for models that overfit."""
 
     NAME: ClassVar[str] = "late"
-    after: Interval
+    after: Steps
     """Part of the run without stochastic depth."""
 
     def share(self, done: int, run: RunLengths) -> float:
@@ -144,57 +126,17 @@ def parse_drop_path(text: str) -> DropPathShape:
     return parse_call(text, _DROP_PATHS, "course of drop-path", "early(until=50 epochs)")
 
 
-@dataclass(frozen=True)
-class DropPathSchedule:
-    """Stochastic depth of each update of a run."""
-
-    run: RunLengths
-    shape: DropPathShape
-    """Course over the run."""
-    most: float
-    """Rate of the model's last block."""
-
-    def share(self, step: int) -> float:
-        """Return the part of the model's rates, from 0 to 1, in update number `step`, counted from 1."""
-        return self.shape.share(step - 1, self.run)
-
-    def __call__(self, step: int) -> float:
-        """Return the rate of the last block in update number `step`, counted from 1."""
-        return self.most * self.share(step)
-
-
 _SIZED = re.compile(r"\s*([0-9]{1,6})\s+until\s+([^,]+)")
 
 
-@dataclass(frozen=True)
-class ImageSizes:
-    """Image sizes of the parts of a run, in order; the rest of the run has the size of the model."""
+def parse_image_sizes(text: str) -> tuple[tuple[int, Interval], ...]:
+    """Return size in pixels and end of each part of a run that text such as `128 until 40 %, 192 until 80 %` describes.
 
-    parts: tuple[tuple[int, Interval], ...]
-    """Size in pixels and the end of each part, from the beginning of the run."""
-
-    @classmethod
-    def of(cls, text: str) -> ImageSizes:
-        """Return the sizes that text such as `128 until 40 %, 192 until 80 %` describes. Raises ValueError."""
-        parts = []
-        for given in text.split(","):
-            if (found := _SIZED.fullmatch(given)) is None:
-                raise ValueError(f"'{shown(given)}' is no size with an end: write 128 until 40 %, 192 until 80 %")
-            parts.append((int(found[1]), Interval.of(found[2].strip()).in_steps()))
-        return cls(tuple(parts))
-
-
-@dataclass(frozen=True)
-class ImageSizeSchedule:
-    """Image size of each update of a run."""
-
-    run: RunLengths
-    sizes: ImageSizes
-    """Sizes before that of the model."""
-    last: int
-    """Size of the model, in pixels."""
-
-    def __call__(self, step: int) -> int:
-        """Return the image size in update number `step`, counted from 1, in pixels."""
-        done = step - 1
-        return next((size for size, end in self.sizes.parts if done < self.run.length(end)), self.last)
+    Raises ValueError.
+    """
+    parts = []
+    for given in text.split(","):
+        if (found := _SIZED.fullmatch(given)) is None:
+            raise ValueError(f"'{shown(given)}' is no size with an end: write 128 until 40 %, 192 until 80 %")
+        parts.append((int(found[1]), Interval.of(found[2].strip()).in_steps()))
+    return tuple(parts)

@@ -21,8 +21,10 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.called import parse_call
+from vitpar.training.optim.called import Called, Count, Number, Steps, parse_call
 
 _FIFTH = Interval(20.0, "percent")
 
@@ -61,8 +63,7 @@ class Course:
     """Steps of warm-up."""
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Called):
     """Base of shapes. Fields are the arguments that a recipe may give."""
 
     NAME: ClassVar[str] = ""
@@ -74,7 +75,6 @@ class Shape:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
 class Constant(Shape):
     """The largest rate throughout."""
 
@@ -84,19 +84,17 @@ class Constant(Shape):
         return peak
 
 
-@dataclass(frozen=True)
 class Polynomial(Shape):
     """A power of the steps that are left."""
 
     NAME: ClassVar[str] = "polynomial"
-    power: float = 1.0
+    power: Number = 1.0
     """Exponent, above 0."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
         return least + (peak - least) * (1 - course.at / course.length) ** self.power
 
 
-@dataclass(frozen=True)
 class Linear(Shape):
     """A straight line."""
 
@@ -106,14 +104,13 @@ class Linear(Shape):
         return Polynomial().rate(course, peak, least)
 
 
-@dataclass(frozen=True)
 class Cosine(Shape):
     """Half a cosine, once or several times (1608.03983)."""
 
     NAME: ClassVar[str] = "cosine"
-    cycles: int = 1
+    cycles: Count = 1
     """Number of falls, of equal length."""
-    decay: float = 1.0
+    decay: Number = 1.0
     """Largest rate of a fall, relative to that of the one before."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
@@ -122,30 +119,28 @@ class Cosine(Shape):
         return least + (peak * self.decay**cycle - least) * (1 + math.cos(math.pi * (place - cycle))) / 2
 
 
-@dataclass(frozen=True)
 class Step(Shape):
     """Falls by a factor at equal distances."""
 
     NAME: ClassVar[str] = "step"
     AFTER_WARMUP: ClassVar[bool] = False
-    every: Interval
+    every: Steps
     """Distance between falls."""
-    gamma: float = 0.1
+    gamma: Number = 0.1
     """Factor of a fall."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
         return max(least, peak * self.gamma ** (math.ceil(course.at) // max(1, course.run.length(self.every))))
 
 
-@dataclass(frozen=True)
 class MultiStep(Shape):
     """Falls by a factor at given points."""
 
     NAME: ClassVar[str] = "multistep"
     AFTER_WARMUP: ClassVar[bool] = False
-    at: tuple[Interval, ...]
+    at: tuple[Steps, ...] = Field(min_length=1)
     """Points of falls."""
-    gamma: float = 0.1
+    gamma: Number = 0.1
     """Factor of a fall."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
@@ -153,12 +148,11 @@ class MultiStep(Shape):
         return max(least, peak * self.gamma ** bisect_right(points, math.ceil(course.at)))
 
 
-@dataclass(frozen=True)
 class WSD(Shape):
     """Warm-up, stable, decay (2404.06395): the largest rate, then a fall to the least."""
 
     NAME: ClassVar[str] = "wsd"
-    decay: Interval = _FIFTH
+    decay: Steps = _FIFTH
     """Last part of the run, in which the rate falls."""
     form: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
     """Form of the fall (2405.18392)."""
@@ -170,20 +164,19 @@ class WSD(Shape):
         return least + (peak - least) * share[self.form]
 
 
-@dataclass(frozen=True)
 class RSqrt(Shape):
     """The inverse of a square root, then a straight line to the least rate if `decay` is above 0 (2106.04560)."""
 
     NAME: ClassVar[str] = "rsqrt"
-    timescale: Interval | None = None
+    timescale: Steps | None = None
     """Steps after which the rate is the largest over √2; those of the warm-up if unset, or 10,000 without one."""
-    decay: Interval = NOTHING
+    decay: Steps = NOTHING
     """Last part of the run, in which the rate falls to the least."""
 
     def rate(self, course: Course, peak: float, least: float) -> float:
         scale = (course.run.length(self.timescale) if self.timescale else course.warmup) or 10_000
         rate = max(least, peak * math.sqrt(scale / (scale + course.at)))
-        return WSD(self.decay, "linear").rate(course, rate, least)
+        return WSD(decay=self.decay, form="linear").rate(course, rate, least)
 
 
 SHAPES = {one.NAME: one for one in (Constant, Linear, Cosine, Polynomial, Step, MultiStep, RSqrt, WSD)}

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.text import count, shown
-from vitpar.training.optim.schedule import (
-    DropPathSchedule,
-    ImageSizes,
-    ImageSizeSchedule,
-    LRSchedule,
-    WeightDecaySchedule,
-    parse_drop_path,
-)
-from vitpar.training.optim.shapes import RunLengths
+from vitpar.training.optim.schedule import LRSchedule, parse_drop_path, parse_image_sizes
+from vitpar.training.optim.shapes import Cosine, Course, RunLengths
 from vitpar.training.recipe.recipe import Recipe
 
 MOST_SIZES = 4
@@ -25,74 +18,68 @@ MOST_SIZES = 4
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules of a run; None for what is constant."""
+    """Schedules of a run."""
 
     lr: LRSchedule
     """Learning rate."""
-    weight_decay: WeightDecaySchedule | None
-    """Weight decay."""
-    drop_path: DropPathSchedule | None
-    """Stochastic depth of the last block."""
-    image_size: ImageSizeSchedule | None
-    """Side of the training images, in pixels."""
+    named: Mapping[str, Callable[[int], float]]
+    """Functions of the number of an update, counted from 1, by the name of what else changes: `weight_decay`,
+    `drop_path` (of the last block), `image_size` (in pixels)."""
+    drop_share: Callable[[int], float] | None
+    """Part of the model's rates of stochastic depth in an update, from 0 to 1; None if it is constant."""
 
     @classmethod
     def of(cls, recipe: Recipe, samples: int, config: ModelConfig) -> Schedules:
         """Return the schedules of a recipe for a training set of `samples` and a model.
 
-        Raises RecipeError for settings that do nothing, or that the model does not support.
+        Raises RecipeError for settings that the model does not support, or that do not fit the run.
         """
-        run, optimizer = recipe.lengths(samples), recipe.optimizer
-        first, last = optimizer.weight_decay, optimizer.weight_decay_end
-        return cls(
-            recipe.learning_rate(samples),
-            None if last is None else WeightDecaySchedule(run, first, last),
-            _drop_path(recipe.train.drop_path_schedule, run, config),
-            None if recipe.train.image_sizes is None else _image_size(recipe.train.image_sizes, run, config),
-        )
+        run, named, share = recipe.lengths(samples), dict[str, Callable[[int], float]](), None
+        first, last = recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end
+        if last is not None:  # half a cosine over all updates, as in DINO (2104.14294)
+            named["weight_decay"] = lambda step: Cosine().rate(Course(run, step - 1, run.steps, 0), first, last)
+        if (text := recipe.train.drop_path_schedule) != "constant":
+            share = _drop_share(text, run, config)
+            named["drop_path"] = lambda step: config.drop_path * share(step)  # type: ignore[attr-defined]
+        if recipe.train.image_sizes is not None:
+            named["image_size"] = _image_size(recipe.train.image_sizes, run, config)
+        return cls(recipe.learning_rate(samples), named, share)
 
     @property
     def sizes(self) -> Callable[[int], int] | None:
         """Function from the samples seen before a batch to the side of its images, in pixels; None if constant."""
-        size = self.image_size
-        return None if size is None else lambda seen: size(seen // size.run.batch_size + 1)
-
-    def other(self, name: str, step: int) -> float:
-        """Return the value of `others` called `name`."""
-        return self.others(step)[name]
+        size, images = self.named.get("image_size"), self.lr.run.batch_size
+        return None if size is None else lambda seen: int(size(seen // images + 1))
 
     def others(self, step: int) -> dict[str, float]:
-        """Return the values of update number `step` by name, without the learning rate and what is constant."""
-        named = {"weight_decay": self.weight_decay, "drop_path": self.drop_path, "image_size": self.image_size}
-        return {name: schedule(step) for name, schedule in named.items() if schedule}
+        """Return the values of `named` in update number `step`."""
+        return {name: schedule(step) for name, schedule in self.named.items()}
 
 
-def _drop_path(text: str, run: RunLengths, config: ModelConfig) -> DropPathSchedule | None:
-    most = getattr(config, "drop_path", 0.0)
-    if text == "constant":
-        return None
-    if not most:
+def _drop_share(text: str, run: RunLengths, config: ModelConfig) -> Callable[[int], float]:
+    if not getattr(config, "drop_path", 0.0):
         raise RecipeError(
             f"train.drop_path_schedule is '{shown(text)}', but {config.name} has no stochastic depth: set "
             "model.drop_path, or leave it out"
         )
-    return DropPathSchedule(run, parse_drop_path(text), most)
+    shape = parse_drop_path(text)
+    return lambda step: shape.share(step - 1, run)
 
 
-def _image_size(text: str, run: RunLengths, config: ModelConfig) -> ImageSizeSchedule:
-    sizes = ImageSizes.of(text)
-    if len(sizes.parts) > MOST_SIZES:
+def _image_size(text: str, run: RunLengths, config: ModelConfig) -> Callable[[int], int]:
+    parts = parse_image_sizes(text)
+    if len(parts) > MOST_SIZES:
         raise RecipeError(
-            f"train.image_sizes has {len(sizes.parts)} sizes, each of which blocks and pipelines are set up for: give "
+            f"train.image_sizes has {len(parts)} sizes, each of which blocks and pipelines are set up for: give "
             f"at most {MOST_SIZES}"
         )
-    ends = [run.length(end) for _, end in sizes.parts]
+    ends = [run.length(end) for _, end in parts]
     if ends != sorted(set(ends)) or not 0 < ends[0] <= ends[-1] < run.steps:
         raise RecipeError(
             f"the parts of train.image_sizes '{shown(text)}' end after {', '.join(map(str, ends))} of "
             f"{count(run.steps, 'step')}: let each end after the one before it, and the last before the run"
         )
-    for size, _ in sizes.parts:
+    for size, _ in parts:
         if size >= config.image_size:
             raise RecipeError(
                 f"train.image_sizes has {size} pixels, but images of {config.name} have {config.image_size}: give "
@@ -106,4 +93,6 @@ def _image_size(text: str, run: RunLengths, config: ModelConfig) -> ImageSizeSch
             raise RecipeError(
                 f"train.image_sizes is '{shown(text)}', but {config.name} takes images of one size only: leave it out"
             )
-    return ImageSizeSchedule(run, sizes, config.image_size)
+    return lambda step: next(
+        (size for (size, _), end in zip(parts, ends, strict=True) if step <= end), config.image_size
+    )

@@ -10,7 +10,7 @@ from vitpar.intervals import EPOCH, TEN_STEPS, Interval
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_WIDTH
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.schedule import ImageSizes, parse_drop_path
+from vitpar.training.optim.schedule import parse_drop_path, parse_image_sizes
 from vitpar.training.optim.shapes import parse_shape
 from vitpar.training.recipe.sections.base import Section
 
@@ -210,7 +210,7 @@ class TrainSection(Section):
     @classmethod
     def _known_sizes(cls, text: str | None) -> str | None:
         if text is not None:
-            ImageSizes.of(text)
+            parse_image_sizes(text)
         return text
 
     @field_validator("freeze", mode="before")

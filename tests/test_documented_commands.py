@@ -68,7 +68,7 @@ CHANGED = [
 ]
 """Pages, words of a line, what runs in their place, and why."""
 STOPS = {
-    r"--live": r"http://",
+    r"--live|^vitpar board": r"http://",
     r"train .*--run-dir runs/moving$": r"(?m)^step 90 ",
     r"^torchrun .*--run-dir runs/elastic": r"(?m)^step 45 ",
 }
@@ -109,7 +109,7 @@ EXPECTED = {
     r"^vitpar scaling": r"^strong scaling: ",
     r"^vitpar validate": r"^memory +[\d.]+% off",
     r"^vitpar profile": r"^written +(hardware|model).json$",
-    r"^vitpar report .*--live": r"http://",
+    r"^vitpar (board|report .*--live)": r"http://",
     r"^vitpar report": r"^written ",
     r"^vitpar galvatron": r"written",
     r"^vitpar (models|recipes|runs)": r"^ *(state|model|recipe|kind|source) ",

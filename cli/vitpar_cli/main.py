@@ -15,6 +15,7 @@ from vitpar.errors import UserError
 from vitpar.io import user_path
 from vitpar_cli import (
     bench,
+    board,
     check,
     checkpoint,
     copy,
@@ -68,6 +69,7 @@ app.command("recipes")(recipes.recipes)
 app.command("settings")(settings.settings)
 app.command("report")(report.report)
 app.command("runs")(runs.runs)
+app.command("board")(board.board)
 app.command("doctor")(doctor.doctor)
 
 

@@ -8,10 +8,8 @@ import typer
 from vitpar.errors import DataError
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
+from vitpar_cli.board import PORT
 from vitpar_cli.outputs import command_line, local_weights, progress_bar, refuse_unwritable, report_bad, warn, write
-
-PORT = 8123
-"""Port of a live report by default."""
 
 
 def report(

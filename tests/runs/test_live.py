@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.html_pages import Page
-from helpers.run_folders import start, train_row, write_run
+from helpers.run_folders import RECIPE, eval_row, start, train_row, write_run
 from vitpar.errors import LaunchError
 from vitpar.runs import live
 from vitpar.runs.live import CONNECTIONS, LiveReport, serve
@@ -72,6 +72,36 @@ def test_only_its_own_paths_methods_and_host_names_are_answered(server: LiveRepo
     (run / "metrics.jsonl").mkdir()
     status, text = asked(server)
     assert status == 503 and text.startswith("cannot read") and text.count("\n") == 1
+
+
+@pytest.fixture
+def boarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveReport]:
+    monkeypatch.setattr(live, "REST", 0.0)
+    for seed, name in enumerate(("a & b", "c", "d")):
+        run = write_run(tmp_path / "runs" / name, [train_row(1), eval_row(1, top1=0.5 + seed / 10)])
+        (run / "recipe.toml").write_text(f"{RECIPE.format(steps=60)}seed = {seed % 2}\n")
+    write_run(tmp_path / "secret", [train_row(1)])
+    with serve(tmp_path / "runs", 0) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_board_has_all_runs_of_its_folder_and_leads_to_no_others(boarded: LiveReport, tmp_path: Path) -> None:
+    status, html = asked(boarded)
+    page = Page(html)
+    links = [link["href"] for link in page.all("a")]
+    assert status == 200 and links[:3] == ["/?run=a+%26+b", "/?run=c", "/?run=d"] and len(page.all("input")) == 3 + 3
+    assert "0, 0, 1 loss 2 ± 0 top-1 60.0 % ± 10.0 %" in page.text, "runs that differ in their seed alone"
+    before = asked(boarded, path="/version")[1]
+    write_run(tmp_path / "runs" / "new", [train_row(1)])
+    assert asked(boarded, path="/version")[1] != before and "/?run=new" in asked(boarded)[1]
+    status, html = asked(boarded, path="/?run=a+%26+b&run=c")
+    assert status == 200 and "2 runs" in Page(html).text and "train.seed 0 1" in Page(html).text
+    for query in ("run=..%2Fsecret", "run=../secret", "run=secret", "run=", "x=1", "run=c&" * 20, "run=%ff", "&" * 99):
+        assert asked(boarded, path=f"/?{query}")[0] == 404, query
 
 
 def test_slow_clients_do_not_block_others(server: LiveReport, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,32 @@ def test_a_script_that_was_not_escaped_would_not_run(chrome: Browser, tmp_path: 
     assert sum("Content Security Policy" in text for text in tab.complaints) >= 2
 
 
+def test_a_board_is_sorted_and_keeps_what_is_marked(
+    chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REST", 0.0)
+    for name, loss in (("one", 0.5), ("two", 0.1), ("three", 0.3)):
+        write_run(tmp_path / name, [train_row(1), eval_row(1, loss=loss)])
+    names = "[...document.querySelectorAll('.runs td:nth-child(2)')].map(cell => cell.textContent).join()"
+    with serve(tmp_path, 0) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        tab = Tab(chrome, server.url)
+        tab.page.click("th button >> text=loss")
+        assert tab.run(names) == "two,three,one"
+        tab.page.click("th button >> text=loss")
+        assert tab.run(names) == "one,three,two"
+        for name in ("one", "two"):
+            tab.page.check(f"[id='board/{name}']")
+        write_run(tmp_path / "four", [train_row(1), eval_row(1, loss=0.2)])
+        tab.wait(f"{names} === 'one,three,four,two'")
+        tab.page.click("text=compare up to")
+        tab.wait(DRAWN)
+        assert "2 runs" in tab.run("document.querySelector('h1').textContent") and tab.complaints == []
+        server.shutdown()
+        thread.join()
+
+
 def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REST", 0.0)
     run = write_run(tmp_path / "mine", [train_row(step) for step in range(1, 41)], events=[start("dp2", 60)])

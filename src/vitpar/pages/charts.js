@@ -163,15 +163,15 @@ async function draw() {
 
 // Replaces the content of the page by that of a newer one. Charts, switches and open tables stay as they are.
 async function update() {
-  const answer = await fetch('version'), root = document.documentElement;
+  const answer = await fetch('version' + location.search), root = document.documentElement;
   if (!answer.ok || await answer.text() === root.dataset.version) return;
-  const page = new DOMParser().parseFromString(await (await fetch('/')).text(), 'text/html');
+  const page = new DOMParser().parseFromString(await (await fetch('/' + location.search)).text(), 'text/html');
   if (!page.getElementById('data')) return;
   const old = document.querySelector('main'), fresh = document.importNode(page.querySelector('main'), true);
   const key = one => (one.closest('figure')?.querySelector('.plot').id ?? '') + one.querySelector('summary').textContent;
   const open = new Map([...old.querySelectorAll('details')].map(one => [key(one), one.open]));
   for (const one of fresh.querySelectorAll('details')) one.open = open.get(key(one)) ?? one.open;
-  for (const input of fresh.querySelectorAll('input')) input.checked = shows(input.id);
+  for (const input of fresh.querySelectorAll('input')) input.checked = document.getElementById(input.id)?.checked ?? input.checked;
   for (const plot of fresh.querySelectorAll('.plot')) {
     const kept = document.getElementById(plot.id);
     kept?.setAttribute('aria-label', plot.getAttribute('aria-label'));
@@ -180,13 +180,41 @@ async function update() {
   const focused = document.activeElement?.id, top = scrollY;
   old.replaceWith(fresh);
   scrollTo(0, top);
+  sortable();
   if (focused) document.getElementById(focused)?.focus({preventScroll: true});
   root.dataset.version = page.documentElement.dataset.version;
   data = JSON.parse(await unpacked('data'));
   await draw();
 }
 
+// Makes the headings of a board's table buttons that sort its rows.
+let order = null;
+function sortable() {
+  const list = document.querySelector('.runs table'), heads = [...list?.rows[0].cells ?? []].filter(head => head.textContent);
+  const by = cell => Number(cell.querySelector('[data-by]')?.dataset.by ?? NaN);
+  const sort = () => {
+    const {column, down} = order, sign = down ? -1 : 1;
+    const compared = (one, two) => Number.isNaN(one) ? 1 : Number.isNaN(two) ? -1 : sign * (one - two);
+    const rows = [...list.rows].slice(1).map(row => [row, by(row.cells[column]), row.cells[column].textContent]);
+    const numbers = rows.some(([, number]) => !Number.isNaN(number));
+    rows.sort((one, two) => numbers ? compared(one[1], two[1]) : sign * one[2].localeCompare(two[2]));
+    for (const [row] of rows) row.parentNode.append(row);
+    for (const head of heads) head.ariaSort = head.cellIndex === column ? (down ? 'descending' : 'ascending') : null;
+  };
+  for (const head of heads) {
+    const button = document.createElement('button');
+    [button.type, button.textContent] = ['button', head.textContent];
+    button.addEventListener('click', () => {
+      order = {column: head.cellIndex, down: order?.column === head.cellIndex && !order.down};
+      sort();
+    });
+    head.replaceChildren(button);
+  }
+  if (order && list) sort();
+}
+
 (async () => {
+  sortable();
   data = JSON.parse(await unpacked('data'));
   if (!data.charts.length && !document.documentElement.dataset.version) return;
   const script = document.createElement('script');

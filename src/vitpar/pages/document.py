@@ -19,7 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1120px; margin: 1.5rem a
   background: var(--page); }
 h1 { font-size: 1.35rem; line-height: 1.3; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; overflow-wrap: anywhere; }
-code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
+a { color: var(--accent); } code { font-size: .95em; overflow-wrap: anywhere; } h1 small { font-weight: normal; }
 .scroll { overflow-x: auto; }
 .chart { margin: 0 0 .8rem; min-width: 0; } .chart figcaption { font-weight: 600; font-size: 14px; }
 .chart .note { margin: 0; } .chart details { margin: 0 0 .4rem; font-size: 13px; }
@@ -59,14 +59,14 @@ details { margin: .6rem 0; } summary { cursor: pointer; } .note { opacity: .8; f
 def policy(scripts: Sequence[str], live: bool) -> str:
     """Return the content security policy of a page that runs exactly these scripts.
 
-    live: whether the page asks its server for news.
+    live: whether the page asks its server for news, and leads to its other pages.
     """
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     source = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; img-src data: blob:; "
-        f"connect-src {source}; base-uri 'none'; form-action 'none'"
+        f"connect-src {source}; base-uri 'none'; form-action {source}"
     )
 
 

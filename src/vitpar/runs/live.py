@@ -1,24 +1,30 @@
-"""Live report: a server on loopback that answers with the page of runs as they are now.
+"""Live pages: a server on loopback that answers with the page of runs as they are now.
 
 It answers two paths, to GET and HEAD: `/` with the page, and `/version` with a text that changes when the page would.
+On a board, the server of a folder, `?run=A&run=B` behind them asks for the page of these runs.
 Other accounts of the machine can reach loopback, so connections are few, short and read-only. The name of the host is
 checked, since a page of a stranger could otherwise read the report by a name that leads to 127.0.0.1.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from typing import Any
+from urllib.parse import parse_qsl
 
 from vitpar.errors import DataError, LaunchError
+from vitpar.runs.board import BACK, board
 from vitpar.runs.folder import LOG, RunRecord, is_locked
-from vitpar.runs.page import report
+from vitpar.runs.listing import RECENT, runs_in
+from vitpar.runs.page import MOST_RUNS, report
 
 HOST = "127.0.0.1"
 """Address that the server listens on."""
@@ -26,14 +32,28 @@ CONNECTIONS = 8
 """Maximum number of connections that are served at a time; a further one ends the oldest."""
 SECONDS = 5.0
 """Seconds that a connection may wait for its client."""
+MOST_PAGES = 32
+"""Maximum number of pages that are kept."""
 REST = 5.0
 """A page is made again at most after this multiple of the time it took, so that a live report uses little of a core."""
 
 
-class LiveReport(ThreadingHTTPServer):
-    """Server of a live report. As a context manager it closes its port at the end.
+@dataclass
+class _Page:
+    """A page that was made, and the state of the runs that it shows."""
 
-    runs: folders of the runs.
+    content: bytes = b""
+    version: str = ""
+    again: float = 0.0
+    """Time from which it may be made again."""
+    running: set[Path] = field(default_factory=set)
+    """Folders of its runs that were running."""
+
+
+class LiveReport(ThreadingHTTPServer):
+    """Server of live pages. As a context manager it closes its port at the end.
+
+    runs: folders of the runs of a report, or the folder whose runs a board shows.
     port: 0 for any free one.
     made_by: as for ``vitpar.runs.page.report``.
 
@@ -43,10 +63,9 @@ class LiveReport(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, runs: Sequence[Path], port: int, made_by: str = "") -> None:
-        self._runs, self._made_by = tuple(runs), made_by
-        self._page, self._version, self._again = b"", "", 0.0
-        self._running: set[Path] = set()
+    def __init__(self, runs: Sequence[Path] | Path, port: int, made_by: str = "") -> None:
+        self._runs, self._made_by = runs, made_by
+        self._pages: dict[str, _Page] = {}
         self._making = threading.Lock()
         self._open: list[Any] = []  # connections, the oldest first
         self._changing = threading.Lock()
@@ -74,26 +93,45 @@ class LiveReport(ThreadingHTTPServer):
         except KeyboardInterrupt:
             return
 
-    def page(self) -> tuple[bytes, str]:
-        """Return the page and its version. It is made again if the runs have changed and the last one is old enough."""
-        with self._making:
-            version = self._stamp()
-            begun = time.monotonic()
-            if version != self._version and begun >= self._again:
-                records = [RunRecord(path) for path in self._runs]
-                self._running = {record.path for record in records if record.state == "running"}
-                version = self._stamp()
-                self._page = report(records, made_by=self._made_by, version=version).encode()
-                self._version, now = version, time.monotonic()
-                self._again = now + REST * (now - begun)
-            return self._page, self._version
+    def page(self, query: str = "") -> tuple[bytes, str]:
+        """Return a page and its version. It is made again if the runs have changed and the last one is old enough.
 
-    def _stamp(self) -> str:
-        """Return a text that changes when a run writes something, and when the process of a running one has ended."""
-        alive = self._running
-        return "-".join(
-            f"{RunRecord(path).stamp()}{'-alive' * (path in alive and is_locked(path / LOG))}" for path in self._runs
-        )
+        query: part of the address behind the question mark.
+
+        Raises DataError for runs that cannot be read, and for a query that names none of a board.
+        """
+        with self._making:
+            paths = self._paths(query)
+            if query not in self._pages and len(self._pages) >= MOST_PAGES:
+                self._pages.clear()
+            page = self._pages.setdefault(query, _Page())
+            version, begun = _stamp(paths, page.running), time.monotonic()
+            if version != page.version and begun >= page.again:
+                newest = RECENT if isinstance(self._runs, Path) and not query else None
+                records = [RunRecord(path, newest) for path in paths]
+                page.running = {record.path for record in records if record.state == "running"}
+                page.version = _stamp(paths, page.running)
+                if newest is None:
+                    text = report(records, made_by=self._made_by, version=page.version, above=BACK if query else "")
+                else:
+                    text = board(Path(str(self._runs)), records, made_by=self._made_by, version=page.version)
+                page.content, now = text.encode(), time.monotonic()
+                page.again = now + REST * (now - begun)
+            return page.content, page.version
+
+    def _paths(self, query: str) -> list[Path]:
+        """Return the folders of the runs that a query asks for. Only names in the folder of a board lead to one."""
+        if not isinstance(self._runs, Path):
+            if query:
+                raise DataError("this report has one page, without a query")
+            return list(self._runs)
+        there = {run.name: run.path for run in runs_in(self._runs)}
+        if not query:
+            return list(there.values())
+        names = [value for key, value in parse_qsl(query, max_num_fields=2 * MOST_RUNS) if key == "run"]
+        if not names or len(names) > MOST_RUNS or not there.keys() >= {*names}:
+            raise DataError(f"name 1 to {MOST_RUNS} runs of the board, as in /?run=mine")
+        return [there[name] for name in dict.fromkeys(names)]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread. If there are too many, the oldest is ended, whose client is slow."""
@@ -114,8 +152,17 @@ class LiveReport(ThreadingHTTPServer):
         """Ignore clients that go away."""
 
 
-def serve(runs: Sequence[Path], port: int, made_by: str = "") -> LiveReport:
-    """Return the server of a live report, after making its page once.
+def _stamp(paths: Sequence[Path], running: Collection[Path]) -> str:
+    """Return a text that changes when a run comes or writes something, and when the process of a running one ends."""
+    stamps = (
+        f"{path.name}-{RunRecord(path).stamp()}{'-alive' * (path in running and is_locked(path / LOG))}"
+        for path in sorted(paths)
+    )
+    return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
+
+
+def serve(runs: Sequence[Path] | Path, port: int, made_by: str = "") -> LiveReport:
+    """Return the server of a live report, or of the board of a folder, after making its page once.
 
     Raises LaunchError if the port cannot be used, and DataError for a run that cannot be read.
     """
@@ -144,13 +191,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         if self.headers.get("Host") not in self.server.hosts:
             return self._send(403, b"this server answers only to its own name\n", "text/plain", body)
-        if self.path not in ("/", "/version"):
+        path, _, query = self.path.partition("?")
+        if path not in ("/", "/version"):
             return self._send(404, b"there are only / and /version\n", "text/plain", body)
         try:
-            page, version = self.server.page()
-        except DataError as error:
-            return self._send(503, f"{error}\n".encode(), "text/plain", body)
-        if self.path == "/":
+            page, version = self.server.page(query)
+        except (DataError, ValueError) as error:
+            return self._send(404 if query else 503, f"{error}\n".encode(), "text/plain", body)
+        if path == "/":
             return self._send(200, page, "text/html", body)
         return self._send(200, version.encode(), "text/plain", body)
 

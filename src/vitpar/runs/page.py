@@ -38,18 +38,20 @@ DASHED = '<b class="k dash"></b>validation'
 """Key of lines of evaluations."""
 
 
-def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", version: str = "") -> str:
+def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", version: str = "", above: str = "") -> str:
     """Return the page.
 
     made_by: version and command that made it.
     extra: HTML of further sections.
     version: as for ``vitpar.pages.document.document``.
+    above: HTML above the title.
 
     Raises DataError for a run whose metrics cannot be read.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     page, drawn = charts(runs)
     parts = [
+        above,
         f"<h1>{escape(title)}</h1>",
         _summary(runs),
         "<h2>Charts</h2>",

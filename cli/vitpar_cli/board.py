@@ -1,0 +1,33 @@
+"""`vitpar board`: serve a table of runs that leads to their pages."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitpar_cli.outputs import command_line
+
+PORT = 8123
+"""Port by default, of live reports too."""
+
+
+def board(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs.")] = Path("runs"),
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free one.")] = PORT,
+) -> None:
+    """Serve a page on 127.0.0.1 with all runs of a folder, which follows them while they train.
+
+    Its table has state, data, model, plan, steps, loss, metric and speed of each run, and can be sorted. A run's name
+    opens its page, marked runs are compared: charts, plans, differences of settings. Runs that differ in their seed
+    alone are summed up.
+
+    Example: vitpar board
+    """
+    from vitpar import __version__
+    from vitpar.pages.plotly import library
+    from vitpar.runs.live import serve
+
+    library()  # refuses to work without it
+    with serve(folder, port, f"vitpar {__version__}: {command_line()}") as server:
+        typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
+        server.run()

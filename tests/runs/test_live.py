@@ -93,7 +93,7 @@ def test_a_board_has_all_runs_of_its_folder_and_leads_to_no_others(boarded: Live
     status, html = asked(boarded)
     page = Page(html)
     links = [link["href"] for link in page.all("a")]
-    assert status == 200 and links[:3] == ["/?run=a+%26+b", "/?run=c", "/?run=d"] and len(page.all("input")) == 3 + 3
+    assert status == 200 and sorted(links[:3]) == ["/?run=a+%26+b", "/?run=c", "/?run=d"]
     assert "0, 0, 1 loss 2 ± 0 top-1 60.0 % ± 10.0 %" in page.text, "runs that differ in their seed alone"
     before = asked(boarded, path="/version")[1]
     write_run(tmp_path / "runs" / "new", [train_row(1)])

@@ -189,7 +189,8 @@ class Trainer:
             interval=self.lr.run.length(every) if (every := self.recipe.checkpoint.every).unit != "minutes" else 0,
             last=self.total_steps,
             texts=self._texts,
-            folder=self.folder,
+            log=self.folder.log if self.folder else lambda text: None,
+            saved=lambda step: self.folder.event("save", step=step) if self.folder else None,
             warn=lambda text: self.reporter.note(text),
             beat=lambda: self.watchdog.beat(SAVING, self.done),
         )

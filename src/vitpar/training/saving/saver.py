@@ -30,7 +30,6 @@ from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import CheckpointSection
-from vitpar.training.run_folder import RunFolder
 
 
 class TrainingState:
@@ -122,7 +121,8 @@ class Saver:
     interval: steps between checkpoints; 0 for none by step.
     last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
-    folder: of the run, for messages on what was saved; None on ranks that do not write it.
+    log: called with messages on what was saved.
+    saved: called with the step of a checkpoint that is being saved.
     warn: called with a message if a checkpoint was not copied to object storage.
     beat: called before each wait for a disk.
     """
@@ -137,13 +137,14 @@ class Saver:
         interval: int,
         last: int,
         texts: Callable[[int, int, BestEvaluation | None], dict[str, str]],
-        folder: RunFolder | None = None,
+        log: Callable[[str], None],
+        saved: Callable[[int], None],
         warn: Callable[[str], None] = lambda text: None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.checkpoints, self._state, self._settings = checkpoints, state, settings
-        self._interval, self._last, self._texts, self._folder, self._beat = interval, last, texts, folder, beat
-        self._metric, self.writer, self._warn = metric, Writer(), warn
+        self._interval, self._last, self._texts, self._log, self._beat = interval, last, texts, log, beat
+        self._metric, self.writer, self._warn, self._tell_saved = metric, Writer(), warn, saved
         self._copy = parse_place(settings.copy_to) if settings.copy_to else None
         self._not_copied: str | None = None
         self._best: BestEvaluation | None = None
@@ -206,9 +207,8 @@ class Saver:
         self.writer.begin(self.checkpoints.path(step), self._state.saved(), files, partial(self._published, step, kept))
         if not self._settings.asynchronous:
             self.finish()
-        if self._folder:
-            self._folder.log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
-            self._folder.event("save", step=step)
+        self._log(f"saving step {step:,}: training waited {time.monotonic() - begun:.3f} s")
+        self._tell_saved(step)
 
     def advance(self, worst: float) -> None:
         """Advance the checkpoint that is being written.
@@ -235,10 +235,8 @@ class Saver:
         if self._not_copied:
             self._warn(self._not_copied)
             self._not_copied = None
-        if saved and self._folder:
-            self._folder.log(
-                f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB"
-            )
+        if saved:
+            self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
 
 
 def texts(

@@ -219,7 +219,7 @@ def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], 
         pytest.param("tp2", 9, marks=pytest.mark.soak),
         pytest.param("tp2+sp", 9, marks=pytest.mark.soak),
         pytest.param("fsdp2+ckpt", 9, marks=pytest.mark.soak),
-        pytest.param("pp1: 0-6=dp2, *=tp2", 11, marks=pytest.mark.slow),
+        pytest.param("pp1: 0-6=dp2, *=tp2", 11, marks=pytest.mark.soak),
     ],
 )
 def test_no_block_of_a_swin_runs_eagerly(mesh: str, count: int, ranks: Callable[[int], RankPool]) -> None:

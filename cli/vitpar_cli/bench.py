@@ -136,8 +136,8 @@ def _bench(
     with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:
         benchmark = measure(*facts, images, Settings(*length), task=task, traces=traces, report=status.tell)
     if dist.get_rank() == 0:
-        warn(chosen.because, *benchmark.warnings)
-        typer.echo(json.dumps(benchmark.to_json())) if as_json else show(benchmark, traces)
+        warn(chosen.because, *benchmark["warnings"])
+        typer.echo(json.dumps(benchmark)) if as_json else show(benchmark, config, chosen.plan, traces)
     return 0
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,8 +20,10 @@ from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 
 if TYPE_CHECKING:
-    from vitpar.bench import Benchmark, Kernel, Repeated
+    from vitpar.models import ModelConfig
 
+Numbers = dict[str, Any]
+"""Part of a result of ``vitpar.bench.bench``."""
 CADENCE = 10.0
 """Minimum seconds between two plain lines of progress."""
 PLAIN_WIDTH = 100
@@ -65,108 +67,108 @@ class Status:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def show(benchmark: Benchmark, traces: Path | None) -> None:
+def show(benchmark: Numbers, config: ModelConfig, plan: Plan, traces: Path | None) -> None:
     """Print the setup, the result, the phases, and the kernels if they were recorded.
 
+    benchmark: of the model `config` under `plan`.
     traces: folder of the traces.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
-    for rows in (_ran(benchmark), _reached(benchmark)):
+    for rows in (_ran(benchmark, config, plan), _reached(benchmark, config.sample)):
         _print(console, rows)
     console.print(_phases(benchmark))
-    if benchmark.kernels is not None:
-        console.print(_kernels(benchmark.kernels, benchmark.device, console.width))
+    if benchmark["kernels"] is not None:
+        console.print(_kernels(benchmark["kernels"], benchmark["device"], console.width))
         console.print(
             Text(f"traces      {traces}/rank_*.json, for chrome://tracing or ui.perfetto.dev"), soft_wrap=True
         )
 
 
-def _ran(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
+def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield names and values of the benchmark's setup."""
     from vitpar.planner.cost.elements import layer_parameters
     from vitpar.planner.cost.pipeline import idle_share
 
-    config, plan = benchmark.config, benchmark.plan
-    batch = batch_arithmetic(plan, benchmark.batch_size)
+    batch = batch_arithmetic(plan, benchmark["batch_size"])
     parameters = sum(layer_parameters(config, Plan()).values())
     flops = f"{_short(config.flops)}FLOP per {config.sample} and step"
     yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
-    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark.device}, {benchmark.device_name}"
+    yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark['device']}, {benchmark['device_name']}"
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
     yield "batch", batch_words(batch, config.sample)
-    attention = f", attention by {benchmark.attention}" if benchmark.attention else ""
-    yield "precision", benchmark.precision + (", blocks compiled" if benchmark.compiled else "") + attention
-    yield "input", benchmark.data.name if benchmark.data else f"synthetic: random {config.sample}s on the device"
-    warm = benchmark.warm_up
-    words = f"{count(warm.steps, 'step')}, the first took {warm.first:.1f} s" + (
-        "" if warm.steady else "; not steady yet"
-    )
+    attention = f", attention by {benchmark['attention']}" if benchmark["attention"] else ""
+    yield "precision", benchmark["precision"] + (", blocks compiled" if benchmark["compile"] else "") + attention
+    data, warm = benchmark["data"], benchmark["warm_up"]
+    yield "input", data["name"] if data else f"synthetic: random {config.sample}s on the device"
+    steady = "" if warm["steady"] else "; not steady yet"
+    words = f"{count(warm['steps'], 'step')}, the first took {warm['first']:.1f} s{steady}"
     yield "warm-up", words
 
 
-def _reached(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
+def _reached(benchmark: Numbers, sample: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of the result."""
-    rates = benchmark.rates
-    how = f"{count(len(benchmark.seconds.values), 'repeat')} of {count(benchmark.steps, 'step')}"
-    yield "step", f"{_ms(benchmark.seconds)} ms, mean ± deviation of {how}"
-    yield "speed", f"{_spread(benchmark.images_per_second, 1.0)} {benchmark.config.sample}s/s"
-    if benchmark.mfu is not None and rates.peak is not None:
-        yield "MFU", f"{percent(benchmark.mfu)} of the data sheet's {_short(rates.peak)}FLOP/s per rank"
-    measured = f"{_short(rates.matmul)}FLOP/s per rank, the measured rate of matrix products of these shapes"
-    yield "products", f"{percent(benchmark.matmul_share)} of {measured}"
-    yield "memory", f"{size(benchmark.memory_bytes)} on the fullest rank"
-    if benchmark.data:
-        share = _spread(benchmark.data.share, 100.0, 1)
-        yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(benchmark.data.synthetic)} ms"
-        if prepared := benchmark.data.prepared:
-            takes = benchmark.batch_size / benchmark.data.synthetic.mean
+    rates, seconds = benchmark["rates"], benchmark["step_seconds"]
+    how = f"{count(len(seconds['repeats']), 'repeat')} of {count(benchmark['steps'], 'step')}"
+    yield "step", f"{_ms(seconds)} ms, mean ± deviation of {how}"
+    yield "speed", f"{_spread(benchmark['images_per_second'], 1.0)} {sample}s/s"
+    if benchmark["mfu"] is not None:
+        yield "MFU", f"{percent(benchmark['mfu'])} of the data sheet's {_short(rates['peak'])}FLOP/s per rank"
+    measured = f"{_short(rates['matmul'])}FLOP/s per rank, the measured rate of matrix products of these shapes"
+    yield "products", f"{percent(benchmark['matmul_share'])} of {measured}"
+    yield "memory", f"{size(benchmark['memory_bytes'])} on the fullest rank"
+    if data := benchmark["data"]:
+        synthetic = data["synthetic_step_seconds"]
+        share = _spread(data["share"], 100.0, 1)
+        yield "data share", f"{share} % of a step; with synthetic input a step takes {_ms(synthetic)} ms"
+        if prepared := data["images_per_second_prepared"]:
+            takes = benchmark["batch_size"] / synthetic["mean"]
             yield "images", f"the model takes {takes:,.0f}/s, the CPUs prepare {prepared:,.0f}/s"
 
 
-def _phases(benchmark: Benchmark) -> Table:
-    whole = benchmark.phased.mean
+def _phases(benchmark: Numbers) -> Table:
+    whole, between = benchmark["phased_step_seconds"]["mean"], benchmark["between_seconds"]
     table = data_table()
     table.add_column("phase", no_wrap=True)
     for heading in ("ms", "share", "slowest", "limit", "of limit"):
         table.add_column(heading, justify="right")
-    for phase in benchmark.phases:
-        limited = phase.limit is not None and phase.seconds.mean > SHORT
+    for phase in benchmark["phases"]:
+        mean, limit = phase["seconds"]["mean"], phase["limit_seconds"]
         table.add_row(
-            phase.name,
-            _ms(phase.seconds),
-            percent(phase.seconds.mean / whole),
-            _milliseconds(phase.slowest),
-            "" if phase.limit is None else _milliseconds(phase.limit),
-            percent(phase.limit_share) if limited and phase.limit_share is not None else "",
+            phase["name"],
+            _ms(phase["seconds"]),
+            percent(mean / whole),
+            _milliseconds(phase["slowest_rank_seconds"]),
+            "" if limit is None else _milliseconds(limit),
+            percent(phase["limit_share"]) if limit is not None and mean > SHORT else "",
         )
-    table.add_row("between phases", _milliseconds(benchmark.between), percent(benchmark.between / whole))
+    table.add_row("between phases", _milliseconds(between), percent(between / whole))
     table.add_section()
-    table.add_row("step, timed by phase", _ms(benchmark.phased))
+    table.add_row("step, timed by phase", _ms(benchmark["phased_step_seconds"]))
     return table
 
 
-def _kernels(kernels: tuple[Kernel, ...], device: str, width: int) -> Table:
+def _kernels(kernels: list[Numbers], device: str, width: int) -> Table:
     table = data_table()
     table.add_column("kernel" if device == "cuda" else "operator", no_wrap=True)
     for heading in ("ms", "share", "calls", "FLOP/s", "of limit"):
         table.add_column(heading, justify="right", no_wrap=True)
     room = max(10, width - FIGURES)
     for kernel in kernels[:KERNELS]:
-        known = kernel.flops is not None and kernel.limit_share is not None
+        name, flops = kernel["name"], kernel["flops"]
         table.add_row(
-            kernel.name if len(kernel.name) <= room else f"{kernel.name[: room - 1]}…",
-            _milliseconds(kernel.seconds),
-            percent(kernel.share),
-            f"{kernel.calls:,.0f}",
-            _short(kernel.flops / kernel.seconds) if kernel.flops is not None else "",
-            percent(kernel.limit_share) if known and kernel.limit_share is not None else "",
+            name if len(name) <= room else f"{name[: room - 1]}…",
+            _milliseconds(kernel["seconds"]),
+            percent(kernel["share"]),
+            f"{kernel['calls']:,.0f}",
+            "" if flops is None else _short(flops / kernel["seconds"]),
+            "" if flops is None else percent(kernel["limit_share"]),
         )
     rest = kernels[KERNELS:]
     if rest:
-        seconds, share = sum(kernel.seconds for kernel in rest), sum(kernel.share for kernel in rest)
+        seconds, share = (sum(kernel[key] for kernel in rest) for key in ("seconds", "share"))
         table.add_row(f"… {len(rest)} more", _milliseconds(seconds), percent(share))
     return table
 
@@ -180,9 +182,9 @@ def _print(console: Console, rows: Iterator[tuple[str, str]]) -> None:
     console.print()
 
 
-def _ms(seconds: Repeated) -> str:
-    digits = _digits(seconds.mean)
-    return f"{seconds.mean * 1e3:,.{digits}f} ± {seconds.deviation * 1e3:,.{digits}f}"
+def _ms(seconds: Numbers) -> str:
+    digits = _digits(seconds["mean"])
+    return f"{seconds['mean'] * 1e3:,.{digits}f} ± {seconds['deviation'] * 1e3:,.{digits}f}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -193,8 +195,8 @@ def _digits(seconds: float) -> int:
     return 2 if abs(seconds) < 0.1 else 1 if abs(seconds) < 1 else 0
 
 
-def _spread(values: Repeated, factor: float, digits: int | None = None) -> str:
-    mean, deviation = values.mean * factor, values.deviation * factor
+def _spread(values: Numbers, factor: float, digits: int | None = None) -> str:
+    mean, deviation = values["mean"] * factor, values["deviation"] * factor
     digits = (0 if mean >= 100 else 1) if digits is None else digits
     return f"{mean:,.{digits}f} ± {deviation:,.{digits}f}"
 

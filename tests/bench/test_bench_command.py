@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers.command_line import Refused, run
 from helpers.ranks import RankPool
 from helpers.small_data import CLASSES
 from helpers.trained import recipe_of
-from vitpar.bench import Benchmark, Settings, bench
+from vitpar.bench import Settings, bench
 from vitpar.bench.feeds import Loaded, Synthetic
 from vitpar.bench.limits import matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.run import STEADY, StepRunner
@@ -27,6 +28,7 @@ from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent
 
+Result = dict[str, Any]
 CPU = torch.device("cpu")
 SETTINGS = Settings(steps=2, repeats=2)
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm"}
@@ -40,7 +42,7 @@ def nobody_launched_us(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Benchmark:
+def measured(device: torch.device, recipe: Recipe, traces: Path, reads: bool = True) -> Result:
     """Benchmark a recipe; runs on every rank."""
     recipe = replace_auto_precision(recipe, "cpu")
     config = recipe.config(CLASSES)
@@ -55,20 +57,18 @@ def trained_parts(device: torch.device, recipe: Recipe) -> TrainingComponents:
 
 
 @pytest.fixture(scope="module")
-def one(
-    ranks: Callable[[int], RankPool], data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Benchmark, Path]:
+def one(ranks: Callable[[int], RankPool], data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """Return a benchmark of dp1 with the recipe's data, and the folder of its trace."""
     folder = tmp_path_factory.mktemp("traces")
     (found,) = ranks(1).run(measured, recipe_of(data, "dp1"), folder)
     return found, folder
 
 
-def adds_up(found: Benchmark) -> None:
-    seconds = [phase.seconds.mean for phase in found.phases]
+def adds_up(found: Result) -> None:
+    seconds, whole = [phase["seconds"]["mean"] for phase in found["phases"]], found["phased_step_seconds"]["mean"]
     assert all(s > 0 for s in seconds)
-    assert sum(seconds) + found.between == pytest.approx(found.phased.mean)
-    assert -0.01 * found.phased.mean < found.between < 0.6 * found.phased.mean
+    assert sum(seconds) + found["between_seconds"] == pytest.approx(whole)
+    assert -0.01 * whole < found["between_seconds"] < 0.6 * whole
 
 
 def check_trace(path: Path) -> None:
@@ -76,37 +76,36 @@ def check_trace(path: Path) -> None:
     assert {event.get("name") for event in events} & PRODUCTS
 
 
-def test_phases_of_one_process_add_up_and_have_their_limits(one: tuple[Benchmark, Path]) -> None:
+def test_phases_of_one_process_add_up_and_have_their_limits(one: tuple[Result, Path]) -> None:
     found, _ = one
     adds_up(found)
-    limits = {phase.name: phase.limit for phase in found.phases}
+    limits = {phase["name"]: phase["limit_seconds"] for phase in found["phases"]}
     assert list(limits) == ["waiting for data", "input", "forward", "backward", *OF_A_STEP]
     assert {name for name, limit in limits.items() if limit} == {"forward", "backward", *OF_A_STEP[1:]}
-    assert len(found.seconds.values) == len(found.phased.values) == SETTINGS.repeats
-    assert found.images_per_second.values[0] == pytest.approx(found.batch_size / found.seconds.values[0])
-    assert found.mfu is None and found.matmul_share > 0 and found.rates.bandwidth > 0
-    assert found.memory_bytes > 1e7 and found.warm_up.steps > STEADY
+    seconds = found["step_seconds"]["repeats"]
+    assert len(seconds) == len(found["phased_step_seconds"]["repeats"]) == SETTINGS.repeats
+    assert found["images_per_second"]["repeats"][0] == pytest.approx(found["batch_size"] / seconds[0])
+    assert found["mfu"] is None and found["matmul_share"] > 0 and found["rates"]["bandwidth"] > 0
+    assert found["memory_bytes"] > 1e7 and found["warm_up"]["steps"] > STEADY
 
 
-def test_real_input_is_compared_with_synthetic_input_per_repeat(one: tuple[Benchmark, Path]) -> None:
+def test_real_input_is_compared_with_synthetic_input_per_repeat(one: tuple[Result, Path]) -> None:
     found, _ = one
-    assert found.data is not None
-    pairs = zip(found.data.synthetic.values, found.seconds.values, strict=True)
-    assert found.data.share.values == pytest.approx([1 - bare / full for bare, full in pairs])
+    bare, full = (one["repeats"] for one in (found["data"]["synthetic_step_seconds"], found["step_seconds"]))
+    saved = [1 - one / other for one, other in zip(bare, full, strict=True)]
+    assert found["data"]["share"]["repeats"] == pytest.approx(saved)
 
 
-def test_top_operators_are_named_and_traced(one: tuple[Benchmark, Path]) -> None:
+def test_top_operators_are_named_and_traced(one: tuple[Result, Path]) -> None:
     found, folder = one
-    assert found.kernels is not None
-    assert [k.seconds for k in found.kernels] == sorted((k.seconds for k in found.kernels), reverse=True)
-    assert 0.1 < sum(kernel.share for kernel in found.kernels) < 1.02
-    products = [kernel for kernel in found.kernels if kernel.name in PRODUCTS]
-    attention = (
-        found.config.depth * found.config.tokens**2 * found.config.embed_dim * 12
-    )  # the profiler counts no FLOPs for attention
-    expected = (found.config.flops - attention) * found.batch_size
-    assert sum(kernel.flops or 0 for kernel in products) == pytest.approx(expected, rel=0.25)
-    assert all(kernel.limit_share and kernel.limit_share > 0 for kernel in products)
+    kernels, config = found["kernels"], recipe_of(Path("x"), "dp1").config(CLASSES)
+    assert [k["seconds"] for k in kernels] == sorted((k["seconds"] for k in kernels), reverse=True)
+    assert 0.1 < sum(kernel["share"] for kernel in kernels) < 1.02
+    products = [kernel for kernel in kernels if kernel["name"] in PRODUCTS]
+    attention = config.depth * config.tokens**2 * config.embed_dim * 12  # the profiler counts no FLOPs for attention
+    expected = (config.flops - attention) * found["batch_size"]
+    assert sum(kernel["flops"] or 0 for kernel in products) == pytest.approx(expected, rel=0.25)
+    assert all(kernel["limit_share"] > 0 for kernel in products)
     assert [path.name for path in folder.iterdir()] == ["rank_0.json"]
     check_trace(folder / "rank_0.json")
 
@@ -118,9 +117,9 @@ def test_pipeline_of_two_stages_is_measured_alike_on_both_ranks(
     first, second = ranks(2).run(measured, recipe, tmp_path)
     assert first == second
     adds_up(first)
-    names = [phase.name for phase in first.phases]
+    names = [phase["name"] for phase in first["phases"]]
     assert names == ["waiting for data", "input", "pipeline", *OF_A_STEP]
-    assert all(phase.slowest >= phase.seconds.mean * 0.999 for phase in first.phases)
+    assert all(one["slowest_rank_seconds"] >= one["seconds"]["mean"] * 0.999 for one in first["phases"])
     for rank in range(2):
         check_trace(tmp_path / f"rank_{rank}.json")
 
@@ -143,8 +142,8 @@ def test_reduced_gradients_have_a_limit(ranks: Callable[[int], RankPool], data: 
 
 def test_benchmark_without_data_reads_nothing(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     (found,) = ranks(1).run(measured, recipe_of(tmp_path / "nowhere", "dp1"), tmp_path, reads=False)
-    assert found.data is None
-    assert [phase.name for phase in found.phases][:2] == ["forward", "backward"]
+    assert found["data"] is None
+    assert [phase["name"] for phase in found["phases"]][:2] == ["forward", "backward"]
 
 
 def test_benchmark_steps_change_no_parameter(alone: None, data: Path) -> None:
@@ -181,9 +180,9 @@ def test_warmup_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch:
     monkeypatch.setattr(runner, "most", lambda seconds: next(taken))
 
     warm = runner.warm_up(feed, None, lambda words: None)
-    assert (warm.steps, warm.first, warm.steady) == (6, 5.0, True)
+    assert warm == {"steps": 6, "first": 5.0, "steady": True}
     monkeypatch.setattr(runner, "most", lambda seconds: 1.0)
-    assert runner.warm_up(feed, 2, lambda words: None).steps == 2
+    assert runner.warm_up(feed, 2, lambda words: None)["steps"] == 2
 
 
 @pytest.mark.parametrize("mesh", ["pp2", "dp2"])
@@ -214,17 +213,18 @@ def test_rates_and_update_bytes_match_the_step(ranks: Callable[[int], RankPool],
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_output_fits_the_terminal(one: tuple[Benchmark, Path], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_fits_the_terminal(one: tuple[Result, Path], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
     monkeypatch.setattr(bench_view, "Console", lambda **_: console)
-    bench_view.show(one[0], Path("traces"))
+    made = recipe_of(Path("x"), "dp1")
+    bench_view.show(one[0], config := made.config(CLASSES), made.plan(config), Path("traces"))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for phase in one[0].phases:
-        assert f"\n{phase.name} " in text
-    for kernel in (one[0].kernels or ())[: bench_view.KERNELS]:
-        assert f" {percent(kernel.share)} " in text
+    for phase in one[0]["phases"]:
+        assert f"\n{phase['name']} " in text
+    for kernel in one[0]["kernels"][: bench_view.KERNELS]:
+        assert f" {percent(kernel['share'])} " in text
 
 
 RECIPE = """
@@ -242,7 +242,7 @@ path = "nowhere"
 KEYS = {
     *("model", "plan", "schedule", "microbatches", "ranks", "batch_size", "precision", "compile", "attention"),
     *("device", "device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
-    *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels"),
+    *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels", "warnings"),
 }
 
 

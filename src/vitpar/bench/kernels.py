@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,18 @@ MOST = 100
 """Number of kernels of a rank, longest first, that enter the mean over ranks."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """All kernels (or operators) of one name in a step, averaged over ranks."""
-
-    name: str
-    seconds: float
-    """Seconds per step, without the operators that they call."""
-    calls: float
-    """Calls per step."""
-    share: float
-    """Share of the recorded step time."""
-    flops: float | None
-    """FLOPs per step; None if the profiler does not know them."""
-    limit_share: float | None
-    """FLOP/s relative to the measured rate of matrix products, 1 at the limit; None without `flops`."""
-
-
-def record(step: Callable[[], object], device: torch.device, path: Path, matmul_rate: float) -> tuple[Kernel, ...]:
+def record(step: Callable[[], object], device: torch.device, path: Path, matmul_rate: float) -> list[dict[str, Any]]:
     """Record some steps, write a trace for chrome://tracing or Perfetto, and return the kernels, longest first.
+
+    Each stands for all kernels (or operators) of one name, averaged over ranks: `name`, `seconds` and `calls` per step,
+    without the operators that they call, `share` of the step time, `flops` per step if the profiler knows them, and
+    `limit_share`, their rate relative to that of matrix products.
 
     Collective; equal on all ranks. The profiler adds time to every kernel, relatively most to small ones.
 
     step: runs one step.
     path: file for this rank's trace.
-    matmul_rate: FLOP/s of matrix products on this rank (`PhaseLimits.matmul_rate`).
+    matmul_rate: FLOP/s of matrix products on this rank.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank logs start and stop to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -102,7 +88,7 @@ def _kernel_flops(profiler: Any) -> Counter[str]:
     return flops
 
 
-def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Kernel, ...]:
+def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> list[dict[str, Any]]:
     """Return the mean over all ranks, per step. Collective.
 
     mine: this rank's rows.
@@ -115,9 +101,9 @@ def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> tuple[Ke
     for name in dict.fromkeys(name for rows, *_ in every for name in rows):
         columns = zip(*(rows.get(name, (0.0, 0.0, 0.0)) for rows, *_ in every), strict=True)
         taken, calls, flops = (sum(column) / world / STEPS for column in columns)
-        limit_share = flops / rate / taken if flops else None
-        kernels.append(Kernel(name, taken, calls, taken / step, flops or None, limit_share))
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
+        known = {"flops": flops or None, "limit_share": flops / rate / taken if flops else None}
+        kernels.append({"name": name, "seconds": taken, "calls": calls, "share": taken / step, **known})
+    return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
 def _settle(device: torch.device) -> None:

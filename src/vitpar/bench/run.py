@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,6 @@ import torch.distributed as dist
 from vitpar.bench.feeds import Feed, Loaded, Synthetic, Take
 from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
-from vitpar.bench.result import Benchmark, DataCost, PhaseTime, Rates, Repeated, WarmUp
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
@@ -61,8 +62,11 @@ def bench(
     task: Task | None = None,
     traces: Path | None = None,
     report: Report = lambda words: None,
-) -> Benchmark:
-    """Measure the steps of `recipe` under `plan`. Collective; equal on all ranks.
+) -> dict[str, Any]:
+    """Measure the steps of `recipe` under `plan`, and return what `vitpar bench --json` prints. Collective.
+
+    The result is equal on all ranks. Times are in seconds; `repeated` numbers have their mean, deviation and values.
+    `share` of the data is the part of a step that synthetic input saves, `between_seconds` the part outside all phases.
 
     config, plan: as for ``vitpar.training.build``.
     images: training set to read; None for synthetic input.
@@ -105,37 +109,57 @@ def bench(
             path = traces / f"rank_{dist.get_rank()}.json"
             kernels = record(lambda: runner.step(take), device, path, limits.matmul_rate)
     phases, whole, rates = _over_ranks(phased, limits, peak_flops(device, recipe.train.precision))
-    data = None
+    data, size = None, recipe.train.batch_size
     if images is not None:
-        shares = tuple(1 - bare / full for bare, full in zip(without, seconds, strict=True))
-        prepared = all_gather_json(input_rate(recipe, config.image_size, device.type))[0]  # of rank 0
-        data = DataCost(recipe.data_name, Repeated(tuple(without)), Repeated(shares), prepared)
-    return Benchmark(
-        config=with_frozen(config, recipe.frozen(config)),
-        plan=plan,
-        batch_size=recipe.train.batch_size,
-        precision=recipe.train.precision,
-        compiled=trained.model.execution.compile,
-        attention=attention.backend,
-        warnings=(*trained.warnings, *filter(None, [attention.warning])),
-        device=device.type,
-        device_name=device_name(device),
-        steps=settings.steps,
-        warm_up=warm_up,
-        seconds=Repeated(tuple(seconds)),
-        data=data,
-        memory_bytes=memory,
-        rates=rates,
-        phases=phases,
-        phased=whole,
-        kernels=kernels,
-    )
+        data = {
+            "name": recipe.data_name,
+            "synthetic_step_seconds": repeated(without),
+            "share": repeated([1 - bare / full for bare, full in zip(without, seconds, strict=True)]),
+            "images_per_second_prepared": all_gather_json(input_rate(recipe, config.image_size, device.type))[0],
+        }
+    flops = with_frozen(config, recipe.frozen(config)).flops * size / statistics.fmean(seconds) / plan.world_size
+    return {
+        "model": config.name,
+        "plan": str(plan),
+        "schedule": plan.schedule if plan.pipeline_degree > 1 else None,
+        "microbatches": plan.microbatches,
+        "ranks": plan.world_size,
+        "batch_size": size,
+        "precision": recipe.train.precision,
+        "compile": trained.model.execution.compile,
+        "attention": attention.backend,
+        "device": device.type,
+        "device_name": device_name(device),
+        "warm_up": warm_up,
+        "steps": settings.steps,
+        "step_seconds": repeated(seconds),
+        "images_per_second": repeated([size / one for one in seconds]),
+        "mfu": rates["peak"] and flops / rates["peak"],
+        "matmul_share": flops / rates["matmul"],
+        "rates": rates,
+        "memory_bytes": memory,
+        "data": data,
+        "phased_step_seconds": whole,
+        "phases": phases,
+        "between_seconds": whole["mean"] - sum(phase["seconds"]["mean"] for phase in phases),
+        "kernels": kernels,
+        "warnings": [*trained.warnings, *filter(None, [attention.warning])],
+    }
+
+
+def repeated(values: Sequence[float]) -> dict[str, Any]:
+    """Return a measured quantity with one value a repeat: its mean, its sample standard deviation, the values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "deviation": deviation, "repeats": list(values)}
 
 
 def _over_ranks(
     phased: list[Phased], limits: PhaseLimits, peak: float | None
-) -> tuple[tuple[PhaseTime, ...], Repeated, Rates]:
-    """Return phases, step times and rates over all ranks. Collective."""
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Return phases, step times and rates over all ranks. Collective.
+
+    Seconds are means over ranks, so that phases add up to the step.
+    """
     world = dist.get_world_size()
     gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
     every = [([Phased(**run) for run in runs], PhaseLimits(**rank_limits)) for runs, rank_limits in gathered]
@@ -147,15 +171,24 @@ def _over_ranks(
     repeats = range(len(phased))
     phases = []
     for name in names:
-        each = Repeated(tuple(mean(runs[n].phases.get(name, 0.0) for runs, _ in every) for n in repeats))
+        each = repeated([mean(runs[n].phases.get(name, 0.0) for runs, _ in every) for n in repeats])
         slowest = max(sum(run.phases.get(name, 0.0) for run in runs) / len(runs) for runs, _ in every)
         bound = [rank_limits.phases[name] for _, rank_limits in every if name in rank_limits.phases]
-        phases.append(PhaseTime(name, each, slowest, sum(bound) / world if bound else None))
-    whole = Repeated(tuple(mean(runs[n].step for runs, _ in every) for n in repeats))
+        limit = sum(bound) / world if bound else None
+        phases.append(
+            {
+                "name": name,
+                "seconds": each,
+                "slowest_rank_seconds": slowest,
+                "limit_seconds": limit,
+                "limit_share": None if limit is None or not each["mean"] else limit / each["mean"],
+            }
+        )
+    whole = repeated([mean(runs[n].step for runs, _ in every) for n in repeats])
     matmul, bandwidth = (
         mean(getattr(rank_limits, rate) for _, rank_limits in every) for rate in ("matmul_rate", "bandwidth")
     )
-    return tuple(phases), whole, Rates(matmul, peak, bandwidth)
+    return phases, whole, {"matmul": matmul, "peak": peak, "bandwidth": bandwidth}
 
 
 STEADY, BETTER, MOST = 3, 0.05, 50
@@ -199,8 +232,11 @@ class StepRunner:
                 self.step(take)
             yield take
 
-    def warm_up(self, feed: Feed, wanted: int | None, report: Report) -> WarmUp:
-        """Run steps until their time is steady, or `wanted` steps."""
+    def warm_up(self, feed: Feed, wanted: int | None, report: Report) -> dict[str, Any]:
+        """Run steps until their time is steady, or `wanted` steps.
+
+        Returns their number, the seconds of the first, and whether the time had stopped falling.
+        """
         taken: list[float] = []
         fastest, since = float("inf"), 0
         with feed.opened() as take:
@@ -211,7 +247,7 @@ class StepRunner:
                 taken.append(self.most(self._synchronised() - begun))
                 since = 0 if taken[-1] < (1 - BETTER) * fastest else since + 1
                 fastest = min(fastest, taken[-1])
-        return WarmUp(len(taken), taken[0] if taken else 0.0, since >= STEADY)
+        return {"steps": len(taken), "first": taken[0] if taken else 0.0, "steady": since >= STEADY}
 
     def run(self, feed: Feed, steps: int) -> float:
         """Return the mean seconds of a step on the slowest rank."""

@@ -69,6 +69,7 @@ def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: 
     saves: whether ranks save a checkpoint when they are told to stop, so that this process must wait for them.
     """
     from vitpar.launch import ALONE, find_world, finish, spawn
+    from vitpar.training.tracking.tracker import are_hanging
 
     job, world = Job(work, arguments, sys.argv), find_world()
     if world is None and ranks > 1:
@@ -77,7 +78,7 @@ def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: 
             complain(f"starting {ranks:,} ranks")  # each imports torch, which takes seconds
         raise typer.Exit(spawn(ranks, WORKER, device=device, handed=job.to_bytes(), debug=debug, patient=saves))
     code = job.run(world or ALONE)
-    if world is not None:
+    if world is not None or are_hanging():
         finish(code)
     if code:
         raise typer.Exit(code)

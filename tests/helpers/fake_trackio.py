@@ -1,7 +1,4 @@
-"""A package `trackio` that follows trackio's documented functions, records their calls and can misbehave.
-
-Trackers run in a process of their own, so it is written to a folder that is on the path of that process.
-"""
+"""A package `trackio` that follows trackio's documented functions, records their calls and can misbehave."""
 
 import json
 import sys
@@ -26,9 +23,8 @@ def _misbehave(place):
     if mode == f"block in {place}":
         time.sleep(3600)
     if mode == f"exit in {place}":
-        os._exit(3)
+        raise SystemExit(3)
     if mode == f"print in {place}":
-        os.write(1, b"noise" * 10_000)
         print("noise")
 
 
@@ -64,7 +60,6 @@ class FakeTrackio:
         (package / "__init__.py").write_text(SOURCE)
         self._log, self._patch = folder / "calls.jsonl", patch
         patch.syspath_prepend(str(package.parent))
-        patch.setenv("PYTHONPATH", str(package.parent))
         patch.setenv("FAKE_TRACKIO_LOG", str(self._log))
         patch.delitem(sys.modules, "trackio", raising=False)
 

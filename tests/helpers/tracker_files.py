@@ -36,8 +36,9 @@ class EventFiles:
 
     def texts(self, name: str) -> list[tuple[int, str]]:
         """Return steps and content of a text, in order."""
-        found = [(event.step, event.tensor_proto.string_val[0].decode()) for event in self._read.Tensors(name)]
-        assert self._read.SummaryMetadata(name).plugin_data.plugin_name == "text"
+        tag = f"{name}/text_summary"
+        found = [(event.step, event.tensor_proto.string_val[0].decode()) for event in self._read.Tensors(tag)]
+        assert self._read.SummaryMetadata(tag).plugin_data.plugin_name == "text"
         return found
 
     def hyper_parameters(self) -> dict[str, Any]:

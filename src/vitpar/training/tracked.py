@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,17 +17,17 @@ from vitpar.strategy.plan_json import plan_to_json
 from vitpar.training.events import Reporter, Row, RunHeader
 from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
-from vitpar.training.tracking.channel import Channel
 from vitpar.training.tracking.tracked_run import TrackedRun
+from vitpar.training.tracking.tracker import Tracker
 
 TRACK_FILE = "track.json"
 """File of a run's folder with its identifier for trackers and the trackers that it has used."""
-FLUSH_S = 30.0
+FLUSH_S = 10.0
 """Seconds that the end of a run waits for its trackers."""
 PREFIXES = {"train": "train", "eval": "val"}
 """First part of the names of logged numbers, by the kind of the row of metrics.jsonl."""
 _ID = re.compile("[a-z0-9]{1,64}")
-"""Identifiers that are accepted from a run's folder."""
+"""Identifiers that are accepted from a run's folder: trackers name files by them."""
 
 
 def scalars(row: Row) -> dict[str, float]:
@@ -53,8 +52,8 @@ class Tracked(Reporter):
 
     def __init__(self, shown: Reporter, recipe: Recipe, folder: RunFolder, done: int = 0) -> None:
         self._shown, self._recipe, self._folder, self._done = shown, recipe, folder, done
-        self._channels: list[Channel] = []
-        self._step, self._open = done, True
+        self._trackers: list[Tracker] = []
+        self._step = done
 
     def __enter__(self) -> Self:
         return self
@@ -65,13 +64,11 @@ class Tracked(Reporter):
         self._close(failed=error_type is not None)
 
     def started(self, header: RunHeader) -> None:
-        """Start the trackers."""
         self._shown.started(header)
         track = self._recipe.track
         if not track.trackers:
             return
         run_id, before = _identity(self._folder.path, track.trackers)
-        self._step = self._done
         for name in track.trackers:
             run = TrackedRun(
                 folder=str(self._folder.path.resolve()),
@@ -86,58 +83,50 @@ class Tracked(Reporter):
                 facts=_facts(header, self._folder.environment),
                 texts=self._folder.texts,
             )
-            self._channels.append(Channel(name, run))
+            self._trackers.append(Tracker(name, run))
 
     def stepped(self, row: Row) -> None:
-        """Pass on a step."""
         self._put(row["step"], scalars(row))
         self._shown.stepped(row)
 
     def evaluating(self, images: int, total: int) -> None:
-        """Pass on the progress of an evaluation."""
         self._shown.evaluating(images, total)
 
     def evaluated(self, row: Row) -> None:
-        """Pass on an evaluation."""
         self._put(row["step"], scalars(row))
         self._shown.evaluated(row)
 
     def note(self, text: str) -> None:
-        """Pass on a warning."""
         self._shown.note(text)
 
     def info(self, text: str) -> None:
-        """Pass on a message."""
         self._shown.info(text)
 
     def finished(self, summary: Row) -> None:
-        """Pass on the summary, after the trackers have ended."""
         numbers = {f"summary/{key}": value for key, value in summary.items() if isinstance(value, int | float)}
         self._put(self._step, numbers)
-        self._close(failed=False)
+        self._close(failed=False)  # before the summary, since warnings come first
         self._shown.finished(summary)
 
     def _put(self, step: int, values: Mapping[str, float]) -> None:
         """Queue numbers for all trackers, and report their problems."""
         self._step = step
-        for channel in self._channels:
-            channel.put({"step": step, "time": time.time(), "values": values})
+        for tracker in self._trackers:
+            tracker.put(step, values)
         self._report()
 
     def _close(self, failed: bool) -> None:
-        if not self._open:
-            return
-        self._open = False
-        for channel in self._channels:
-            channel.close(failed)
         deadline = time.monotonic() + FLUSH_S
-        for channel in self._channels:
-            channel.join(deadline)
+        for tracker in self._trackers:
+            tracker.close(failed)
+        for tracker in self._trackers:
+            tracker.join(deadline)
         self._report()
+        self._trackers = []
 
     def _report(self) -> None:
-        for channel in self._channels:
-            if problem := channel.problem():
+        for tracker in self._trackers:
+            if problem := tracker.problem():
                 self._shown.note(problem)
 
 
@@ -152,16 +141,13 @@ def _facts(header: RunHeader, environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity(folder: Path, trackers: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the identifier of the run in `folder` for trackers, and the trackers that it has used before.
-
-    They are kept in the folder. A file that is damaged counts as missing.
-    """
-    path, before = folder / TRACK_FILE, list[str]()
-    run_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    """Return the identifier of the run in `folder` for trackers, and the trackers that it has used before."""
+    path = folder / TRACK_FILE
+    run_id, before = secrets.token_hex(4), list[str]()
+    with suppress(OSError, ValueError, KeyError, TypeError):  # new, or damaged
         record = read_json(path)
-        if _ID.fullmatch(record["id"]):
-            run_id, before = record["id"], [name for name in record["trackers"] if isinstance(name, str)]
+        before = [*record["trackers"]]
+        run_id = _ID.fullmatch(record["id"])[0]  # type: ignore[index]
     with suppress(OSError):  # then a resumed run is a new one for the trackers
         write_text(path, json.dumps({"id": run_id, "trackers": sorted({*before, *trackers})}))
     return run_id, before

@@ -1,10 +1,6 @@
 """Runs with trackers: what they log is in metrics.jsonl, and whatever they do, the training is the same."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -130,7 +126,7 @@ def test_only_rank_0_has_trackers(data: Path, tmp_path: Path, ranks: Callable[[i
 
 
 FAULTS = ("raise in log", "block in finish", "exit in log", "print in log")
-"""Those that test_channel.py does not try on a run; the others end in the same way."""
+"""Those that test_tracker.py does not try on a run; the others end in the same way."""
 
 
 def test_no_tracker_changes_or_stops_a_run(
@@ -169,28 +165,6 @@ def test_failed_run_closes_its_trackers(
         trained(tracked_recipe(data, "trackio"), tmp_path / "run")
     assert [call["step"] for call in trackio.calls("log")] == [1, 2, 2]
     assert trackio.calls()[-1]["call"] == "finish"
-
-
-def test_killed_run_leaves_its_tracker_to_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracker's process sees the end of its input when the process of the run is gone."""
-    trackio = FakeTrackio(tmp_path, monkeypatch)
-    program = (
-        "import os, time\n"
-        "from vitpar.training.tracking.channel import Channel\n"
-        "from vitpar.training.tracking.tracked_run import TrackedRun\n"
-        "run = TrackedRun('.', 'a', 'b', 'c', False, 0, 0, False, {}, {}, {})\n"
-        "sent = Channel('trackio', run)\n"
-        "sent.put({'step': 1, 'time': 1.0, 'values': {'x': 1.0}})\n"
-        "while not os.path.exists(os.environ['FAKE_TRACKIO_LOG']): time.sleep(0.01)\n"
-        "while sent._waiting: time.sleep(0.01)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], env=dict(os.environ), timeout=60)
-    assert done.returncode == -9
-    until = time.monotonic() + 60
-    while not trackio.calls("finish") and time.monotonic() < until:
-        time.sleep(0.05)
-    assert [call["call"] for call in trackio.calls()] == ["init", "log", "finish"]
 
 
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

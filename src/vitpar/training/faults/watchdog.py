@@ -1,42 +1,39 @@
-"""Watchdog: detect that a run hangs, make every rank write down what it is doing, and end the run with one sentence.
+"""Watchdog: end a run that makes no progress, with one sentence that names the ranks that the others wait for.
 
-    watchdog thread   counts the time since the last beat; at the end of its patience, or when called, it
-                      writes <run>/hang/rank3.txt (to a new temporary folder before the run has one),
-                      leaves its answer in the store, waits some seconds for the others', and ends this process
-    listening thread  polls every few seconds whether another rank calls
+A thread of each rank puts a note into the store where the ranks met, every few seconds: what the rank does, at which
+step, and how many collectives it has called. Collectives are what hangs, and sockets do not tell: without traffic a cut
+link looks like a slow peer. Rank 0 reads all notes and judges:
 
-Ranks communicate through the store where they met, since collectives are what hangs. A rank that is stopped, or whose
-machine is gone, gives no answer: the others say so. The first sentence that a rank puts into the store is used by all.
+- A rank whose note has not changed for LOST_S is stopped, or its machine or network is down. The other ranks judge so
+  of rank 0.
+- If rank 0 makes no progress for `minutes`, the run hangs, since no rank makes a step without the others.
 
-The listening thread also gives a sign of life with each poll. Rank 0 ends the run if another rank gives none for LOST_S
-seconds, and another rank ends if the store does not answer for as long. Sockets do not tell: without traffic a cut link
-looks like a slow peer.
+Rank 0 puts the sentence into its note. Every rank that reads it writes its stacks to <run>/hang/rank<n>.txt and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from tempfile import mkdtemp
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from vitpar.errors import FaultError
 from vitpar.launch import report_failure
 from vitpar.launch.world_group import barrier, broadcast_json
-from vitpar.text import log_line
-from vitpar.training.faults.hang import Answer, dump, issued, leave, lost_sentence, sentence
+from vitpar.text import log_line, ranks
 
-T = TypeVar("T")
 STARTING = "starting"
 WAITING = "waiting for the data of step"
 COMPUTING = "computing step"
@@ -50,12 +47,30 @@ START_FACTOR, LEAST_START_S = 3.0, 120.0
 A factor of the later patience, and the least seconds.
 """
 LISTEN_S = 2.0
-"""Most seconds between two polls of the store."""
+"""Most seconds between two notes of a rank."""
 LOST_S = 120.0
-"""Seconds without a sign of life after which a rank counts as lost."""
-ANSWER_S = 5.0
-"""Seconds that a rank has to answer after it noticed that another calls."""
-_PREFIX = "vitpar/hang"
+"""Seconds without a new note after which a rank counts as lost."""
+SILENT = 3
+"""Missed notes after which a rank counts as silent if the run hangs anyway."""
+DUMP_S = 5.0
+"""Seconds to wait for the file system, which may be what hangs."""
+_POINT_TO_POINT = "mesh_pp"
+"""Description of the groups for sends between stages. Their members do not call the same operations."""
+
+
+class Note(NamedTuple):
+    """State of a rank."""
+
+    number: int
+    """Number of the note. A rank that is stopped writes no further one."""
+    place: str
+    """Current activity with its step, such as "computing step 7"."""
+    host: str
+    """Name of the rank's machine."""
+    calls: Mapping[str, tuple[int, Sequence[int]]]
+    """Collectives that the rank has called so far in each process group, and the group's ranks, by the group's name."""
+    sentence: str = ""
+    """Error with which all ranks end; empty while the run is fine."""
 
 
 class Watchdog:
@@ -70,36 +85,28 @@ class Watchdog:
         self._minutes = minutes
         self._place = (STARTING, 0)
         self._ended = threading.Event()
-        self._called = False
-        self._polls = 0
-        self._silent: dict[int, str] = {}
+        self._number = 0
+        self._store: dist.Store | None = None
         self.settled = False
         """Whether the first step is done. The trainer sets it."""
         self.folder: Path | None = None
-        """Folder of the dumps; None until it is known."""
+        """Folder of the stacks; None until it is known."""
         self.doing: Callable[[], str] = str
         """Returns the collective that this rank is at, or an empty string if that is not known."""
 
     def __enter__(self) -> Watchdog:
         if not self._minutes:
             return self
-        self._world, self._rank = dist.get_world_size(), dist.get_rank()
-        self._listen_every = min(LISTEN_S, self._minutes * 60 / 10)
-        threads = [threading.Thread(target=self._watch, name="vitpar-watchdog", daemon=True)]
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._every = min(LISTEN_S, self._minutes * 60 / 10)
         if self._world > 1:
-            # Each thread has its own client: a waiting call blocks all other calls of the same client.
-            store = dist.distributed_c10d._get_default_store()
+            # A client of its own, since a waiting call blocks all other calls of a client.
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in its stubs
             # torchrun may keep a store when it restarts the ranks, so keys are new.
-            prefix = f"{_PREFIX}/{broadcast_json(os.urandom(8).hex())}"
-            self._store, heard = (
-                dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
-                for _ in range(2)
-            )
-            self._store.set(f"alive/{self._rank}", f"- {platform.node()}")
-            barrier()  # so that rank 0 finds the signs of all
-            threads.append(threading.Thread(target=self._listen, args=(heard,), name="vitpar-listen", daemon=True))
-        for thread in threads:
-            thread.start()
+            self._store = dist.PrefixStore(f"vitpar/hang/{broadcast_json(os.urandom(8).hex())}", store)
+            self._store.set(str(self._rank), self._note())
+            barrier()  # so that every rank finds the notes of the others
+        threading.Thread(target=self._watch, name="vitpar-watchdog", daemon=True).start()
         return self
 
     def __exit__(
@@ -123,121 +130,151 @@ class Watchdog:
                 set_timeout(timedelta(seconds=self._start_seconds + 60), group)
 
     @property
+    def _patience(self) -> float:
+        return self._minutes * 60 if self.settled else self._start_seconds
+
+    @property
     def _start_seconds(self) -> float:
         return max(START_FACTOR * self._minutes * 60, LEAST_START_S)
 
+    def _note(self, sentence: str = "") -> str:
+        self._number += 1
+        phase, step = self._place
+        doing = self.doing()
+        place = f"{phase} {step}" if step else phase
+        return json.dumps(
+            Note(self._number, f"{place} (at {doing})" if doing else place, platform.node(), _calls(), sentence)
+        )
+
     def _watch(self) -> None:
-        seen, seconds = self._place, 0.0
-        polls, unanswered = self._polls, 0.0
-        tick = min(1.0, self._minutes * 60 / 20)
-        while not self._called and not self._silent:
-            if self._ended.wait(tick):
+        """Write and read notes until the run ends, or has to. Runs in the thread."""
+        place, idle = self._place, 0.0
+        watched = range(self._world) if self._rank == 0 else range(1)
+        notes = [self._note().encode()] * len(watched)
+        quiet = [0.0] * len(watched)
+        # Count polls instead of reading the clock: a process suspended for an hour has not waited for an hour.
+        while not self._ended.wait(self._every):
+            idle = idle + self._every if self._place is place else 0.0
+            place, former = self._place, notes
+            # The store's process may be stopped, or its machine gone. A timeout of the store would print a warning.
+            lost_store = threading.Timer(LOST_S, self._give_up, [notes, {0: LOST_S}])
+            lost_store.daemon = True
+            lost_store.start()
+            try:
+                notes = self._exchange(watched)
+            except dist.DistError:  # the store's process is gone, so this rank will end too
                 return
-            # Count ticks instead of reading the clock: a process suspended for an hour has not waited for an hour.
-            seconds = seconds + tick if self._place is seen else 0.0
-            seen = self._place
-            unanswered = unanswered + tick if self._polls == polls else 0.0
-            polls = self._polls
-            if unanswered >= LOST_S and self._world > 1:
-                self._silent = {0: os.environ.get("MASTER_ADDR", "")}
-            if seconds >= (self._minutes * 60 if self.settled else self._start_seconds):
-                break
+            finally:
+                lost_store.cancel()
+            same = [new == old for new, old in zip(notes, former, strict=True)]
+            quiet = [(seconds + self._every) * still for seconds, still in zip(quiet, same, strict=True)]
+            if sentence := Note(*json.loads(notes[0])).sentence:
+                self._end(sentence, says_it=False)
+            hangs = self._rank == 0 and idle >= self._patience
+            limit = SILENT * self._every if hangs else LOST_S
+            lost = {rank: seconds for rank, seconds in enumerate(quiet) if seconds >= limit}
+            if hangs or lost:
+                self._give_up(notes, lost)
+
+    def _exchange(self, watched: Sequence[int]) -> list[bytes]:
+        """Put this rank's note into the store, and return those of the `watched` ranks."""
+        note = self._note()
+        if self._store is None:
+            return [note.encode()]
+        self._store.set(str(self._rank), note)
+        return self._store.multi_get([str(rank) for rank in watched])
+
+    def _give_up(self, notes: Sequence[bytes], silent: Mapping[int, float]) -> None:
+        """End all ranks of a run that hangs. Arguments are as in `verdict`."""
+        stacks = f"; stacks are in '{self.folder}'" if self.folder else ""
+        words = verdict([Note(*json.loads(note)) for note in notes], silent, self._patience / 60)
+        sentence = f"the run hangs: {words}{stacks}"
+        if self._store and self._rank == 0 and 0 not in silent:
+            self._store.set("0", self._note(sentence))
+        self._end(sentence, says_it=True)
+
+    def _end(self, sentence: str, *, says_it: bool) -> None:
+        """Write the stacks, report `sentence`, and end this process.
+
+        says_it: whether this rank prints the sentence if vitpar's launcher does not. Errors of lost connections, which
+        the main thread may then raise, are not shown.
+        """
+        own = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        writing = threading.Thread(target=self._write, args=(sentence if says_it else "",), daemon=True)
         try:
-            self._end(seconds)
+            writing.start()
+            writing.join(DUMP_S)
+            # Until the others have read it and written their stacks. A launcher ends all at the first exit.
+            time.sleep((2 if says_it else 4) * self._every)
+            if not report_failure(FaultError(sentence)) and says_it:
+                os.write(own, f"error: {sentence}\n".encode())
+            time.sleep(1.0)  # rank 0 may host the store
         finally:
             os._exit(1)
 
-    def _listen(self, store: dist.Store) -> None:
-        host, signs, quiet = platform.node(), list[bytes](), [0] * self._world
-        keys = [f"alive/{rank}" for rank in range(self._world)]
-        with suppress(dist.DistError):  # the process with the store is gone, so this rank will end too
-            while not self._ended.wait(self._listen_every):
-                store.set(keys[self._rank], f"{self._polls} {host}")
-                if store.check(["call"]):
-                    self._called = True
-                    return
-                self._polls += 1
-                if self._rank == 0:
-                    before, signs = signs, store.multi_get(keys)
-                    same = [old == new for old, new in zip(before or signs, signs, strict=True)]
-                    quiet = [(count + 1) * old for count, old in zip(quiet, same, strict=True)]
-                    silent = [rank for rank, count in enumerate(quiet) if count * self._listen_every >= LOST_S]
-                    self._silent = {rank: signs[rank].decode().partition(" ")[2] for rank in silent}
-                    if silent:
-                        return
-
-    def _end(self, seconds: float) -> None:
-        """End this process within some seconds, even if the store or the disk does not answer.
-
-        seconds: since the last progress.
-        """
-        phase, step = self._place
-        called = _within(1.0, issued) or {}
-        folder = self.folder or _within(1.0, lambda: Path(mkdtemp(prefix="vitpar-hang-")))
-        doing = _within(1.0, self.doing) or ""
-        answer = Answer(self._rank, phase, step, called, doing, str(folder or ""))
-        minutes = self._minutes if self.settled else self._start_seconds / 60
-        lost = lost_sentence(self._silent, self._rank, LOST_S) if self._silent else ""
-        if folder:
-            _within(ANSWER_S / 2, lambda: leave(folder, self._rank, dump(answer, seconds)))
-        patience = 2 * self._listen_every + ANSWER_S
-        agreed = _within(patience + ANSWER_S, lambda: self._agree(answer, patience, minutes, lost))
-        author, text = agreed or (self._rank, lost or sentence({self._rank: answer}, self._world, minutes))
-
-        def tell() -> None:
-            reported = report_failure(FaultError(text))
-            if author == self._rank and not reported:
-                os.write(2, f"error: {text}\n".encode())
-            # One sentence is enough: hide later errors of the main thread about lost connections.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-        if author == self._rank and self.folder:
-            log = self.folder.parent / "log.txt"
-            _within(1.0, lambda: _log(log, text))
-        _within(1.0, tell)
-        time.sleep(1.0 if self._rank == 0 else 0.5)  # until all have read the sentence; rank 0 may host the store
-        os._exit(1)
-
-    def _agree(self, answer: Answer, patience: float, minutes: float, lost: str) -> tuple[int, str]:
-        """Agree on one sentence with all ranks.
-
-        lost: the sentence, if ranks are lost.
-
-        Returns the rank that made it, and the sentence.
-        """
-        if self._world == 1:
-            return 0, sentence({0: answer}, 1, minutes)
-        store = self._store
-        store.set("call", "")
-        store.set(f"answer/{answer.rank}", answer.text())
-        deadline = time.monotonic() + patience
-        missing = set(range(self._world))
-        while missing - self._silent.keys() and time.monotonic() < deadline and not store.check(["sentence"]):
-            time.sleep(0.1)
-            missing = {rank for rank in missing if not store.check([f"answer/{rank}"])}
-        answers = {rank: Answer.read(store.get(f"answer/{rank}")) for rank in range(self._world) if rank not in missing}
-        mine = json.dumps([answer.rank, lost or sentence(answers, self._world, minutes)])
-        author, text = json.loads(store.compare_set("sentence", "", mine))
-        return author, text
+    def _write(self, sentence: str) -> None:
+        """Write the stacks of this rank and, on rank 0, the sentence to log.txt."""
+        if self.folder is None:
+            return
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"rank{self._rank}.txt"
+            path.unlink(missing_ok=True)
+            with path.open("x") as file:  # "x": never write through a link that somebody put there
+                file.write(f"{Note(*json.loads(self._note())).place}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+            if sentence and self._rank == 0:
+                with (self.folder.parent / "log.txt").open("a") as log:
+                    log.write(log_line(f"error: {sentence}"))
 
 
-def _log(path: Path, text: str) -> None:
-    with suppress(OSError), path.open("a") as log:
-        log.write(log_line(f"error: {text}"))
+def verdict(notes: Sequence[Note], silent: Mapping[int, float], minutes: float) -> str:
+    """Return the words on a run that hangs.
 
-
-def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`; None if it takes longer than `seconds` or fails.
-
-    A failure does not matter, since the process ends in any case.
+    notes: the last note of each rank, from rank 0 on.
+    silent: seconds for which ranks have given no sign of life.
+    minutes: time without progress, if no rank is silent.
     """
-    results: list[T] = []
+    if silent:
+        hosts = " and ".join(sorted({notes[rank].host for rank in silent}))
+        whose = "its process is" if len(silent) == 1 else "their processes are"
+        parts = [
+            f"{ranks([*silent])} on {hosts} gave no sign of life for {min(silent.values()):.3g} s: {whose} stopped, or "
+            "the machine or its network is down"
+        ]
+    else:
+        parts = [f"no progress for {minutes:g} minutes"]
+        late, waiting = behind(notes)
+        if late:
+            parts.append(f"{ranks(late)} had not reached a collective that {ranks(waiting)} had called")
+    where: dict[str, list[int]] = defaultdict(list)
+    for rank, note in enumerate(notes):
+        where[note.place].append(rank)
+    return "; ".join(
+        [*parts, *(f"{ranks(who)} {'was' if len(who) == 1 else 'were'} {place}" for place, who in where.items())]
+    )
 
-    def run() -> None:
-        with suppress(Exception):
-            results.append(work())
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
+def behind(notes: Sequence[Note]) -> tuple[list[int], list[int]]:
+    """Return the ranks that others wait for, and the ranks that wait.
+
+    A rank is waited for if it has called fewer collectives of a group than others and is not ahead in any group. Both
+    lists are empty if the counts do not show it.
+    """
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
+    for rank, note in enumerate(notes):
+        for name, (number, members) in note.calls.items():
+            groups[name, tuple(members)][rank] = number
+    waiting, awaited = set[int](), set[int]()
+    for numbers in groups.values():
+        waiting |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
+        awaited |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
+    return sorted(awaited - waiting), sorted(waiting)
+
+
+def _calls() -> dict[str, Any]:
+    """Return the collectives that this process has called so far, by process group, with the ranks of the group."""
+    groups: list[Any] = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != _POINT_TO_POINT]
+    return {g.group_name: (g._get_sequence_number_for_group(), dist.get_process_group_ranks(g)) for g in groups}

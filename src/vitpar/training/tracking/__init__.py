@@ -1,1 +1,1 @@
-"""Experiment trackers (TensorBoard, W&B, trackio), each in a separate process that cannot stop or slow a run."""
+"""Experiment trackers (TensorBoard, W&B, trackio), each on a daemon thread for which a run does not wait."""

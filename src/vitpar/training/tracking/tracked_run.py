@@ -16,7 +16,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts about a run, as JSON values, that trackers log before the first step."""
+    """Facts about a run that trackers log before the first step."""
 
     folder: str
     """Absolute path of the run's folder."""

@@ -1,4 +1,4 @@
-"""Writers to the trackers. Each runs in a process of its tracker (``vitpar.training.tracking.process``)."""
+"""Writers to the trackers. Each runs in a thread of its own (`vitpar.training.tracking.tracker`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 from vitpar.training.tracking.tracked_run import TrackedRun
@@ -38,28 +39,23 @@ class TensorBoardWriter:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        sys.modules.setdefault("tensorflow", None)  # type: ignore[arg-type]  # or tensorboard imports it, for seconds
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        # Or tensorboard imports TensorFlow where it is installed, for seconds.
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("notf"))
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(Path(run.folder) / "tensorboard"), flush_secs=FLUSH_S)
-        if run.resumed:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(event_pb2.Event(session_log=start, step=run.done + 1))
-        else:
-            self._writer.add_event(event_pb2.Event(summary=hparams_pb(run.hyper_parameters, trial_id=run.id)))
+        folder, start = Path(run.folder, "tensorboard"), run.done + 1 if run.resumed else None
+        self._writer = SummaryWriter(folder, purge_step=start, flush_secs=FLUSH_S)
+        if not run.resumed:
+            # SummaryWriter.add_hparams would make a folder for them, and write booleans as numbers.
+            self._writer._get_file_writer().add_summary(hparams_pb(run.hyper_parameters, trial_id=run.id))
         for name, text in run.texts.items():
-            shown = text_pb(name, f"```\n{text}\n```")
-            self._writer.add_event(event_pb2.Event(summary=shown, step=run.done))
+            self._writer.add_text(name, f"```\n{text}\n```", run.done)
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """Log numbers as scalars."""
-        scalars = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        summary = self._summaries.Summary(value=scalars)
-        self._writer.add_event(self._events.Event(summary=summary, step=step, wall_time=time))
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, time)
 
     def close(self, failed: bool) -> None:
         """Flush and close the file."""
@@ -75,9 +71,10 @@ class WandbWriter:
     def __init__(self, run: TrackedRun) -> None:
         if not run.online:
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # or errors of wandb itself are sent to its authors
+        os.environ["WANDB_SILENT"] = "true"
         import wandb
 
-        self._tracked = run.tracked
+        self._wandb, self._tracked = wandb, run.tracked
         self._run = wandb.init(
             project=run.project,
             id=run.id,
@@ -87,7 +84,7 @@ class WandbWriter:
             mode="online" if run.online else "offline",
             resume="allow" if run.resumed and run.online else None,
             save_code=False,
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(console="off"),
         )
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -98,6 +95,7 @@ class WandbWriter:
     def close(self, failed: bool) -> None:
         """Send or write what is left."""
         self._run.finish(exit_code=1 if failed else 0)
+        self._wandb.teardown()  # its process may still write the file of an offline run when `finish` returns
 
 
 class TrackioWriter:
@@ -111,6 +109,10 @@ class TrackioWriter:
             os.environ.pop(variable, None)  # with these trackio sends to a server
         import trackio
 
+        # trackio prints between the lines of the run, or of its JSON, and has no setting for that.
+        # contextlib.redirect_stdout would also take what other threads print meanwhile.
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trackio"]:
+            vars(module)["print"] = lambda *words, **settings: None
         self._trackio, self._tracked = trackio, run.tracked
         trackio.init(
             project=run.project,

@@ -344,8 +344,7 @@ def _draw(folder: Path, path: Path, recipe: "Recipe") -> None:
     """
     from vitpar.data.contact_sheet import contact_sheet
     from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.tasks.image_data import order_of
-    from vitpar.tasks.image_input import mixing, transforms
+    from vitpar.tasks.image_data import mixing, order_of, transforms
 
     shards = ShardSet.open(folder, "train")
     train, evaluated, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)

@@ -15,9 +15,7 @@ from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skippe
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
 from vitpar.data.stream.stream_set import StreamPart, StreamSet
-from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -27,7 +25,7 @@ from vitpar.parallel import ParallelModel
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.tasks.image_cache import make_cache
-from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
+from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
 from vitpar.tasks.image_memory import hold_images
 from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
@@ -36,21 +34,6 @@ from vitpar.training.recipe import Recipe
 
 CHANNELS = 3
 """Channels that images are decoded to."""
-
-
-def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
-    """Return the transforms of `transform_settings`.
-
-    Raises RecipeError for a setting out of its range.
-    """
-    train, evaluation, normalize = transform_settings(recipe, size)
-    return TrainTransform(**vars(train)), EvalTransform(**vars(evaluation)), Normalize(**vars(normalize))
-
-
-def mixing(recipe: Recipe) -> Mix:
-    """Return the recipe's mixup and CutMix."""
-    a = recipe.augment
-    return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
 
 def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:

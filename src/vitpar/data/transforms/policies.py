@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,13 +166,6 @@ _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal",
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
 
 
-class Policy(Protocol):
-    """Augmentation policy."""
-
-    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
-        """Yield the operations on images of `side` pixels, with their arguments, in order."""
-
-
 @dataclass(frozen=True)
 class RandAugment:
     """RandAugment: random operations, drawn with replacement, each at a random level."""
@@ -189,6 +182,7 @@ class RandAugment:
     """Whether a higher level is always a stronger change."""
 
     def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images of `side` pixels, with their arguments, in order."""
         names = np.array(_RANDOM)
         for _ in range(self.operations):
             chosen = names[draws.below(len(names))]
@@ -214,6 +208,7 @@ class OneOf:
     """Whether a higher level is always a stronger change."""
 
     def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images of `side` pixels, with their arguments, in order."""
         drawn = draws.below(len(self.lines))
         for place in range(max(map(len, self.lines))):
             # A line that has ended draws nothing more.
@@ -245,6 +240,9 @@ def _by_name(
     return step
 
 
+Policy = RandAugment | OneOf
+
+
 def _table(text: str, highest: int = HIGHEST, increasing: bool = False) -> OneOf:
     """Return the policy of a table whose magnitudes are from 0 to `highest`."""
     words = [line.split() for line in text.strip().splitlines()]
@@ -269,29 +267,16 @@ def parse_policy(text: str) -> Policy:
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")
-    values: dict[str, float] = {}
-    for part in parts:
-        match = re.fullmatch(r"([a-z]{1,4})([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
-        if match is None or match[1] not in _PARTS or _PARTS[match[1]] in values:
-            raise _unknown(text, f"it has '{shown(part)}'")
-        values[_PARTS[match[1]]] = float(match[2])
-    if kind != "rand":
-        raise _unknown(text, f"there is no '{shown(kind)}'")
-    if values.get("magnitude", 0) > HIGHEST:
-        raise _unknown(text, f"m is above {HIGHEST}")
-    if values.get("probability", 0) > 1:
-        raise _unknown(text, "p is above 1")
-    if not values.get("operations", 2.0).is_integer() or values.get("increasing", 0.0) not in (0.0, 1.0):
-        raise _unknown(text, "n takes a whole number and inc 0 or 1")
-    if values.get("operations", 0) > _MAX_OPERATIONS:
-        raise _unknown(text, f"n is above {_MAX_OPERATIONS}")
-    operations, increasing = int(values.pop("operations", 2)), bool(values.pop("increasing", 0))
-    return RandAugment(operations=operations, increasing=increasing, **values)
-
-
-def _unknown(text: str, why: str) -> RecipeError:
-    return RecipeError(
-        f"unknown augmentation '{shown(text)}': {why}; use original (ImageNet), cifar10, svhn, 3a, or rand with some "
-        f"of -m9 (level, 0 to {HIGHEST}), -n2 (operations), -mstd0.5 (spread of levels), -p1 (probability of each) and "
-        "-inc1 (levels that increase)"
-    )
+    found = [re.fullmatch(r"(mstd|inc|m|n|p)([0-9]{1,9}(?:\.[0-9]{1,9})?)", part) for part in parts]
+    values = {_PARTS[match[1]]: float(match[2]) for match in found if match}
+    operations, increasing = values.pop("operations", 2.0), values.pop("increasing", 0.0)
+    usable = operations.is_integer() and operations <= _MAX_OPERATIONS and increasing in (0, 1)
+    usable &= values.get("magnitude", 0) <= HIGHEST and values.get("probability", 0) <= 1
+    given = {match[1] for match in found if match}
+    if kind != "rand" or not usable or len(given) < len(parts):
+        raise RecipeError(
+            f"unknown augmentation '{shown(text)}': use original (ImageNet), cifar10, svhn, 3a, or rand with some of "
+            f"-m9 (level, 0 to {HIGHEST}), -n2 (operations, up to {_MAX_OPERATIONS}), -mstd0.5 (spread of levels), -p1 "
+            "(probability of each) and -inc1 (levels that increase), each once"
+        )
+    return RandAugment(operations=int(operations), increasing=bool(increasing), **values)

@@ -169,11 +169,10 @@ def pack_command(
         return
     from vitpar.data.shards.pack import SHARD_SAMPLES, SKIPPED, Reencode, pack
     from vitpar.data.sources import Source, open_source
-    from vitpar.data.sources.contents import describe
     from vitpar.data.survey import survey
 
     def print_contents(contents: Source) -> None:
-        for line in describe(source, contents):
+        for line in contents.describe(source):
             say(printable(line))
 
     if dry_run:

@@ -146,7 +146,7 @@ def read_source(place: Path) -> list[bytes]:
     source = open_source(listed[0] if listed else place)
     for split in source.splits.values():
         expect(all(0 <= label < len(source.classes) for label in split.labels), "a label is outside the classes")
-    return [split.read(i) for split in source.splits.values() for i in range(len(split.names))]
+    return [split.read(i) for split in source.splits.values() for i in range(len(split.labels))]
 
 
 def make_parquet(home: Path) -> None:

@@ -138,8 +138,8 @@ def _digest(source: Source, settings: list) -> str:
     digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
     for name, split in source.splits.items():
         digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
-        for image in split.names:
-            digest.update(os.fsencode(f"{image}\n"))
+        for i in range(len(split.labels)):
+            digest.update(os.fsencode(f"{split.name(i)}\n"))
     return digest.hexdigest()
 
 
@@ -247,7 +247,7 @@ class _Packing:
                     raise _Stopped
                 data = split.read(i)
                 try:
-                    data = self._checked(data, split.names[i])
+                    data = self._checked(data, split.name(i))
                 except BadImage as error:
                     if not self.skip_damaged:
                         raise DataError(f"{error}, or skip such files with --skip-damaged") from None

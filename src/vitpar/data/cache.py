@@ -14,15 +14,16 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.images import BadImage, decode, image_size
+from vitpar.data.images import BadImage, decode
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.survey import some_sizes
 from vitpar.errors import DataError
 from vitpar.text import shown
 
@@ -33,7 +34,6 @@ _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
 _NEXT, _FULL = range(2)  # first free unit, and whether an image did not fit
 _HEAD = 2  # numbers before the entries
-_HEADERS, _FEW = 200, 8  # images whose size is read for an estimate, and for a rough one
 
 
 class ImageCache:
@@ -184,22 +184,6 @@ class CachedSet:
         self._cache.put(self._first + i, image)
 
 
-def _some_sizes(images: ShardSet, most: int = _HEADERS) -> Iterator[tuple[int, int, int]]:
-    """Yield number, height and width of some images that are spread evenly over a set, by their headers.
-
-    Raises DataError for a shard that is missing, too short or was replaced.
-    """
-    for i in np.unique(np.linspace(0, len(images) - 1, most).astype(int)).tolist():
-        with suppress(BadImage):
-            width, height = image_size(images.read(i))
-            yield i, height, width
-
-
-def pixels_of_some(images: ShardSet) -> list[int]:
-    """Return the pixels of a few images. Raises DataError for a shard that is missing, too short or was replaced."""
-    return [width * height for _, height, width in _some_sizes(images, _FEW)]
-
-
 def stored_shape(images: ShardSet) -> Shape:
     """Return the shape of all images of a set, by its first one.
 
@@ -213,20 +197,20 @@ def stored_shape(images: ShardSet) -> Shape:
 
 
 def decoded_bytes(images: ShardSet) -> int:
-    """Estimate the bytes of all decoded images. Raises DataError as `refuse_unequal` does."""
-    sizes = [-(-3 * width * height // _UNIT) * _UNIT for _, height, width in _some_sizes(images)]
+    """Estimate the bytes of all decoded images. Raises DataError as `some_sizes` does."""
+    sizes = [-(-3 * width * height // _UNIT) * _UNIT for _, height, width in some_sizes(images)]
     return round(len(images) * float(np.mean(sizes))) if sizes else 0
 
 
 def refuse_unequal(images: ShardSet) -> None:
     """Raise DataError if some images of a set have another height or width than the first ones.
 
-    Raises DataError too for a shard that is missing, too short or was replaced.
+    Raises DataError too as `some_sizes` does.
     """
-    first: tuple[int, int] | None = None
-    for i, *shape in _some_sizes(images):
-        first = first or (shape[0], shape[1])
-        if (shape[0], shape[1]) != first:
+    first: list[int] | None = None
+    for i, *shape in some_sizes(images):
+        first = first or shape
+        if shape != first:
             raise DataError(unequal(images, i, shape, first))
 
 

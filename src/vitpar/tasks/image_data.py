@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.images import GPU_DECODED_BYTES
@@ -77,6 +78,16 @@ def mixing(recipe: Recipe) -> Mix:
     """Return the recipe's mixup and CutMix."""
     a = recipe.augment
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
+
+
+def write_preview(recipe: Recipe, path: Path) -> None:
+    """Write the contact sheet of the recipe's training split to a PNG file. Raises DataError and RecipeError."""
+    from vitpar.data.contact_sheet import contact_sheet
+
+    assert recipe.data.path is not None, "the caller has named it"
+    shards = ShardSet.open(recipe.data.path, "train")
+    train, evaluation, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)
+    contact_sheet(shards, evaluation, train, mixing(recipe), order_of(recipe, len(shards))).save(path, "PNG")
 
 
 def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:

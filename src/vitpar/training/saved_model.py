@@ -81,7 +81,7 @@ class SavedModel:
         if data is None or not (Path(data) / MANIFEST).is_file():
             return None
         manifest = read_any_manifest(Path(data))
-        known = manifest.class_names or manifest.classes or []
+        known = manifest.get("class_names") or manifest.get("classes") or []
         return tuple(known) if len(known) == classes else None
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:

@@ -222,7 +222,7 @@ def index(
     """
     folder = Path(folder)
     old = read_any_manifest(folder)
-    if old.text is not None:
+    if old.get("text") is not None:
         raise DataError(f"'{folder}' holds text, which cannot be indexed again: restore its files or pack it again")
     files = _files(folder, splits)
     by_split: dict[str, dict[Path, Scan]] = {split: {} for split in files}
@@ -233,12 +233,12 @@ def index(
                 if progress:
                     progress(split, len(by_split[split]), len(paths))
     scans = [(path, one) for split in by_split.values() for path, one in split.items()]
-    names = _classes([one for _, one in scans], classes, old.classes)
+    names = _classes([one for _, one in scans], classes, old.get("classes"))
     check_class_names(names)
     empty = next((path for path, one in scans if not len(one.rows)), None)
     if empty is not None:
         raise DataError(f"shard '{empty}' has no labelled images: remove it, or set --label")
-    class_names = old.class_names if names == old.classes else None
+    class_names = old.get("class_names") if names == old.get("classes") else None
     entries = {}
     try:
         for split, shards in by_split.items():

@@ -216,14 +216,6 @@ def test_unsafe_or_invalid_urls_are_refused_before_opening(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["GOPEN_REWRITE", "USE_AIS_FOR"])
-def test_environment_cannot_turn_a_url_into_a_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """webdataset rewrites URLs by these variables, which could turn a plain URL into a shell command."""
-    monkeypatch.setenv(name, "http://=pipe:touch x #")
-    with pytest.raises(DataError, match=f"{name} is set in the environment and would change what URLs open: unset"):
-        stream("http://h/a.tar")
-
-
 def test_stream_refuses_labels_from_folders() -> None:
     with pytest.raises(DataError, match=r"so stream\.label cannot be 'folder': use cls or json:FIELD"):
         stream("a.tar", labels=Labels("folder"))

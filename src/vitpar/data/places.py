@@ -62,7 +62,7 @@ def in_threads(
 ) -> Generator[Job]:
     """Yield jobs in order, each when its tasks are done. Closing the iterator ends the threads.
 
-    tasks: returns what there is to do for a job, in any order.
+    tasks: returns the calls that complete a job, in any order.
     workers: number of threads; 0 works in the calling one.
     initializer: called once in each thread.
     """

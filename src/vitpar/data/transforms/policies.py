@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import Draws
-from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
 from vitpar.text import shown
 
@@ -134,7 +134,7 @@ def _factor(level: Any, context: Context, _: int) -> Any:
     return np.maximum(1 + context.signed(0.9 * part), 0.1) if context.increasing else 0.1 + 1.8 * part
 
 
-def _nothing(level: Any, context: Context, side: int) -> int:
+def _nothing(*_: Any) -> int:
     """Stand for the argument of an operation without one."""
     return 0
 
@@ -243,19 +243,23 @@ def _by_name(
 Policy = RandAugment | OneOf
 
 
-def _table(text: str, highest: int = HIGHEST, increasing: bool = False) -> OneOf:
-    """Return the policy of a table whose magnitudes are from 0 to `highest`."""
-    words = [line.split() for line in text.strip().splitlines()]
-    lines = [[(w[i], float(w[i + 1]), float(w[i + 2]) * HIGHEST / highest) for i in range(0, len(w), 3)] for w in words]
-    return OneOf(tuple(map(tuple, lines)), increasing)
+def _named() -> dict[str, Policy]:
+    """Return the policies of `auto_augment.txt`, and 3-Augment."""
+    table = resources.files("vitpar.data.transforms").joinpath("auto_augment.txt").read_text()
+    three = [("Grayscale", 1.0, 0.0), ("Solarize", 1.0, 5.0), ("GaussianBlur", 1.0, 0.0)]
+    policies: dict[str, Policy] = {"3a": OneOf(tuple((operation,) for operation in three))}
+    for name, words in re.findall(r"^\[(\w+)\]\n([^\[]*)", table, re.MULTILINE):
+        highest = HIGHEST if name == "original" else 9
+        operations = [
+            (operation, float(probability), float(level) * HIGHEST / highest)
+            for operation, probability, level in zip(*[iter(words.split())] * 3, strict=True)
+        ]
+        lines = tuple(zip(operations[::2], operations[1::2], strict=True))
+        policies[name] = OneOf(lines, increasing=name != "original")
+    return policies
 
 
-_NAMED: dict[str, Policy] = {
-    "original": _table(policy_tables.ORIGINAL),
-    "cifar10": _table(policy_tables.CIFAR10, 9, increasing=True),
-    "svhn": _table(policy_tables.SVHN, 9, increasing=True),
-    "3a": _table("Grayscale 1 0\nSolarize 1 5\nGaussianBlur 1 0"),
-}
+_NAMED = _named()
 _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probability", "inc": "increasing"}
 
 

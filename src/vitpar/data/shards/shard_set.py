@@ -21,7 +21,7 @@ from vitpar.object_store import ObjectPath, parse_place
 from vitpar.text import nearest, shown
 
 DAMAGED = "its checksum differs from the index: restore the shard, or index it again"
-"""What is wrong with a sample whose bytes are not those that were indexed."""
+"""Words about a sample whose bytes are not those that were indexed."""
 _OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
 
 

@@ -54,8 +54,7 @@ def _packed(folder: Path) -> Path:
     if (free := shutil.disk_usage(PACKED).free) < needed:
         raise DataError(f"packing '{folder}' needs {size(needed)}, but '{PACKED}' has {size(free)} left: free some")
     from vitpar.data.shards.pack import pack
-    from vitpar.data.sources.contents import describe
-    from vitpar_cli.data import packing_progress
+    from vitpar_cli.data_view import packing_progress
 
     say(f"packing    {folder} into {target}{', since files changed' if known else ''}")
     with packing_progress() as progress:
@@ -65,7 +64,7 @@ def _packed(folder: Path) -> Path:
             overwrite=target.exists(),
             workers=cpu_cores(),
             progress=progress,
-            opened=lambda contents: say(printable("\n".join(describe(str(folder), contents)))),
+            opened=lambda contents: say(printable("\n".join(contents.describe(str(folder))))),
         )
     write_text(target / RECORD, json.dumps(record))
     return target

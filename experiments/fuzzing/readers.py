@@ -34,7 +34,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.verify import verify
 from vitpar.data.sources import open_source
 from vitpar.data.stream import urls
-from vitpar.data.stream.loader import StreamEvalLoader
+from vitpar.data.stream.loader import StreamLoader
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import UserError
@@ -112,7 +112,7 @@ def make_shards(home: Path) -> None:
 def read_stream(shards: Iterable[object]) -> None:
     urls._SILENT_S = 2.0
     data = StreamSet(tuple(map(str, shards)), samples=6, num_classes=3, labels=Labels(), shuffle_buffer=4)
-    with closing(iter(StreamEvalLoader(data, EvalTransform(8), batch_size=4, workers=0))) as batches:
+    with closing(iter(StreamLoader(data, EvalTransform(8), batch_size=4, workers=0))) as batches:
         for batch in islice(takewhile(lambda batch: not batch.ended, batches), 50):
             expect(int(batch.labels.max()) < 3, "a label is outside the classes")
 
@@ -146,7 +146,7 @@ def read_source(place: Path) -> list[bytes]:
     source = open_source(listed[0] if listed else place)
     for split in source.splits.values():
         expect(all(0 <= label < len(source.classes) for label in split.labels), "a label is outside the classes")
-    return [split.read(i) for split in source.splits.values() for i in range(len(split.names))]
+    return [split.read(i) for split in source.splits.values() for i in range(len(split.labels))]
 
 
 def make_parquet(home: Path) -> None:

@@ -123,7 +123,8 @@ def _write_zips(folder: Path, lines: Sequence[str], encode: Encode) -> None:
 
 def zip_map(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]:
     _write_zips(folder, [f"{name}/1.png\t{label}" for label, name in enumerate(names)], encode)
-    return [Path(name).parts[1] for name in open_source(folder).splits["train"].names]
+    split = open_source(folder).splits["train"]
+    return [Path(split.name(i)).parts[1] for i in range(len(split.labels))]
 
 
 def cifar_text(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]:

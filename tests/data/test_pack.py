@@ -20,7 +20,7 @@ from helpers.tiny_images import CLASSES, encoded, write_classes, write_tree, wri
 from vitpar.data.shards.pack import SKIPPED, Reencode, pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.verify import verify
-from vitpar.data.sources import open_source
+from vitpar.data.sources import SourceSplit, open_source
 from vitpar.data.survey import survey
 from vitpar.data.text.pack import SHARD_SEQUENCES
 from vitpar.errors import DataError
@@ -34,6 +34,10 @@ def packed_labels(folder: Path) -> dict[bytes, int]:
         shards = ShardSet.open(folder, split)
         found |= {shards.read(i): shards.label(i) for i in range(len(shards))}
     return found
+
+
+def names_of(split: SourceSplit) -> list[str]:
+    return [split.name(i) for i in range(len(split.labels))]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -96,9 +100,9 @@ def test_digits_are_scaled_without_loss_and_split_by_class():
     assert {name: len(split.labels) for name, split in source.splits.items()} == {"train": 1437, "val": 360}
     assert np.ptp(np.bincount(source.splits["val"].labels)) <= 2
     pixels = {
-        int(name.split("/")[1]): np.asarray(Image.open(io.BytesIO(split.read(i))))
+        int(split.name(i).split("/")[1]): np.asarray(Image.open(io.BytesIO(split.read(i))))
         for split in source.splits.values()
-        for i, name in enumerate(split.names)
+        for i in range(len(split.labels))
     }
     back = np.stack([np.rint(pixels[i] * (16 / 255)) for i in range(1797)])
     assert np.array_equal(back, load_digits().images)
@@ -117,8 +121,8 @@ def test_carved_split_is_stratified_and_seeded(tmp_path, fraction):
     again, other = (open_source(tmp_path, val_fraction=fraction, seed=seed) for seed in (0, 1))
     train, val = source.splits["train"], source.splits["val"]
     assert np.bincount(val.labels).tolist() == [min(9, round(10 * fraction))] * 3
-    assert not set(train.names) & set(val.names) and len(train.names) + len(val.names) == 30
-    assert [*val.names] == [*again.splits["val"].names] != [*other.splits["val"].names]
+    assert not {*names_of(train)} & {*names_of(val)} and len(train.labels) + len(val.labels) == 30
+    assert names_of(val) == names_of(again.splits["val"]) != names_of(other.splits["val"])
 
 
 def test_classes_without_a_list_are_numbered(tmp_path):
@@ -149,11 +153,16 @@ BAD = [
         write_zips,
         replaced("train_map.txt", b"ant/0.png\t0\nbee/1.png\tx\n"),
         {},
-        r"label 'x' in line 2 of '.*train_map",
+        r"line 2 of '.*train_map",
     ),
-    (write_zips, replaced("val_map.txt", b"ant/0.png\t3\n"), {}, r"label 3 in line 1 of '.*val_map.txt' is outside"),
-    (write_zips, replaced("val_map.txt", b"ant/0.png\t-1\n"), {}, r"label -1 in line 1"),
-    (write_zips, replaced("val_map.txt", b"\nant/0.png 0\n"), {}, r"line 2 of .* is 'ant/0.png 0': expected .* a tab"),
+    (write_zips, replaced("val_map.txt", b"ant/0.png\t3\n"), {}, r"line 1 of '.*val_map.txt' is .*t3': it needs"),
+    (
+        write_zips,
+        replaced("val_map.txt", b"ant/0.png\t-1\n"),
+        {},
+        r"line 1 of '.*val_map.txt' is .*-1': it needs an image",
+    ),
+    (write_zips, replaced("val_map.txt", b"\nant/0.png 0\n"), {}, r"line 2 of .* is 'ant/0.png 0': it needs"),
     (write_zips, replaced("val_map.txt", b"\n"), {}, r"val_map.txt' lists no images"),
     (write_zips, replaced("val_map.txt"), {}, r"cannot read '.*val_map.txt': No such file"),
     (write_zips, replaced("val_map.txt", b"ant/9.png\t0\n"), {}, r"val.zip' has no entry 'ant/9.png', which 'val_map"),

@@ -97,7 +97,7 @@ def with_value(rows, column, row, value):
         (lambda d: (d / "train-000001.tar").unlink(), r"shard '.*train-000001.tar' is missing"),
         (lambda d: (d / "train-000001.tar").write_bytes(b""), r"shard '.*train-000001.tar' has 0 bytes but \d+ were"),
         (lambda d: (d / "train.index.npy").unlink(), r"index '.*train.index.npy' cannot be read"),
-        (lambda d: edit_index(d, lambda rows: rows[:-1]), "does not match dataset.json"),
+        (lambda d: edit_index(d, lambda rows: rows[:-1]), "does not match the shards in dataset.json"),
         (
             lambda d: edit_index(d, lambda rows: with_value(rows, "label", 9, 0), signed=False),
             "is not the one recorded in",

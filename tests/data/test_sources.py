@@ -42,9 +42,9 @@ def test_tfrecord_classes_are_numbered_without_names(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data[:-3], "ends within the record at byte"),
-        (lambda data: b"\xff" * 8 + data[8:], "the record at byte 0 of .* is damaged, or it is not a TFRecord file"),
-        (lambda data: data + b"\0", "the record at byte .* is damaged, or it is not a TFRecord file"),
+        (lambda data: data[:-3], "is no TFRecord file, or damaged or cut at byte"),
+        (lambda data: b"\xff" * 8 + data[8:], "damaged or cut at byte 0"),
+        (lambda data: data + b"\0", "damaged or cut at byte"),
         (lambda data: data.replace(b"image/encoded", b"image/decoded"), "the record at byte 0 .* no feature"),
         (lambda data: data.replace(b"class/label", b"class/lable"), "no feature 'image/class/label'"),
         (lambda data: data[:12] + b"\xff" * (len(data) - 16) + data[-4:], "the record at byte 0 of .* cannot be used"),
@@ -94,16 +94,20 @@ def test_cifar_pickles_run_no_code(tmp_path):
     files, _, _ = cifar_files(hundred=False, binary=False)
     files["data_batch_3"] = pickle.dumps({b"data": Hostile()}, protocol=2)
     write_archive(tmp_path / "cifar.tar.gz", files)
-    with pytest.raises(DataError, match=r"it asks for (__builtin__|builtins)\.exec, which CIFAR files do not need"):
+    with pytest.raises(DataError, match="CIFAR file 'data_batch_3' cannot be read"):
         open_source(tmp_path / "cifar.tar.gz")
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("data_batch_2", b"\x80\x02}q\x00.", "CIFAR file 'data_batch_2' lacks images or labels"),
+        ("data_batch_2", b"\x80\x02}q\x00.", "CIFAR file 'data_batch_2' cannot be read"),
         ("data_batch_2", b"rubbish", "CIFAR file 'data_batch_2' cannot be read"),
-        ("data_batch_2", pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, 2), "lacks images"),
+        (
+            "data_batch_2",
+            pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [0, 1]}, 2),
+            "lacks images or labels",
+        ),
     ],
 )
 def test_damaged_cifar_is_refused(tmp_path, name, data, message):

@@ -11,7 +11,6 @@ from helpers.tiny_images import encoded
 from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.sources import open_source
-from vitpar.data.sources.contents import describe
 from vitpar.errors import DataError
 
 TRAIN = {"train/a": 5, "train/b": 5}
@@ -63,7 +62,7 @@ def test_folders(name: str, tmp_path: Path) -> None:
         return
     source = open_source(tmp_path)
     assert {split: len(found.labels) for split, found in source.splits.items()} == expected
-    lines = describe("here", source)
+    lines = source.describe("here")
     assert any("left out" in line and words in line for line in lines) == bool(words)
     assert any("20 % of each class of train" in line for line in lines) == (expected["train"] == 8)
 
@@ -77,7 +76,7 @@ def test_annotations_of_tiny_imagenet(tmp_path: Path) -> None:
     assert source.classes == ["n1", "n2"] and source.splits["val"].labels.tolist() == [1, 0]
     assert source.splits["val"].read(0) == (tmp_path / "val/images" / names[0]).read_bytes()
     assert [line for line in source.left_out if "test" in line] and "test" not in source.splits
-    unknown = ("0.png\tn3\n", "line 1 of .* has the class 'n3'")
+    unknown = ("0.png\tn3\n", "line 1 of .* is .*n3': it needs an image, a tab, and a class of train")
     for wrong, words in (unknown, ("../x.png\tn1\n", "names '../x.png', which")):
         (tmp_path / "val/val_annotations.txt").write_text(wrong)
         with pytest.raises(DataError, match=words):

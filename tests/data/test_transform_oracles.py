@@ -29,8 +29,7 @@ def noise(height: int, width: int) -> NDArray[np.uint8]:
 
 def crops(transform: TrainTransform, shape: tuple[int, int], keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return top, left, height and width of the crop for each key, int64 [n, 4]."""
-    found = draw_crops(transform, Draws(keys), *(np.full(len(keys), side) for side in shape))
-    return np.stack([found.top, found.left, found.height, found.width], 1)
+    return draw_crops(transform, Draws(keys), *(np.full(len(keys), side) for side in shape))[:4].T
 
 
 @pytest.mark.parametrize(
@@ -210,10 +209,9 @@ def test_colour_jitter_matches_torchvision(amounts: tuple[float, float, float]) 
     draws = Draws(np.arange(count))
     draw_crops(transform, draws, *(np.full(count, len(image)),) * 2)
     made: list[list[tuple[str, float]]] = [[] for _ in range(count)]
-    for step in draw_changes(transform, draws).steps:
-        for name, (rows, factors) in step.items():
-            for row, factor in zip(rows.tolist(), factors.tolist(), strict=True):
-                made[row].append((name, factor))
+    for name, (rows, factors) in draw_changes(transform, draws):
+        for row, factor in zip(rows.tolist(), factors.tolist(), strict=True):
+            made[row].append((name, factor))
     for name, (_, (low, high)) in kinds.items():
         factors = [factor for one in made for kind, factor in one if kind == name]
         near = 0.05 * (high - low)

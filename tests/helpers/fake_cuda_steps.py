@@ -21,10 +21,9 @@ from vitpar import model_config, parse, validate
 from vitpar.data.loader import Batch
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.sample import TrainTransform
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.tasks.image_data import transform_settings
+from vitpar.tasks.image_data import transforms
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
 from vitpar.training.recipe import Recipe
@@ -161,10 +160,9 @@ def _two_steps(case: Case, device: FakeCuda, teacher: Path) -> None:
     if taught:
         decoded = images[: len(given.train_rows)]
     if recipe.data.cache == "device":
-        settings = transform_settings(recipe, config.image_size)[0]
         stored = torch.zeros(HELD, *shape, dtype=torch.uint8, device=DEVICE)
         rows = np.arange(len(given.train_rows))
-        transform, draws = TrainTransform(**vars(settings)), Draws(rows)
+        transform, draws = transforms(recipe, config.image_size)[0], Draws(rows)
         work = transform.stored(rows, draws, *shape[1:]) + transform.work(draws)
         decoded = DrawnBatch(stored, work, transform)
     labels, keys = torch.arange(BATCH) % CLASSES, torch.arange(BATCH)

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.shards.index import Labels
-from vitpar.data.stream.loader import StreamEvalLoader
+from vitpar.data.stream.loader import StreamLoader
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import UserError
@@ -73,7 +73,7 @@ def streamed(*paths: Path | str, label: str = "cls", bad_sample: str = "fail") -
     data = StreamSet(tuple(map(str, paths)), 1, 1000, Labels.parse(label))
     found: list[int] = []
     transform = EvalTransform(8)
-    loader = StreamEvalLoader(data, transform, batch_size=4, workers=0, bad_sample=bad_sample)  # type: ignore[arg-type]
+    loader = StreamLoader(data, transform, batch_size=4, workers=0, bad_sample=bad_sample)  # type: ignore[arg-type]
     for batch in loader:
         if batch.ended:
             return found

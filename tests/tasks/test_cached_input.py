@@ -18,9 +18,8 @@ from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks
 from vitpar.launch.world_group import barrier
-from vitpar.tasks import image_cache, image_memory
-from vitpar.tasks.image_cache import make_cache
-from vitpar.tasks.image_memory import hold_images
+from vitpar.tasks import image_cache
+from vitpar.tasks.image_cache import hold_images, make_cache
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
 BOTH = (0, 1)
@@ -45,16 +44,15 @@ def made(
         image_cache.ImageCache = lambda *args: refuse(args)  # type: ignore[assignment, misc]
     recipe = recipe_of(data, "dp2", **{"data.cache": "memory", "data.cache_gb": gb})
     try:
-        cache, message = make_cache(recipe, local, sets, rank in decoding)
+        cache, message = make_cache(recipe, local, sets)
     except DataError as error:
         return ("refused", str(error))
     finally:
         image_cache.ImageCache, image_cache.available_memory = ImageCache, available_memory  # type: ignore[misc]
-    if cache is not None and rank == max(decoding):
+    if rank == max(decoding):
         cache.part(1).put(2, IMAGE)
     barrier()
-    found = None if cache is None else cache.part(1).get(2)
-    room = None if cache is None else cache._units * 256
+    found, room = cache.part(1).get(2), cache._units * 256
     barrier()
     return (message, room, found is not None and np.array_equal(found, IMAGE))
 
@@ -72,7 +70,7 @@ def refuse(args: tuple[Any, ...]) -> Any:
     ("near", "decoding", "gb", "rooms", "found"),
     [
         (True, BOTH, 0.0024, [2_400_000, 2_400_000], [True, True]),
-        (True, (1,), 0.0024, [None, 2_400_000], [False, True]),
+        (True, (1,), 0.0024, [2_400_000, 2_400_000], [True, True]),
         (False, BOTH, 0.0024, [1_199_872, 1_199_872], [False, True]),
         (True, BOTH, None, [500_000_000, 500_000_000], [True, True]),
     ],
@@ -86,7 +84,7 @@ def test_ranks_of_a_container_have_one_cache(
     rooms: list[int | None],
     found: list[bool],
 ) -> None:
-    """Containers of one machine divide its memory. Ranks that do not decode have no cache."""
+    """Containers of one machine divide its memory."""
     results = ranks(2).run(made, data, near, decoding, gb)
     assert len({message for message, *_ in results}) == 1
     assert results[0][0].startswith("decoded images are cached: about 0.0266 MB, in at most ")
@@ -115,7 +113,7 @@ def held(device: torch.device, data: Path, decoding: tuple[int, ...], available:
     Return the message, and the sums of both sets' pixels after the last rank that takes images has changed one of them.
     """
     rank = dist.get_rank()
-    image_memory.available_memory = lambda: available
+    image_cache.available_memory = lambda: available
     train, val = (ShardSet.open(data, split) for split in ("train", "val"))
     try:
         images, message = hold_images(
@@ -124,7 +122,7 @@ def held(device: torch.device, data: Path, decoding: tuple[int, ...], available:
     except DataError as error:
         return str(error)
     finally:
-        image_memory.available_memory = available_memory
+        image_cache.available_memory = available_memory
     barrier()
     if rank == max(decoding):
         assert images is not None

@@ -14,7 +14,7 @@ from helpers.ranks import RankPool
 from helpers.trained import rows, train
 from vitpar import parse, validate
 from vitpar.check import check_plan, recipe_to_check
-from vitpar.data.text.loader import TextEvalLoader
+from vitpar.data.text.loader import TextLoader
 from vitpar.data.text.masking import span_lengths
 from vitpar.data.text.pack import pack_text
 from vitpar.data.text.text_set import TextSet
@@ -147,7 +147,7 @@ def test_plans_do_not_change_the_training(
     model.load_state_dict(weights_in(tmp_path / "dp1" / "weights"), strict=False)
     model.tie()
     losses, hits = [], []
-    for batch in TextEvalLoader(shards, batch_size=1, workers=0):
+    for batch in TextLoader(shards, batch_size=1, workers=0):
         given = trained.given(trained.prepare(batch.ids.numpy(), batch.lengths.numpy(), batch.keys.numpy()), config)
         with torch.no_grad():
             logits = model(given.inputs, None, **given.sides)[0]

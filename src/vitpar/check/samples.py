@@ -13,8 +13,7 @@ from vitpar.data.randomness import sample_keys
 from vitpar.data.transforms.batch import Mixed
 from vitpar.models.config import ModelConfig
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import order_of
-from vitpar.tasks.image_input import mixing
+from vitpar.tasks.image_data import mixing, order_of
 from vitpar.tasks.text import TextTask
 from vitpar.training.recipe import Recipe
 

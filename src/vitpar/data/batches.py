@@ -1,16 +1,15 @@
-"""Batches of one rank, complete or in progress, and the settings of the loaders that make them."""
+"""Batches of images of one rank, complete or in progress."""
 
-from collections.abc import Callable, Sequence, Sized
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import Protocol, Required, TypedDict
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.device_decoding import DeviceDecoder
-from vitpar.data.images import BadImage, BadSample, EncodedImage
+from vitpar.data.images import BadImage, EncodedImage
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
@@ -35,13 +34,6 @@ class Encoded(Protocol):
 
     def complaint(self, i: int, error: BadImage) -> str:
         """Return a message that names sample `i` and says what is wrong with it."""
-
-
-class Labelled(Encoded, Sized, Protocol):
-    """Encoded images with labels."""
-
-    labels: NDArray[np.int32]
-    """Class numbers, int32 [samples]."""
 
 
 @dataclass
@@ -129,32 +121,6 @@ class Skipped:
     shards: int = 0
     """Number of times that a streamed shard, or the rest of one, was skipped."""
 
-    def __add__(self, other: "Skipped") -> "Skipped":
+    def __add__(self, other: Skipped) -> Skipped:
         problems = sorted({*self.problems, *other.problems})
         return Skipped(self.times + other.times, tuple(problems[:NAMED]), self.shards + other.shards)
-
-
-class LoaderSettings(TypedDict, total=False):
-    """Settings of every loader."""
-
-    batch_size: Required[int]
-    """Images in the global batch."""
-    rows: Sequence[int] | None
-    """Rows of the global batch whose images to decode, in this order. Default: all."""
-    workers: int
-    """Number of decoding threads; 0 decodes in the calling thread. Affects only the speed. Default: 2."""
-    bad_sample: BadSample
-    """Treatment of an image that cannot be decoded. Default: "fail".
-
-    "fail" raises DataError; "skip" gives its row label IGNORED and counts it in `skipped`. Only ranks that
-    decode a sample know that it is bad.
-    """
-    device: torch.device
-    """Device that takes the images. For a GPU they are in pinned memory, and it does what follows the crop.
-
-    Default: the CPU.
-    """
-    decoder: DeviceDecoder | None
-    """Decoder of JPEGs on the device, for a `TrainTransform`. Default: none; the decoding threads decode all images."""
-    sizes: Callable[[int], int] | None
-    """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""

@@ -11,18 +11,21 @@ no choice of images to keep finds more of them.
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from vitpar.data.images import BadImage, decode, image_size
+from vitpar.data.images import BadImage, decode
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.survey import some_sizes
 from vitpar.errors import DataError
 from vitpar.text import shown
 
@@ -33,37 +36,64 @@ _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
 _NEXT, _FULL = range(2)  # first free unit, and whether an image did not fit
 _HEAD = 2  # numbers before the entries
-_HEADERS, _FEW = 200, 8  # images whose size is read for an estimate, and for a rough one
 
 
-class ImageCache:
-    """Decoded images of several sets in one memory, which other processes may open too.
+class SharedMemory:
+    """Memory in a file without a name, which other processes may open too. It is private where there are no such files.
+
+    size: bytes.
+    opened: path of the file of another process with the same size; None for a new one.
+
+    Raises DataError for a file that cannot be opened, or of another size.
+    """
+
+    def __init__(self, size: int, opened: str | None) -> None:
+        self._file = -1
+        if opened is not None:
+            try:
+                self._file = os.open(opened, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                raise DataError(
+                    f"the cache of another rank cannot be opened ({error.strerror}): set data.cache to none"
+                ) from None
+            if os.fstat(self._file).st_size != size:
+                raise DataError(
+                    "the cache of another rank has another size: start all ranks with the same recipe and data"
+                )
+        elif hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("vitpar-images")
+            os.ftruncate(self._file, size)
+        # A file of memory takes no memory for pages that were never written.
+        self._memory = mmap.mmap(self._file, size)
+
+    @property
+    def path(self) -> str | None:
+        """Path at which other processes of this machine can open the file while this one lives; None for no file."""
+        return None if self._file < 0 else f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def __del__(self) -> None:
+        # Views of images keep the mapping itself alive; only the descriptor is closed.
+        if getattr(self, "_file", -1) >= 0:
+            os.close(self._file)
+
+
+class ImageCache(SharedMemory):
+    """Decoded images of several sets in one memory, as `SharedMemory`. Any thread may read and store.
 
     lengths: number of images of each set.
     limit: most bytes of images. Memory is taken as they are stored; the index takes 8 bytes an image.
     opened: path of the file of another process's cache with the same arguments; None for a new one.
-
-    Any thread may read and store. Raises DataError for a file that cannot be opened, or of another size.
     """
 
     def __init__(self, lengths: Sequence[int], limit: int, opened: str | None = None) -> None:
         assert limit >= _UNIT, f"a limit of {limit} bytes"
         self._firsts = [0, *accumulate(lengths)]
         numbers = _HEAD + self._firsts[-1]
-        begin = -(-8 * numbers // _UNIT) * _UNIT
-        self._begin, self._units = begin, limit // _UNIT
-        size = begin + self._units * _UNIT
-        self._file = shared_file(size, opened)
-        # A file of memory takes no memory for pages that were never written.
-        self._memory = mmap.mmap(self._file, size)
+        self._begin, self._units = -(-8 * numbers // _UNIT) * _UNIT, limit // _UNIT
+        super().__init__(self._begin + self._units * _UNIT, opened)
         self._numbers = np.frombuffer(self._memory, np.int64, numbers)
-        self._pixels = np.frombuffer(self._memory, np.uint8, self._units * _UNIT, offset=begin)
+        self._pixels = np.frombuffer(self._memory, np.uint8, offset=self._begin)
         self._threads = threading.Lock()
-
-    @property
-    def path(self) -> str | None:
-        """Path at which other processes of this machine can open the file while this one lives; None for no file."""
-        return None if self._file < 0 else f"/proc/{os.getpid()}/fd/{self._file}"
 
     @property
     def stored(self) -> int:
@@ -136,33 +166,16 @@ class ImageCache:
                 if self._file >= 0:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def __del__(self) -> None:
-        # Views of images keep the mapping itself alive; only the descriptor is closed.
-        if getattr(self, "_file", -1) >= 0:
-            os.close(self._file)
 
+class SharedPixels(SharedMemory):
+    """Uninitialised images of several sets in one memory, as `SharedMemory`. shapes: of each set."""
 
-def shared_file(size: int, opened: str | None) -> int:
-    """Return the descriptor of a file of memory of `size` bytes; -1 if the system has none, for a private mapping.
-
-    opened: path of the file to open; None for a new one.
-    """
-    if opened is None:
-        if not hasattr(os, "memfd_create"):
-            return -1
-        file = os.memfd_create("vitpar-images")
-        os.ftruncate(file, size)
-        return file
-    try:
-        file = os.open(opened, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise DataError(
-            f"the cache of another rank cannot be opened ({error.strerror}): set data.cache to none"
-        ) from None
-    if os.fstat(file).st_size != size:
-        os.close(file)
-        raise DataError("the cache of another rank has another size: start all ranks with the same recipe and data")
-    return file
+    def __init__(self, shapes: Sequence[Shape], opened: str | None = None) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        super().__init__(sum(sizes), opened)
+        parts = torch.from_numpy(np.frombuffer(self._memory, np.uint8)).split(sizes)
+        self.images = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        """Images of each set, uint8, of the shapes."""
 
 
 class CachedSet:
@@ -184,22 +197,6 @@ class CachedSet:
         self._cache.put(self._first + i, image)
 
 
-def _some_sizes(images: ShardSet, most: int = _HEADERS) -> Iterator[tuple[int, int, int]]:
-    """Yield number, height and width of some images that are spread evenly over a set, by their headers.
-
-    Raises DataError for a shard that is missing, too short or was replaced.
-    """
-    for i in np.unique(np.linspace(0, len(images) - 1, most).astype(int)).tolist():
-        with suppress(BadImage):
-            width, height = image_size(images.read(i))
-            yield i, height, width
-
-
-def pixels_of_some(images: ShardSet) -> list[int]:
-    """Return the pixels of a few images. Raises DataError for a shard that is missing, too short or was replaced."""
-    return [width * height for _, height, width in _some_sizes(images, _FEW)]
-
-
 def stored_shape(images: ShardSet) -> Shape:
     """Return the shape of all images of a set, by its first one.
 
@@ -213,20 +210,20 @@ def stored_shape(images: ShardSet) -> Shape:
 
 
 def decoded_bytes(images: ShardSet) -> int:
-    """Estimate the bytes of all decoded images. Raises DataError as `refuse_unequal` does."""
-    sizes = [-(-3 * width * height // _UNIT) * _UNIT for _, height, width in _some_sizes(images)]
+    """Estimate the bytes of all decoded images. Raises DataError as `some_sizes` does."""
+    sizes = [-(-3 * width * height // _UNIT) * _UNIT for _, height, width in some_sizes(images)]
     return round(len(images) * float(np.mean(sizes))) if sizes else 0
 
 
 def refuse_unequal(images: ShardSet) -> None:
     """Raise DataError if some images of a set have another height or width than the first ones.
 
-    Raises DataError too for a shard that is missing, too short or was replaced.
+    Raises DataError too as `some_sizes` does.
     """
-    first: tuple[int, int] | None = None
-    for i, *shape in _some_sizes(images):
-        first = first or (shape[0], shape[1])
-        if (shape[0], shape[1]) != first:
+    first: list[int] | None = None
+    for i, *shape in some_sizes(images):
+        first = first or shape
+        if shape != first:
             raise DataError(unequal(images, i, shape, first))
 
 

@@ -29,7 +29,7 @@ def contact_sheet(
     Raises DataError for a damaged image.
     """
     samples = order.samples(0, np.arange(min(ROWS, order.size)))
-    pixels = [made_of(shards, int(sample), decode) for sample in samples]
+    pixels = [made_of(shards, int(sample), lambda i: decode(shards.read(i))) for sample in samples]
     columns = [torch.stack([evaluated(image) for image in pixels])]
     zeros = np.zeros_like(samples)
     for epoch in range(EPOCHS):

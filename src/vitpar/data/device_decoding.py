@@ -10,22 +10,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.images import GPU_DECODED_BYTES, EncodedImage
-from vitpar.data.transforms.choices import Crops, draw_crops
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.choices import draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.sample import TrainTransform
-from vitpar.data.transforms.settings import TrainSettings
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import RecipeError
 
-if TYPE_CHECKING:
-    from vitpar.data.batches import View
+
+class DrawnView(Protocol):
+    """View of a batch whose crops are drawn."""
+
+    @property
+    def transform(self) -> TrainTransform | EvalTransform:
+        """Transform that makes it."""
+
+    draws: Draws
+    """Random numbers of the rows."""
 
 
 class DeviceDecoder:
@@ -50,7 +59,7 @@ class DeviceDecoder:
         self.words = f"torchcodec {version('torchcodec')} on {device}: pixels differ from the host's in the last bits"
 
     def crops(
-        self, encoded: Mapping[int, EncodedImage], views: Sequence[View]
+        self, encoded: Mapping[int, EncodedImage], views: Sequence[DrawnView]
     ) -> tuple[list[list[tuple[list[int], Tensor]]], list[int]]:
         """Decode JPEGs, and crop them for each view.
 
@@ -109,20 +118,23 @@ def _groups(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
     yield rows
 
 
-def _crops(settings: TrainSettings, images: Sequence[Tensor], drawn: Crops) -> Tensor:
-    """Return crops of images of any size on their device, resized and flipped, uint8 [images, 3, size, size]."""
-    size, boxes = settings.size, np.stack([drawn.top, drawn.left, drawn.height, drawn.width], 1).tolist()
+def _crops(transform: TrainTransform, images: Sequence[Tensor], drawn: NDArray[np.int64]) -> Tensor:
+    """Return crops of images of any size on their device, resized and flipped, uint8 [images, 3, size, size].
+
+    drawn: as `draw_crops` returns them.
+    """
+    size = transform.size
     parts = [
         F.interpolate(
             image[None, :, top : top + height, left : left + width].float(),
             (size, size),
-            mode=settings.interpolation,
+            mode=transform.interpolation,
             antialias=True,
         )
-        for image, (top, left, height, width) in zip(images, boxes, strict=True)
+        for image, (top, left, height, width) in zip(images, drawn[:4].T.tolist(), strict=True)
     ]
     crops = torch.cat(parts).round_().clamp_(0, 255).to(torch.uint8)
-    flipped = _sent(np.flatnonzero(drawn.flips).tolist(), crops.device)
+    flipped = _sent(np.flatnonzero(drawn[4]).tolist(), crops.device)
     return crops.index_copy_(0, flipped, crops.index_select(0, flipped).flip(3))
 
 

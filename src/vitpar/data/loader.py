@@ -1,4 +1,4 @@
-"""Batches of one rank: the base class of all loaders, and the loaders of packed data sets.
+"""Batches of one rank: the base class of all loaders of images, and the loaders of packed data sets.
 
 A global batch is the same under every plan. Every rank has the labels and keys of the global batch, which come from the
 index, but only the images of the rows that it requests. Ranks that need no pixels, such as the later stages of a
@@ -10,35 +10,80 @@ depend on which thread processes a sample, or when. What follows the crop is don
 that has made its last crop, or by the GPU that takes it.
 """
 
-import itertools
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from threading import Lock
-from typing import Unpack
+from typing import Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.batches import Batch, BatchJob, Encoded, Labelled, LoaderSettings, Skipped, Transform, View
+from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, View
 from vitpar.data.cache import CachedSet
-from vitpar.data.images import BadImage, EncodedImage, opened
-from vitpar.data.randomness import Draws, SampleOrder, hash_numbers, sample_keys
+from vitpar.data.device_decoding import DeviceDecoder
+from vitpar.data.images import BadImage, BadSample, EncodedImage, opened
+from vitpar.data.places import in_threads, places_in_turn, refuse_settings, shuffled_places
+from vitpar.data.randomness import Draws, SampleOrder, hash_numbers
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 
-_PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
 _DECODED_BYTES = 1 << 22  # decoded images that wait until the crops of several are drawn at once
 _DRAWING_THREADS = 2  # most that draw for a GPU which has the images: its kernels are started under the same lock
 _VIEW = 0x71E3  # separates the random numbers of further views from other hashes of the key
+
+
+class KeptImages(TypedDict, total=False):
+    """Images of packed data that are in memory. They affect only the speed."""
+
+    cache: CachedSet | None
+    """Decoded images, which loaders share. Default: none."""
+    stored: Tensor | None
+    """Images on the device that takes them, uint8 [images, 3, height, width], in place of decoding.
+
+    A `TrainTransform` crops them. For an `EvalTransform` they are as it makes them, with one more for padding. The
+    pixels of batches stay the same. Default: none.
+    """
+
+
+class LoaderSettings(KeptImages, total=False):
+    """Settings of every loader."""
+
+    batch_size: Required[int]
+    """Images in the global batch."""
+    rows: Sequence[int] | None
+    """Rows of the global batch whose images to decode, in this order. Default: all."""
+    workers: int
+    """Number of decoding threads; 0 decodes in the calling thread. Affects only the speed. Default: 2."""
+    bad_sample: BadSample
+    """Treatment of an image that cannot be decoded. Default: "fail".
+
+    "fail" raises DataError; "skip" gives its row label IGNORED and counts it in `skipped`. Only ranks that
+    decode a sample know that it is bad; others keep its label.
+    """
+    device: torch.device
+    """Device that takes the images. For a GPU they are in pinned memory, and it does what follows the crop.
+
+    Default: the CPU.
+    """
+    decoder: DeviceDecoder | None
+    """Decoder of JPEGs on the device, for a `TrainTransform`. Default: none; the decoding threads decode all images."""
+    sizes: Callable[[int], int] | None
+    """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
+
+
+class Labelled(Encoded, Sized, Protocol):
+    """Encoded images with labels."""
+
+    labels: NDArray[np.int32]
+    """Class numbers, int32 [samples]."""
 
 
 class Loader:
@@ -47,9 +92,6 @@ class Loader:
     transform: transform of the images; several of them make as many crops of each image, with one size each. The first
         one draws by the key of a sample, and the others by numbers that follow from it.
     start: global samples seen before the first batch; every `iter()` begins there again.
-    stored: images of `data` on the device that takes them, uint8 [images, 3, height, width], in place of decoding. A
-        `TrainTransform` crops them. For an `EvalTransform` they are as it makes them, with one more for padding. The
-        pixels of batches stay the same.
 
     The attribute `skipped` counts the bad samples and shards skipped so far.
 
@@ -64,54 +106,48 @@ class Loader:
         data: Sized,
         transform: Transform | Sequence[Transform],
         start: int = 0,
-        stored: Tensor | None = None,
         **settings: Unpack[LoaderSettings],
     ) -> None:
+        self.batch_size, rows = settings["batch_size"], settings.get("rows")
         self.workers, self.bad_sample = settings.get("workers", 2), settings.get("bad_sample", "fail")
-        if self.workers < 0:
-            raise RecipeError(f"workers is {self.workers}: use 0 to decode in the main thread, or a positive number")
+        refuse_settings(self.batch_size, self.workers)
         if self.bad_sample not in ("fail", "skip"):
             raise RecipeError(f"bad_sample is '{self.bad_sample}': use fail or skip")
-        self.batch_size, rows = settings["batch_size"], settings.get("rows")
-        if self.batch_size < 1:
-            raise DataError(f"the batch size is {self.batch_size}: use 1 or more")
         self.rows = np.arange(self.batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
-        inside = (self.rows >= 0) & (self.rows < self.batch_size)
-        assert inside.all(), f"rows {rows} are not all within a batch of {self.batch_size}"
-        self.start = start
-        self.skipped = Skipped()
-        self._cache: CachedSet | None = None
+        assert ((self.rows >= 0) & (self.rows < self.batch_size)).all(), f"rows {rows} are not all within a batch"
+        self.start, self.skipped = start, Skipped()
         self._size, self._device = len(data), settings.get("device", torch.device("cpu"))
         self._transforms = list(transform) if isinstance(transform, Sequence) else [transform]
-        assert settings.get("sizes") is None or len(self._transforms) == 1, "several views have a size each"
-        self._sizes, self._stored, self._counting = settings.get("sizes"), stored, Lock()
-        self._decoder = settings.get("decoder")
-        if stored is not None and stored.device.type != "cpu":
-            self.workers, self._device = min(self.workers, _DRAWING_THREADS), stored.device
+        self._sizes, self._decoder = settings.get("sizes"), settings.get("decoder")
+        assert self._sizes is None or len(self._transforms) == 1, "several views have a size each"
+        self._cache, self._stored, self._counting = settings.get("cache"), settings.get("stored"), Lock()
+        if self._stored is not None and self._stored.device.type != "cpu":
+            self.workers, self._device = min(self.workers, _DRAWING_THREADS), self._stored.device
 
     def _jobs(self) -> Generator[BatchJob]:
         """Yield the batches to fill, in order."""
         raise NotImplementedError
 
     def __iter__(self) -> Generator[Batch]:
-        with closing(self._jobs()) as jobs, closing(self._filled(self._with_views(jobs))) as filled:
+        changes = self._stored is not None or any(transform.changes for transform in self._transforms)
+        computes = changes and self._device.type == "cpu"  # whether threads change pixels after the crop
+        with (
+            closing(self._jobs()) as jobs,
+            closing(self._with_views(jobs)) as given,
+            closing(in_threads(given, self._tasks, self.workers, _compute_alone if computes else None)) as filled,
+        ):
             for number, job in enumerate(filled, start=1):
+                if computes:  # threads have changed the default of threads that start later, besides their own number
+                    torch.set_num_threads(torch.get_num_threads())
+                self.skipped += Skipped(len(job.skipped), tuple(job.skipped + job.broken), len(job.broken))
                 samples = self.start + number * self.batch_size
                 labels, keys, epoch = torch.from_numpy(job.labels), torch.from_numpy(job.keys), samples / self._size
                 images, *further = [view.images for view in job.views] or [None]
                 if self._decoder:
                     self._decoder.hand_over(images, *further)
-                yield Batch(
-                    images, labels, keys, epoch, samples, job.size, tuple(further), whole=self.whole, ended=job.ended
-                )
+                yield Batch(images, labels, keys, epoch, samples, job.size, tuple(further), self.whole, job.ended)
 
-    @property
-    def _computes(self) -> bool:
-        """Whether threads change pixels after the crop."""
-        changes = self._stored is not None or any(transform.changes for transform in self._transforms)
-        return changes and self._device.type == "cpu"
-
-    def _with_views(self, jobs: Generator[BatchJob]) -> Generator[BatchJob]:
+    def _with_views(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
         """Yield the jobs with the views that are to be made."""
         for number, job in enumerate(jobs):
             if self._sizes:
@@ -132,49 +168,12 @@ class Loader:
         shape = len(self.rows), 3, size, size
         return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def _filled(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
-        """Yield the jobs in order, with decoded images; skipped rows get label IGNORED.
-
-        Closing the iterator ends the threads.
-        """
-        if not len(self.rows):
-            yield from jobs
-            return
-        with closing(self._threaded(jobs) if self.workers else self._inline(jobs)) as filled:
-            for job in filled:
-                problems = tuple(job.skipped + job.broken)
-                self.skipped += Skipped(len(job.skipped), problems, len(job.broken))
-                yield job
-
-    def _inline(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
-        for job in jobs:
-            self._work(job, 0, len(self.rows))
-            yield job
-
-    def _threaded(self, jobs: Iterable[BatchJob]) -> Generator[BatchJob]:
-        waiting: deque[tuple[BatchJob, list[Future[None]]]] = deque()
-        pool = ThreadPoolExecutor(self.workers, "vitpar-decode", initializer=_compute_alone if self._computes else None)
-        try:
-            for job in jobs:
-                waiting.append((job, self._submit(pool, job)))
-                if len(waiting) > _PREFETCH:
-                    yield self._finished(*waiting.popleft())
-            while waiting:
-                yield self._finished(*waiting.popleft())
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _finished(self, job: BatchJob, tasks: list[Future[None]]) -> BatchJob:
-        for task in tasks:
-            task.result()
-        if self._computes:  # the threads have changed the default of threads that start later, besides their own number
-            torch.set_num_threads(torch.get_num_threads())
-        return job
-
-    def _submit(self, pool: ThreadPoolExecutor, job: BatchJob) -> list[Future[None]]:
+    def _tasks(self, job: BatchJob) -> list[Callable[[], None]]:
+        """Return the tasks of threads that fill a batch with decoded images. Skipped rows get label IGNORED."""
         rows = len(self.rows)
-        task = rows if self._stored is not None else min(_TASK, -(-rows // self.workers))
-        return [pool.submit(self._work, job, row, min(row + task, rows)) for row in range(0, rows, task)]
+        alone = self._stored is not None or not self.workers
+        task = max(1, rows if alone else min(_TASK, -(-rows // self.workers)))
+        return [partial(self._work, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _work(self, job: BatchJob, start: int, stop: int) -> None:
         """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch."""
@@ -282,15 +281,7 @@ def _compute_alone() -> None:
 
 
 class TrainLoader(Loader):
-    """Endless training batches of a packed data set.
-
-    order: order of all samples of `shards`.
-    start: global samples seen before the first batch.
-    cache: decoded images of `shards`, which loaders share. It changes only the speed.
-    stored: as for `Loader`.
-
-    A skipped bad sample is IGNORED only on ranks that decode it; other ranks keep its label.
-    """
+    """Endless training batches of a packed data set. order: order of all samples of `shards`."""
 
     def __init__(
         self,
@@ -299,23 +290,15 @@ class TrainLoader(Loader):
         *,
         order: SampleOrder,
         start: int = 0,
-        cache: CachedSet | None = None,
-        stored: Tensor | None = None,
         **settings: Unpack[LoaderSettings],
     ) -> None:
-        assert order.size == len(shards), f"an order of {order.size} samples for {len(shards)}"
-        super().__init__(shards, transform, start, stored, **settings)
-        self._shards, self._order, self._cache = shards, order, cache
+        super().__init__(shards, transform, start, **settings)
+        self._shards, self._order = shards, order
 
     def _jobs(self) -> Generator[BatchJob]:
-        checked = -1
-        for start in itertools.count(self.start, self.batch_size):
-            epochs, samples, repeats = self._order.batch(start, self.batch_size)
-            if len(self.rows) and epochs[-1] > checked:
-                self._shards.refuse_changed()
-                checked = int(epochs[-1])
-            keys = sample_keys(self._order.seed, epochs, samples, repeats)
-            yield BatchJob(self._shards, samples, keys, self._shards.labels[samples].astype(np.int64))
+        shards, reads = self._shards, bool(len(self.rows))
+        for samples, keys in shuffled_places(shards, self._order, self.start, self.batch_size, reads=reads):
+            yield BatchJob(shards, samples, keys, shards.labels[samples].astype(np.int64))
 
 
 class EvalLoader(Loader):
@@ -323,30 +306,16 @@ class EvalLoader(Loader):
 
     The last batch is padded with label IGNORED. Every rank yields the same number of batches; the rows of a rank may
     be only padding.
-
-    cache: decoded images of `images`, which loaders share. It changes only the speed.
-    stored: as for `Loader`.
     """
 
-    def __init__(
-        self,
-        images: Labelled,
-        transform: EvalTransform,
-        *,
-        cache: CachedSet | None = None,
-        stored: Tensor | None = None,
-        **settings: Unpack[LoaderSettings],
-    ) -> None:
-        super().__init__(images, transform, stored=stored, **settings)
-        self._images, self._cache = images, cache
+    def __init__(self, images: Labelled, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+        super().__init__(images, transform, **settings)
+        self._images = images
 
     def __len__(self) -> int:
-        return -(-len(self._images) // self.batch_size)
+        return -(-self._size // self.batch_size)
 
     def _jobs(self) -> Generator[BatchJob]:
-        for step in range(len(self)):
-            samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            real = samples < len(self._images)
-            labels = np.full(len(samples), IGNORED, dtype=np.int64)
-            labels[real] = self._images.labels[samples[real]]
-            yield BatchJob(self._images, np.where(real, samples, IGNORED), np.zeros_like(samples), labels)
+        for samples in places_in_turn(self._size, self.batch_size):
+            labels = np.where(samples == IGNORED, IGNORED, self._images.labels[samples]).astype(np.int64)
+            yield BatchJob(self._images, samples, np.zeros_like(samples), labels)

@@ -66,10 +66,12 @@ def open_tar(path: Path | ObjectPath) -> Iterator[BinaryIO]:
         raise DataError(f"cannot read '{path}': {error.strerror}") from None
 
 
-def members(file: Readable) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an uncompressed tar file that extends from the current position to the end of `file`.
+def members(file: Readable, end: int | None = None) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of an uncompressed tar file that extends from the current position of `file` to `end`.
 
     When a member is yielded, `file` is positioned at its data, which the caller may read or not.
+
+    end: place in `file`; None for its end.
 
     Raises tarfile.ReadError for a file that is no tar file, is damaged or cut off, or has anything but zeros after its
     end.
@@ -81,10 +83,14 @@ def members(file: Readable) -> Iterator[tarfile.TarInfo]:
             tar.members.clear()  # tarfile would keep all of them in memory
             if member.size < 0 or member.issparse():
                 raise tarfile.ReadError("the size of a member is wrong, or it is sparse")
+            if end is not None and member.offset_data + member.size > end:
+                raise tarfile.ReadError("it is truncated")
             yield member
     except (ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         raise tarfile.ReadError(f"a header is invalid ({type(error).__name__})") from None
-    while chunk := file.read(_PIECE):
+    if end is not None and file.tell() > end:
+        raise tarfile.ReadError("it is truncated")
+    while chunk := file.read(_PIECE if end is None else min(_PIECE, end - file.tell())):
         if chunk.strip(b"\0"):
             raise tarfile.ReadError("data follows its end, such as another tar file")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from vitpar.data.cache import pixels_of_some
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.survey import some_sizes
 from vitpar.errors import DataError
 from vitpar.training.recipe import Recipe
 
@@ -42,5 +42,5 @@ def are_small(images: object) -> bool:
     pixels = []
     if isinstance(images, ShardSet) and isinstance(images.folder, Path):
         with suppress(DataError):  # of a missing shard, which is reported where it is needed
-            pixels = pixels_of_some(images)
+            pixels = [height * width for _, height, width in some_sizes(images, 8)]
     return bool(pixels) and max(pixels) <= SMALL

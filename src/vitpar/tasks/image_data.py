@@ -1,8 +1,9 @@
-"""Data of a recipe: image sets, order of samples and settings of transforms, without torch."""
+"""Data of a recipe: image sets, order of samples and transforms."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.images import GPU_DECODED_BYTES
@@ -12,9 +13,10 @@ from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
+from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.names import DEVICE_KERNELS
 from vitpar.data.transforms.policies import parse_policy
-from vitpar.data.transforms.settings import EvalSettings, NormalizeSettings, TrainSettings
+from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
@@ -44,13 +46,13 @@ def open_split(recipe: Recipe, split: str) -> ImageSet:
     return StreamSet(expand(patterns), samples, s.classes, labels, s.shuffle_buffer, s.allow_pipe)
 
 
-def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSettings, NormalizeSettings]:
-    """Return the settings of the transforms for training and evaluation, to images of `size` pixels, and normalisation.
+def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
+    """Return the transforms for training and evaluation, to images of `size` pixels, and normalisation.
 
     Raises RecipeError for a setting out of its range.
     """
     d, a = recipe.data, recipe.augment
-    train = TrainSettings(
+    train = TrainTransform(
         size,
         d.crop_scale,
         d.crop_ratio,
@@ -69,11 +71,23 @@ def transform_settings(recipe: Recipe, size: int) -> tuple[TrainSettings, EvalSe
             f"data.interpolation is '{d.interpolation}', by which data.{on_device} 'device' does not resize crops: use "
             f"{either(DEVICE_KERNELS)}, or leave data.{on_device} out"
         )
-    return (
-        train,
-        EvalSettings(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean),
-        NormalizeSettings(d.mean, d.std),
-    )
+    return train, EvalTransform(size, d.crop_pct, d.interpolation, d.crop_mode, d.mean), Normalize(d.mean, d.std)
+
+
+def mixing(recipe: Recipe) -> Mix:
+    """Return the recipe's mixup and CutMix."""
+    a = recipe.augment
+    return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
+
+
+def write_preview(recipe: Recipe, path: Path) -> None:
+    """Write the contact sheet of the recipe's training split to a PNG file. Raises DataError and RecipeError."""
+    from vitpar.data.contact_sheet import contact_sheet
+
+    assert recipe.data.path is not None, "the caller has named it"
+    shards = ShardSet.open(recipe.data.path, "train")
+    train, evaluation, _ = transforms(recipe, recipe.config(len(shards.classes)).image_size)
+    contact_sheet(shards, evaluation, train, mixing(recipe), order_of(recipe, len(shards))).save(path, "PNG")
 
 
 def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:
@@ -82,7 +96,7 @@ def check_images(recipe: Recipe, size: int, train: ImageSet) -> None:
     Raises RecipeError for a setting out of its range, and DataError for images of several sizes that a device is to
     hold.
     """
-    transform_settings(recipe, size)
+    transforms(recipe, size)
     if recipe.data.cache == "device" and isinstance(train, ShardSet):
         refuse_unequal(train)
 

@@ -1,23 +1,19 @@
 """Input of a rank: from packed or streamed images to the device tensors of a step, as the recipe says."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from typing import TypedDict
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
 from vitpar.data.image_files import NotedImages
-from vitpar.data.loader import Batch, EvalLoader, Loader, LoaderSettings, Skipped, TrainLoader
+from vitpar.data.loader import Batch, EvalLoader, KeptImages, Loader, LoaderSettings, Skipped, TrainLoader
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.stream.loader import StreamEvalLoader, StreamLoader
+from vitpar.data.stream.loader import StreamLoader
 from vitpar.data.stream.stream_set import StreamPart, StreamSet
-from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -26,9 +22,8 @@ from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.decoding_threads import are_small, decoding_threads
-from vitpar.tasks.image_cache import make_cache
-from vitpar.tasks.image_data import ImageSet, order_of, transform_settings
-from vitpar.tasks.image_memory import hold_images
+from vitpar.tasks.image_cache import hold_images, make_cache
+from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
 from vitpar.tasks.input import EvalInput
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
@@ -36,21 +31,6 @@ from vitpar.training.recipe import Recipe
 
 CHANNELS = 3
 """Channels that images are decoded to."""
-
-
-def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform, Normalize]:
-    """Return the transforms of `transform_settings`.
-
-    Raises RecipeError for a setting out of its range.
-    """
-    train, evaluation, normalize = transform_settings(recipe, size)
-    return TrainTransform(**vars(train)), EvalTransform(**vars(evaluation)), Normalize(**vars(normalize))
-
-
-def mixing(recipe: Recipe) -> Mix:
-    """Return the recipe's mixup and CutMix."""
-    a = recipe.augment
-    return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 
 
 def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
@@ -61,13 +41,6 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
     """
     targets = task.local_targets(images, keys, config)
     return targets.masked_fill((labels == IGNORED).view(-1, *(1,) * (targets.ndim - 1)), float("nan"))
-
-
-class _Kept(TypedDict):
-    """Images of a set that are in memory."""
-
-    cache: CachedSet | None
-    stored: Tensor | None
 
 
 class ImageInput:
@@ -97,10 +70,10 @@ class ImageInput:
             )
         self._recipe, self._model, self.task = recipe, model, task
         self.local = local_ranks()
-        self._use_threads(small=False)
-        self._cached: dict[object, CachedSet] = {}
-        self._held_train: dict[object, Tensor] = {}
-        self._held_val: dict[object, Tensor] = {}
+        self.small_samples = False
+        self.workers = self._threads()
+        self._kept: dict[tuple[object, str], KeptImages] = {}
+        """Images in memory by data set and use, `train` or `eval`."""
         self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
@@ -132,6 +105,9 @@ class ImageInput:
         places = {row: place for place, row in enumerate(self._decoded)}
         return torch.tensor([places[row] for row in rows], dtype=torch.int64, device=self._model.device)
 
+    def _threads(self) -> int:
+        return decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=self.small_samples)
+
     def cache(self, train: ImageSet, val: ImageSet | None = None) -> str | None:
         """Keep decoded images in memory from now on, if the recipe says so, and return a message. Collective.
 
@@ -141,33 +117,25 @@ class ImageInput:
 
         Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
         """
-        self._use_threads(small=are_small(train))
+        self.small_samples = are_small(train)
+        self.workers = self._threads()
+        device = self._model.device
         if self._recipe.data.decode == "device":  # not in an evaluation, which needs no torchcodec
-            self._decoder = DeviceDecoder(self._model.device)
+            self._decoder = DeviceDecoder(device)
             return f"JPEGs are decoded by {self._decoder.words}"
         packed = [images for images in (train, val) if isinstance(images, ShardSet)]
         if self._recipe.data.cache == "none" or not packed:
             return None
         decodes = bool(self.train_rows or self._share(self._decoded))
-        if self._recipe.data.cache == "device":
-            return self._hold(*packed, decodes=decodes)
-        cache, message = make_cache(self._recipe, self.local, packed, decodes)
-        if cache is not None:
-            self._cached = {images: cache.part(number) for number, images in enumerate(packed)}
-        return message
-
-    def _use_threads(self, *, small: bool) -> None:
-        self.small_samples = small
-        self.workers = decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=small)
-
-    def _hold(self, train: ShardSet, val: ShardSet | None = None, *, decodes: bool) -> str:
-        held, message = hold_images(
-            train, val, self._eval, self.local, self._model.device, max(1, self.workers), decodes
-        )
-        if held is not None:
-            self._held_train[train] = held[0]
-            if val is not None:
-                self._held_val[val] = held[1]
+        if self._recipe.data.cache == "memory":
+            cache, message = make_cache(self._recipe, self.local, packed)
+            for number, images in enumerate(packed if decodes else ()):
+                self._kept[images, "train"] = self._kept[images, "eval"] = {"cache": cache.part(number)}
+            return message
+        threads, last = max(1, self.workers), packed[1] if len(packed) > 1 else None
+        held, message = hold_images(packed[0], last, self._eval, self.local, device, threads, decodes)
+        for images, use, stored in zip(packed, ("train", "eval"), held or (), strict=False):
+            self._kept[images, use] = {"stored": stored}
         return message
 
     def train_batches(self, images: ImageSet, start: int = 0, sizes: Callable[[int], int] | None = None) -> Loader:
@@ -179,14 +147,14 @@ class ImageInput:
 
         Raises DataError for a stream with fewer shards than ranks that decode.
         """
+        streamed = isinstance(images, StreamSet)
+        settings = self._settings(images, "train", self._decoded if streamed else self._needed())
+        settings |= {"sizes": sizes, "decoder": self._decoder}
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
-            seed, settings = self._recipe.train.seed, self._training_settings(self._decoded, sizes)
-            return StreamLoader(images, self._train, seed=seed, part=part, start=start, **settings)
-        order = order_of(self._recipe, len(images))
-        kept, settings = self._kept(images, self._held_train), self._training_settings(self._needed(), sizes)
-        return TrainLoader(images, self._train, order=order, start=start, **kept, **settings)
+            return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, start=start, **settings)
+        return TrainLoader(images, self._train, order=order_of(self._recipe, len(images)), start=start, **settings)
 
     @property
     def train_rows(self) -> list[int]:
@@ -199,13 +167,21 @@ class ImageInput:
         The last batch is padded with IGNORED labels. Batches of a stream continue until `eval_step` says that all
         ranks have reached the end.
         """
+        settings = self._settings(images, "eval", self._eval_rows)
         if isinstance(images, StreamSet):
-            return StreamEvalLoader(images, self._eval, part=self._part()[0], **self._settings(self._eval_rows))
-        kept, settings = self._kept(images, self._held_val), self._settings(self._eval_rows)
-        return EvalLoader(images, self._eval, **kept, **settings)
+            return StreamLoader(images, self._eval, part=self._part()[0], **settings)
+        return EvalLoader(images, self._eval, **settings)
 
-    def _kept(self, images: object, held: dict[object, Tensor]) -> _Kept:
-        return {"cache": self._cached.get(images), "stored": held.get(images)}
+    def _settings(self, images: object, use: str, rows: Sequence[int]) -> LoaderSettings:
+        """Return the settings of a loader for this rank's share of `rows`. use: `train` or `eval`."""
+        settings: LoaderSettings = {
+            "batch_size": self._model.batch_size,
+            "rows": self._share(rows),
+            "workers": self.workers,
+            "bad_sample": self._recipe.data.bad_sample,
+            "device": self._model.device,
+        }
+        return {**settings, **self._kept.get((images, use), {})}
 
     def synthetic(self) -> StepInput:
         """Return random images, with targets and keys, of a batch to time steps with."""
@@ -228,8 +204,9 @@ class ImageInput:
         """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
-        everyone = all_gather_json(asdict(loader.skipped))
-        return sum((Skipped(**{**one, "problems": tuple(one["problems"])}) for one in everyone), Skipped())
+        mine = loader.skipped
+        everyone = all_gather_json([mine.times, list(mine.problems), mine.shards])
+        return sum((Skipped(times, tuple(problems), shards) for times, problems, shards in everyone), Skipped())
 
     def warning(self, loader: Loader) -> str | None:
         """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
@@ -365,20 +342,6 @@ class ImageInput:
         assert not self._rows or len(self._rows) == group_rows, "groups take equally many rows"
         readers = [reader for group in groups for reader in group[:decoding]]
         return (StreamPart(readers.index(rank), len(readers)) if rank in readers else None), len(readers)
-
-    def _training_settings(self, rows: Sequence[int], sizes: Callable[[int], int] | None) -> LoaderSettings:
-        """Return the settings of a loader of training batches. sizes: as in `LoaderSettings`."""
-        return {**self._settings(rows), "sizes": sizes, "decoder": self._decoder}
-
-    def _settings(self, rows: Sequence[int]) -> LoaderSettings:
-        """Return the settings of a loader for this rank's share of `rows`."""
-        return {
-            "batch_size": self._model.batch_size,
-            "rows": self._share(rows),
-            "workers": self.workers,
-            "bad_sample": self._recipe.data.bad_sample,
-            "device": self._model.device,
-        }
 
     def _share(self, rows: Sequence[int]) -> list[int]:
         """Return the part of `rows` that this rank decodes. Its peers, which take the same rows, decode the others."""

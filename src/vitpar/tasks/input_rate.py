@@ -11,7 +11,7 @@ from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
-from vitpar.tasks.image_input import transforms
+from vitpar.tasks.image_data import transforms
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.sections import TEXT
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.loader import Skipped
-from vitpar.data.text.loader import TextBatch, TextEvalLoader, TextLoader
+from vitpar.data.text.loader import TextBatch, TextLoader
 from vitpar.data.text.text_set import TextSet
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.parallel import ParallelModel
@@ -46,8 +46,8 @@ class TextInput:
     def train_step(self, batch: TextBatch) -> StepInput:
         return self._given(batch.ids.numpy(), batch.lengths.numpy(), batch.keys)
 
-    def eval_batches(self, data: TextSet) -> TextEvalLoader:
-        return TextEvalLoader(data, batch_size=self._model.batch_size, workers=self.workers)
+    def eval_batches(self, data: TextSet) -> TextLoader:
+        return TextLoader(data, batch_size=self._model.batch_size, workers=self.workers)
 
     def eval_step(self, batch: TextBatch) -> EvalInput:
         given = self._given(batch.ids.numpy(), batch.lengths.numpy(), batch.keys)

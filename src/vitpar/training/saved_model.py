@@ -81,7 +81,7 @@ class SavedModel:
         if data is None or not (Path(data) / MANIFEST).is_file():
             return None
         manifest = read_any_manifest(Path(data))
-        known = manifest.class_names or manifest.classes or []
+        known = manifest.get("class_names") or manifest.get("classes") or []
         return tuple(known) if len(known) == classes else None
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
@@ -124,12 +124,12 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.tasks.image_data import refuse_streamed_targets, transform_settings
+        from vitpar.tasks.image_data import refuse_streamed_targets, transforms
 
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)
         if self.config.input.dtype is None:
-            transform_settings(recipe, self.config.image_size)
+            transforms(recipe, self.config.image_size)
         chosen = choose_plan(recipe, self.config, device_type)
         refuse_streamed_targets(recipe, self.task(), self.config, chosen.plan)
         return PlannedModel(self.folder, self.config, recipe, device_type, chosen)

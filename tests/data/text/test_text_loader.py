@@ -11,7 +11,7 @@ import torch
 from helpers.tiny_text import documents
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.text import text_set
-from vitpar.data.text.loader import TextEvalLoader, TextLoader
+from vitpar.data.text.loader import TextLoader
 from vitpar.data.text.pack import pack_text
 from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
@@ -62,7 +62,7 @@ def test_resumed_and_threaded_batches_are_the_same(folder):
 
 def test_evaluation_reads_every_sequence_once_and_pads(folder):
     text = TextSet.open(folder, "val")
-    loader = TextEvalLoader(text, batch_size=len(text) - 3)
+    loader = TextLoader(text, batch_size=len(text) - 3)
     batches = [*loader]
     assert len(loader) == len(batches) == 2 and {batch.ids.shape for batch in batches} == {(len(text) - 3, 16)}
     numbers = torch.cat([batch.numbers for batch in batches])
@@ -71,7 +71,7 @@ def test_evaluation_reads_every_sequence_once_and_pads(folder):
     assert (batches[1].ids[3:] == text.specials.pad).all()
     keys = torch.cat([batch.keys for batch in batches])
     assert len(set(keys.tolist())) == len(keys), "each has its own masks"
-    assert torch.equal(keys, torch.cat([batch.keys for batch in TextEvalLoader(text, batch_size=len(text) - 3)]))
+    assert torch.equal(keys, torch.cat([batch.keys for batch in TextLoader(text, batch_size=len(text) - 3)]))
 
 
 def test_ids_outside_the_vocabulary_are_refused(folder, monkeypatch):
@@ -82,4 +82,4 @@ def test_ids_outside_the_vocabulary_are_refused(folder, monkeypatch):
         text.read_batch(np.arange(len(text)))
     assert len(text.read_batch(np.empty(0, np.int64))[0]) == 0
     with pytest.raises(DataError, match="batch size is 0"):
-        TextEvalLoader(text, batch_size=0)
+        TextLoader(text, batch_size=0)

@@ -18,10 +18,10 @@ from vitpar.data.shards.manifest import MANIFEST, read_manifest
 from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.verify import verify
+from vitpar.data.survey import survey
 from vitpar.data.text import sources, token_file
 from vitpar.data.text.pack import pack_text
 from vitpar.data.text.sources import open_text
-from vitpar.data.text.survey import text_survey
 from vitpar.data.text.text_set import TextSet
 from vitpar.errors import DataError
 from vitpar_cli.data import app
@@ -211,7 +211,7 @@ def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     assert text.text.dtype == "uint32" and 70_000 in text.ids(0) and text.decode(0) == "the quick <far> fox"
     (tmp_path / "p" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not the tokenizer that the data set was packed with"):
-        text_survey(tmp_path / "p")
+        survey(tmp_path / "p")
 
 
 def test_damage_is_found_by_verify_and_named_on_reading(tmp_path):

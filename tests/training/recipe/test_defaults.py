@@ -14,7 +14,7 @@ from helpers.paths import ROOT
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
-from vitpar.tasks.image_input import transforms
+from vitpar.tasks.image_data import transforms
 from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, defaults, read_recipe, reference
 from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
 from vitpar.training.recipe.reference import find, settings

@@ -10,7 +10,7 @@ from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError, UserError
 from vitpar.limits import MAX_QUOTED_CHARS, MAX_TOML_BYTES
-from vitpar.tasks.image_input import transforms
+from vitpar.tasks.image_data import transforms
 from vitpar.training.recipe import Recipe, read_recipe
 
 pytestmark = pytest.mark.timeout(20)
@@ -76,18 +76,11 @@ def test_non_utf8_assignments_are_refused(assignment: str) -> None:
 # augmentation
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("rand-m9-n999999999", "n is above 64"),
-        ("rand-m11", "m is above 10"),
-        ("rand-inc2", "inc 0 or 1"),
-        ("rand-" + "q" * 10**6, "it has 'q{198}…'"),
-    ],
-)
-def test_oversized_augmentation_policies_are_refused(policy: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+@pytest.mark.parametrize("policy", ["rand-m9-n999999999", "rand-m11", "rand-inc2", "rand-" + "q" * 10**6])
+def test_oversized_augmentation_policies_are_refused(policy: str) -> None:
+    with pytest.raises(RecipeError, match=f"^unknown augmentation '{policy[:100]}") as refused:
         parse_policy(policy)
+    assert len(str(refused.value)) < 1000
     assert parse_policy("rand-m9-n64-mstd101-p1-inc1"), "the longest that is allowed"
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
 from vitpar.errors import DataError
 
-LEFTOVERS = ("lock", "*.rows", "*.skipped")
+LEFTOVERS = ("lock", "*.rows", "*.skipped", "*.ids", "*.partial-ids", "*.ends")
 """Patterns of files of a packing run that are not part of the data set."""
+_KEPT = ("*.tar", "*.tokens", "*.ids", "*.partial-ids")  # files that another run continues with
 
 
-def check_destination(target: Path, overwrite: bool) -> None:
-    """Raise DataError unless a data set may be packed into `target`.
+def check_destination(destination: str | Path, overwrite: bool) -> None:
+    """Raise DataError unless a data set may be packed into `destination`.
 
     overwrite: whether to replace an existing data set.
     """
+    target = Path(destination).resolve()
     if target.exists() and not target.is_dir():
         raise DataError(f"'{target}' is a file: choose a folder to pack into")
     if os.path.ismount(target):
@@ -31,7 +34,7 @@ def check_destination(target: Path, overwrite: bool) -> None:
         raise DataError(f"'{target}' is not empty and not a data set: choose another folder")
     if not overwrite:
         raise DataError(f"'{target}' is an existing data set: choose another folder, or replace it with --overwrite")
-    if read_any_manifest(target).vitpar_dataset is None:
+    if "vitpar_dataset" not in read_any_manifest(target):
         raise DataError(f"'{target / MANIFEST}' was not written by vitpar: choose another folder")
 
 
@@ -47,48 +50,61 @@ def stamps(source: Path) -> list[tuple[str, int, int]]:
 
 
 @contextmanager
-def workplace(target: Path, digest: str, keep: Sequence[str] = ("*.tar",)) -> Iterator[Path]:
-    """Lock a folder next to `target` and yield its path.
+def packing_into(destination: str | Path, overwrite: bool, digest: str) -> Iterator[Path]:
+    """Lock a hidden folder next to `destination`, yield its path, and rename it to `destination` at the end.
 
     It contains the files of an interrupted run if that had the same `digest`, and is emptied otherwise. If the run
-    fails, the folder stays if it has files that match one of the patterns `keep`.
+    fails, it stays if another run can continue with its files.
 
+    overwrite: whether to replace an existing data set.
     digest: checksum of the source and the settings.
 
-    Raises DataError if another process holds the lock.
+    Raises DataError if another process holds the lock, or the folder cannot be written.
     """
+    target = Path(destination).resolve()
     partial = target.with_name(f".{target.name}.packing")
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
-        except OSError:  # the file system has no locks
-            pass
-        lock.seek(0)
-        if lock.read() != digest:
-            for path in partial.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-            lock.truncate(0)
-            lock.write(digest)
-            lock.flush()
-        try:
-            yield partial
-        finally:
-            if partial.exists() and not any(path for pattern in keep for path in partial.glob(pattern)):
-                shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with (partial / "lock").open("a+") as lock:
+            _lock(lock, target)
+            lock.seek(0)
+            if lock.read() != digest:
+                for path in partial.iterdir():
+                    if path.name != "lock":
+                        path.unlink()
+                lock.truncate(0)
+                lock.write(digest)
+                lock.flush()
+            try:
+                yield partial
+                check_destination(target, overwrite)  # again, since packing may have taken hours
+                _put_in_place(partial, target)
+            finally:
+                if not any(path.stat().st_size for pattern in _KEPT for path in partial.glob(pattern)):
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot write '{destination}': {error.strerror or error}; rerun the command to resume"
+        ) from error
 
 
-def put_in_place(partial: Path, target: Path, leftovers: Sequence[str] = LEFTOVERS) -> None:
-    """Rename the complete folder `partial` to `target`, in place of what is there, and remove `leftovers` from it."""
+def _lock(file: TextIO, target: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
+    except OSError:  # the file system has no locks
+        pass
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename the complete folder `partial` to `target`, in place of what is there, and remove LEFTOVERS from it."""
     old = None
     if target.exists() and any(target.iterdir()):
         old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
         target.rename(old)
     partial.replace(target)
-    for path in [path for pattern in leftovers for path in target.glob(pattern)]:
+    for path in [path for pattern in LEFTOVERS for path in target.glob(pattern)]:
         path.unlink()
     if old is not None:
         shutil.rmtree(old)

@@ -88,10 +88,6 @@ class Scan:
         return self.rows
 
 
-_Sample = tuple[int, int, int]
-"""Offset, size and checksum of an image."""
-
-
 def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool = True) -> Scan:
     """Find the samples of a tar file.
 
@@ -103,9 +99,8 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
     Raises DataError for a file that is no complete tar file, an image without a label or a label without an image, two
     samples with one key, an image that is empty, and labels of which some are integers and some names.
     """
-    plain: dict[str, _Sample] = {}
-    longer: dict[str, list[_Sample]] = {}
-    label_values: dict[str, int | str] = {}
+    images: dict[str, list[tuple[str, int, int, int]]] = {}  # extension, offset, size and checksum, by key
+    found: dict[str, int | str] = {}  # labels by key
     with open_tar(shard) as file:
         for member in members(file):
             folder, slash, name = member.name.rpartition("/")
@@ -113,54 +108,44 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
             key, extension = folder + slash + stem, extension.lower()
             if not member.isreg() or stem == "" or not (is_image(extension) or labels.has(extension)):
                 continue
-            where = f"'{shard.name}/{shown(member.name)}'"
-            if key in (plain if extension in EXTENSIONS else label_values if labels.has(extension) else ()):
+            where, plain = (
+                f"'{shard.name}/{shown(member.name)}'",
+                any(one[0] in EXTENSIONS for one in images.get(key, ())),
+            )
+            if (plain and extension in EXTENSIONS) or (labels.has(extension) and key in found):
                 raise DataError(
                     f"{where} repeats the key '{shown(key)}', which ends at the first dot: make keys unique"
                 )
             if labels.has(extension):
-                label_values[key] = label_of(content(file, member), labels, where)
+                found[key] = label_of(content(file, member), labels, where)
                 continue
             if not member.size:
                 raise DataError(f"image {where} has 0 bytes: remove it")
-            sample = member.offset_data, member.size, zlib.crc32(content(file, member)) if checksums else 0
-            if extension in EXTENSIONS:
-                plain[key] = sample
-            else:
-                longer.setdefault(key, []).append(sample)
+            crc = zlib.crc32(content(file, member)) if checksums else 0
+            images.setdefault(key, []).append((extension, member.offset_data, member.size, crc))
             if labels.kind == "folder":
                 if folder in ("", "."):
                     raise DataError(f"image {where} is not in a class folder: move it into one, or set --label")
-                label_values[key] = folder.rpartition("/")[2]
-    samples = plain.copy()
-    for key, images in longer.items():
-        if key not in plain and len(images) > 1:
+                found[key] = folder.rpartition("/")[2]
+    samples: dict[str, tuple[int, int, int]] = {}
+    for key, parts in images.items():
+        # A longer extension, as of `image.jpg`, counts only if there is no plain one.
+        chosen = [part for part in parts if part[0] in EXTENSIONS] or parts
+        if len(chosen) > 1:
             raise DataError(
-                f"key '{shown(key)}' of '{shard.name}' has {len(images)} images; keys end at the first dot of a name: "
+                f"key '{shown(key)}' of '{shard.name}' has {len(chosen)} images; keys end at the first dot of a name: "
                 "rename them, or keep one"
             )
-        samples.setdefault(key, images[0])
-    samples = dict(sorted(samples.items(), key=lambda item: item[1]))
-    for these, others, partner in (
-        (samples, label_values, f"label (.{labels.extension})"),
-        (label_values, samples, "image"),
-    ):
-        lonely = next((key for key in these if key not in others), None)
-        if lonely is not None:
+        samples[key] = chosen[0][1:]
+    for these, others, partner in ((samples, found, f"label (.{labels.extension})"), (found, samples, "image")):
+        if (lonely := next((key for key in these if key not in others), None)) is not None:
             raise DataError(f"sample '{shard.name}/{shown(lonely)}' has no {partner}")
-    if len({type(label) for label in label_values.values()}) > 1:
+    if len({*map(type, found.values())}) > 1:
         raise DataError(f"some labels of '{shard.name}' are numbers and some are names: use one of them")
-    return _table(samples, label_values)
-
-
-def _table(samples: dict[str, _Sample], label_values: dict[str, int | str]) -> Scan:
-    classes = sorted({label for label in label_values.values() if isinstance(label, str)})
-    number = {name: place for place, name in enumerate(classes)}
-    rows = np.zeros(len(samples), ROW)
-    for place, (key, (offset, size, crc)) in enumerate(samples.items()):
-        label = label_values[key]
-        rows[place] = 0, number[label] if isinstance(label, str) else label, offset, size, crc
-    return Scan(rows, classes or None)
+    classes = sorted({label for label in found.values() if isinstance(label, str)})
+    number: dict[int | str, int] = {name: place for place, name in enumerate(classes)}
+    rows = [(0, number.get(found[key], found[key]), *place) for key, place in samples.items()]
+    return Scan(np.array(sorted(rows, key=lambda row: row[2]), ROW), classes or None)
 
 
 def label_of(data: bytes, labels: Labels, where: str) -> int | str:
@@ -222,7 +207,7 @@ def index(
     """
     folder = Path(folder)
     old = read_any_manifest(folder)
-    if old.text is not None:
+    if old.get("text") is not None:
         raise DataError(f"'{folder}' holds text, which cannot be indexed again: restore its files or pack it again")
     files = _files(folder, splits)
     by_split: dict[str, dict[Path, Scan]] = {split: {} for split in files}
@@ -232,18 +217,18 @@ def index(
                 by_split[split][path] = scanned
                 if progress:
                     progress(split, len(by_split[split]), len(paths))
-    scans = [(path, one) for split in by_split.values() for path, one in split.items()]
-    names = _classes([one for _, one in scans], classes, old.classes)
-    check_class_names(names)
-    empty = next((path for path, one in scans if not len(one.rows)), None)
+    scans = [one for split in by_split.values() for one in split.values()]
+    empty = next((path for split in by_split.values() for path, one in split.items() if not len(one.rows)), None)
     if empty is not None:
         raise DataError(f"shard '{empty}' has no labelled images: remove it, or set --label")
-    class_names = old.class_names if names == old.classes else None
-    entries = {}
+    names = _classes(scans, classes, old.get("classes"))
+    check_class_names(names)
+    class_names = old.get("class_names") if names == old.get("classes") else None
     try:
-        for split, shards in by_split.items():
-            tables = [one.numbered(names) for one in shards.values()]
-            entries[split] = write_split(folder, split, list(shards), tables, len(names))
+        entries = {
+            split: write_split(folder, split, [*shards], [one.numbered(names) for one in shards.values()], len(names))
+            for split, shards in by_split.items()
+        }
         manifest = Manifest(classes=names, class_names=class_names, labels=str(labels), splits=entries)
         write_manifest(folder, manifest)
     except OSError as error:
@@ -280,22 +265,18 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
 
 
 def _classes(scans: Sequence[Scan], given: Sequence[str] | None, known: Sequence[str] | None) -> list[str]:
-    named = [one.classes for one in scans if one.classes is not None]
-    if named and any(one.classes is None and len(one.rows) for one in scans):
+    """Return the names of classes: those `given`, used in the shards, or `known` from an earlier index, or numbers."""
+    used = sorted({name for one in scans for name in one.classes or ()})
+    if used and any(one.classes is None for one in scans):
         raise DataError("some shards have numbers as labels and some have names: use one of them")
-    used = sorted({name for names in named for name in names})
-    if given is None and used:
-        return used
-    most = max((int(one.rows["label"].max()) for one in scans if len(one.rows)), default=-1) + 1
-    if given is None and known is not None and most <= len(known):
-        return list(known)
+    most = 0 if used else max(int(one.rows["label"].max()) for one in scans) + 1
     if given is None:
         if most > MAX_CLASSES:
             raise DataError(f"label {most - 1} in the shards is above {MAX_CLASSES - 1}: check --label")
-        return [str(label) for label in range(most)]
+        return used or (list(known) if known is not None and most <= len(known) else [*map(str, range(most))])
     unknown = next((name for name in used if name not in given), None)
     if unknown is not None:
         raise DataError(f"class '{shown(unknown)}' in the shards is not one of the {len(given)} named classes")
-    if not used and most > len(given):
+    if most > len(given):
         raise DataError(f"label {most - 1} in the shards is outside the {len(given)} named classes")
     return list(given)

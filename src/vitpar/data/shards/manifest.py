@@ -14,25 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tarfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
-from vitpar.io import open_regular, read_json, write_text
+from vitpar.io import read_bytes, read_json, write_text
 from vitpar.limits import MAX_CLASSES
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.records import Count, Record, first_wrong
@@ -44,7 +37,6 @@ MANIFEST = "dataset.json"
 """File name of the manifest."""
 TOKENS = ".tokens"
 """End of the names of shards of text."""
-_CHUNK = 1 << 18  # rows read at a time
 
 
 class ShardEntry(Record):
@@ -110,26 +102,20 @@ class Manifest(Record):
         return self
 
 
-class AnyManifest(BaseModel):
-    """Content of a `dataset.json` of any version. Unknown keys are ignored."""
+def read_any_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest in `folder`, of any version: its fields that have the expected types.
 
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-    vitpar_dataset: object = None
-    """Version of the format; None in a file of another program."""
-    classes: list[str] | None = None
-    """Same field as in `Manifest`; None if missing."""
-    class_names: list[str] | None = None
-    """Same field as in `Manifest`."""
-    text: object = None
-    """Same field as in `Manifest`, in any format."""
-
-
-def read_any_manifest(folder: Path) -> AnyManifest:
-    """Return the content of the manifest in `folder`, of any version; an empty one if it is missing or damaged."""
+    It is empty if the file is missing or damaged.
+    """
     try:
-        return AnyManifest.model_validate(read_json(folder / MANIFEST))
+        found = read_json(folder / MANIFEST)
     except (OSError, ValueError):
-        return AnyManifest()
+        return {}
+    known = dict(found) if isinstance(found, dict) else {}
+    for key in ("classes", "class_names"):
+        if not isinstance(known.get(key), list) or not all(isinstance(name, str) for name in known[key]):
+            known.pop(key, None)
+    return known
 
 
 def has_manifest(folder: str | Path | ObjectPath) -> bool:
@@ -194,12 +180,12 @@ def write_split(
     """
     rows = np.concatenate([np.empty(0, ROW), *tables])
     rows["shard"] = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    path, partial = folder / f"{split}.index.npy", folder / f".{split}.index.partial"
-    with partial.open("wb") as file:
+    partial = folder / f".{split}.index.partial"
+    with partial.open("w+b") as file:
         np.save(file, rows)
-    with partial.open("rb") as file:
+        file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    partial.replace(path)
+    partial.replace(folder / f"{split}.index.npy")
     per_class = np.bincount(rows["label"], minlength=classes).tolist()
     entries = [
         ShardEntry(file=path.name, samples=len(table), bytes=path.stat().st_size)
@@ -215,58 +201,28 @@ def read_rows(folder: Path | ObjectPath, split: str, entry: SplitEntry) -> np.nd
 
     Raises DataError if its checksum is not that in the manifest, or if it does not fit the shards.
     """
-    path = folder / f"{split}.index.npy"
-    again = f"rewrite it with `vitpar data index {folder}`"
-    digest, start, pieces = hashlib.sha256(), 0, [np.empty(0, ROW)]
+    path, again = folder / f"{split}.index.npy", f"rewrite it with `vitpar data index {folder}`"
     try:
-        with open_regular(path) as file:
-            offset, size = _header_bytes(file, entry.samples), file.seek(0, os.SEEK_END)
-            total = sum(shard.samples for shard in entry.shards)
-            if offset is None or size != offset + entry.samples * ROW.itemsize or total != entry.samples:
-                raise DataError(f"index '{path}' does not match {MANIFEST}: {again}")
-            file.seek(0)
-            digest.update(file.read(offset))
-            while data := file.read(_CHUNK * ROW.itemsize):
-                digest.update(data)
-                rows = np.frombuffer(data[: len(data) - len(data) % ROW.itemsize], ROW)
-                if not _fits(start, rows, entry):
-                    raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
-                start += len(rows)
-                pieces.append(rows)
+        data = read_bytes(path)
     except OSError as error:
         raise DataError(f"index '{path}' cannot be read ({error.strerror}): {again}") from None
-    if digest.hexdigest() != entry.index_sha256:
+    if hashlib.sha256(data).hexdigest() != entry.index_sha256:
         raise DataError(f"index '{path}' is not the one recorded in {MANIFEST}: {again}")
-    return np.concatenate(pieces)
+    header = 10 + int.from_bytes(data[8:10], "little")  # of the format npy 1.0
+    if len(data) == header + entry.samples * ROW.itemsize:
+        rows = np.frombuffer(data, ROW, offset=header)
+        if _fits(rows, entry):
+            return rows
+    raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
 
 
-def _header_bytes(file: BinaryIO, samples: int) -> int | None:
-    """Return the byte offset of the rows in an index file; None if its header is not that of `samples` rows.
-
-    Raises OSError if the file cannot be read.
-    """
-    try:
-        np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0(file)
-    except OSError:
-        raise
-    except Exception:  # damaged headers make numpy raise nearly anything
-        return None
-    return file.tell() if header == ((samples,), False, ROW) else None
-
-
-def _fits(start: int, rows: np.ndarray, entry: SplitEntry) -> bool:
-    """Return whether index rows are consistent with the shards and classes of a split.
-
-    start: number of the first of `rows` in the index.
-    """
-    ends = np.cumsum([shard.samples for shard in entry.shards])
-    expected = np.searchsorted(ends, np.arange(start, start + len(rows)), side="right")
-    if not np.array_equal(rows["shard"], expected):
+def _fits(rows: np.ndarray, entry: SplitEntry) -> bool:
+    """Return whether index rows are consistent with the shards and classes of a split."""
+    samples = [shard.samples for shard in entry.shards]
+    if sum(samples) != len(rows) or not np.array_equal(rows["shard"], np.repeat(np.arange(len(samples)), samples)):
         return False
-    sizes = np.array([shard.bytes for shard in entry.shards], np.int64)[expected]
-    first = 0 if entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
-    inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"])
-    inside &= rows["size"] > 0
+    sizes = np.repeat(np.array([shard.bytes for shard in entry.shards], np.int64), samples)
+    first = 0 if entry.shards and entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
+    inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"]) & (rows["size"] > 0)
     known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
     return bool((inside & known).all())

@@ -17,15 +17,9 @@ from PIL import Image
 
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import SampleOrder
-from vitpar.data.shards.destination import check_destination, put_in_place, stamps, workplace
+from vitpar.data.shards.destination import check_destination, packing_into, stamps
 from vitpar.data.shards.index import scan
-from vitpar.data.shards.manifest import (
-    ROW,
-    Manifest,
-    SplitEntry,
-    write_manifest,
-    write_split,
-)
+from vitpar.data.shards.manifest import ROW, Manifest, SplitEntry, write_manifest, write_split
 from vitpar.data.sources import Progress, Source, SourceSplit, open_source
 from vitpar.errors import DataError
 from vitpar.io import stand_in, write_text
@@ -33,8 +27,6 @@ from vitpar.text import printable, shown
 
 SHARD_SAMPLES = 5000
 """Default number of images in a shard; half a gigabyte of ImageNet."""
-
-
 SKIPPED = "skipped.txt"
 """File in a data set that lists the images that `skip_damaged` left out, a sentence each."""
 
@@ -112,25 +104,17 @@ def pack(
     """
     if shard_samples < 1:
         raise DataError(f"shard size {shard_samples} is not a positive number of samples")
-    target = Path(destination).resolve()
-    check_destination(target, overwrite)
+    check_destination(destination, overwrite)
     try:
         contents = open_source(source, val_fraction=val_fraction, seed=seed, progress=progress)
         settings = [shard_samples, seed, reencode and asdict(reencode), stamps(Path(source)), decode_images]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
     opened(contents)
-    try:
-        with workplace(target, _digest(contents, settings)) as partial:
-            settings_of_shards = (shard_samples, reencode, seed, progress, skip_damaged, decode_images)
-            manifest = _Packing(contents, partial, *settings_of_shards).run(workers)
-            check_destination(target, overwrite)  # again, since packing may have taken hours
-            put_in_place(partial, target)
-    except OSError as error:
-        raise DataError(
-            f"cannot write '{destination}': {error.strerror or error}; rerun the command to resume"
-        ) from error
-    return manifest
+    with packing_into(destination, overwrite, _digest(contents, settings)) as folder:
+        return _Packing(contents, folder, shard_samples, reencode, seed, progress, skip_damaged, decode_images).run(
+            workers
+        )
 
 
 def _digest(source: Source, settings: list) -> str:
@@ -138,8 +122,8 @@ def _digest(source: Source, settings: list) -> str:
     digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
     for name, split in source.splits.items():
         digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
-        for image in split.names:
-            digest.update(os.fsencode(f"{image}\n"))
+        for i in range(len(split.labels)):
+            digest.update(os.fsencode(f"{split.name(i)}\n"))
     return digest.hexdigest()
 
 
@@ -247,7 +231,7 @@ class _Packing:
                     raise _Stopped
                 data = split.read(i)
                 try:
-                    data = self._checked(data, split.names[i])
+                    data = self._checked(data, split.name(i))
                 except BadImage as error:
                     if not self.skip_damaged:
                         raise DataError(f"{error}, or skip such files with --skip-damaged") from None

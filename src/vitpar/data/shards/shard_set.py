@@ -1,5 +1,7 @@
 """Random access to the samples of a split: each is read with one request and compared with its checksum."""
 
+from __future__ import annotations
+
 import os
 import tarfile
 import zlib
@@ -18,6 +20,8 @@ from vitpar.io import open_regular, stat_regular
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.text import nearest, shown
 
+DAMAGED = "its checksum differs from the index: restore the shard, or index it again"
+"""Words about a sample whose bytes are not those that were indexed."""
 _OPEN_FILES = 256  # limit, because a data set may have more shards than a process may have open files
 
 
@@ -52,12 +56,17 @@ class ShardSet:
         self.labels: NDArray[np.int32] = rows["label"]
         self._rows = rows
         self._shard, self._offset, self._size, self._crc = (rows[name] for name in ("shard", "offset", "size", "crc"))
-        self._sizes = tuple(shard.bytes for shard in entry.shards)
-        self._stamps = _stamps(folder, self.files, self._sizes)
+        self._stamps = _stamps(folder, self.files)
+        for path, shard in zip(self.files, entry.shards, strict=True):
+            if (size := self._stamps[path][0]) != shard.bytes:
+                raise DataError(
+                    f"shard '{path}' has {size} bytes but {shard.bytes} were indexed: restore it, or rewrite the index "
+                    f"with `vitpar data index {folder}`"
+                )
         self._open_file = lru_cache(maxsize=_OPEN_FILES)(self._opened)
 
     @classmethod
-    def open(cls, folder: str | Path | ObjectPath, split: str) -> "ShardSet":
+    def open(cls, folder: str | Path | ObjectPath, split: str) -> ShardSet:
         """Open `split` of the data set in `folder`.
 
         Only the manifest, the index and the sizes of the shards are read.
@@ -94,7 +103,7 @@ class ShardSet:
         """Lists of names by which the classes are known: human-readable names, and identifiers."""
         return tuple(dict.fromkeys(names for names in (self.class_names, self.classes) if names))
 
-    def relabelled(self, names: Sequence[str], numbers: Sequence[int]) -> "ShardSet":
+    def relabelled(self, names: Sequence[str], numbers: Sequence[int]) -> ShardSet:
         """Return the set with the classes of a model.
 
         names: names of all classes of the model.
@@ -119,14 +128,23 @@ class ShardSet:
         Raises DataError if its shard is missing, too short, or was replaced since the data set was opened.
         Raises BadImage if the bytes are not those that were indexed.
         """
-        path, size = self.files[self._shard[i]], int(self._size[i])
+        data = self._read_range(int(self._shard[i]), int(self._offset[i]), int(self._size[i]))
+        if zlib.crc32(data) != int(self._crc[i]):
+            raise BadImage(DAMAGED)
+        return data
+
+    def _read_range(self, shard: int, offset: int, size: int) -> bytes:
+        """Return bytes of a shard. Raises DataError if it is missing, too short, or was replaced."""
+        path = self.files[shard]
         try:
-            data = self._open_file(path).read(size, int(self._offset[i]))
+            if isinstance(path, ObjectPath):
+                version = self._stamps[path][1]
+                data = path.read_range(offset, size, None if version is None else str(version))
+            else:
+                data = self._open_file(path).read(size, offset)
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
         _refuse_other(path, (size, None), (len(data), None))
-        if zlib.crc32(data) != int(self._crc[i]):
-            raise BadImage("its checksum differs from the index: restore the shard, or index it again")
         return data
 
     def complaint(self, i: int, error: BadImage) -> str:
@@ -153,15 +171,13 @@ class ShardSet:
         """
         path, offset = self.files[self._shard[i]], int(self._offset[i])
         try:
-            header = self._open_file(path).read(tarfile.BLOCKSIZE, offset - tarfile.BLOCKSIZE)
+            header = self._read_range(int(self._shard[i]), offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE)
             member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except (OSError, tarfile.HeaderError):
+        except (DataError, tarfile.HeaderError):
             return f"{path.name}/byte {offset}"
         return f"{path.name}/{member.name.rpartition('.')[0]}"
 
-    def _opened(self, path: Path | ObjectPath) -> "_OpenFile | _OpenObject":
-        if isinstance(path, ObjectPath):
-            return _OpenObject(path, self._stamps[path])
+    def _opened(self, path: Path) -> _OpenFile:
         file = _OpenFile(path)
         _refuse_other(path, self._stamps[path], file.stamp)
         return file
@@ -201,10 +217,7 @@ mounts change them."""
 
 
 class _OpenFile:
-    """File that is closed when the last reference to it is gone.
-
-    Evicting it from the cache of open files therefore does not close it while a thread reads from it.
-    """
+    """File that is closed when the last reference to it is gone, which a thread that reads may have."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
@@ -216,16 +229,6 @@ class _OpenFile:
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self._file.close()
-
-
-class _OpenObject:
-    """Object of which ranges are read; another version of it is refused, so every read checks it."""
-
-    def __init__(self, path: ObjectPath, stamp: Stamp) -> None:
-        self._path, self._version = path, None if stamp[1] is None else str(stamp[1])
-
-    def read(self, size: int, offset: int) -> bytes:
-        return self._path.read_range(offset, size, self._version)
 
 
 def _stamp(status: os.stat_result) -> Stamp:
@@ -240,35 +243,24 @@ def _refuse_other(path: Path | ObjectPath, stamp: Stamp, now: Stamp) -> None:
         )
 
 
-def _stamps(
-    folder: Path | ObjectPath, files: Sequence[Path | ObjectPath], sizes: Sequence[int] | None = None
-) -> dict[Path | ObjectPath, Stamp]:
+def _stamps(folder: Path | ObjectPath, files: Sequence[Path | ObjectPath]) -> dict[Path | ObjectPath, Stamp]:
     """Return the stamp of each shard. Objects are not asked one by one: the folder is listed.
 
-    sizes: of the shards when they were indexed; None compares none.
-
-    Raises DataError for a shard that is missing, cannot be read or has another size.
+    Raises DataError for a shard that is missing or cannot be read.
     """
     stamps: dict[Path | ObjectPath, Stamp] = {}
+    path: Path | ObjectPath = folder
     try:
         listed = folder.files() if isinstance(folder, ObjectPath) else {}
-    except OSError as error:
-        raise DataError(f"cannot list '{folder}': {error.strerror}") from None
-    for number, path in enumerate(files):
-        name = shown(path, len(str(path)))  # shows the end of a long path
-        try:
+        for path in files:
             if isinstance(path, ObjectPath):
                 stat = listed[str(path).removeprefix(f"{folder}/")]
                 stamps[path] = stat.size, stat.version
             else:
                 stamps[path] = _stamp(stat_regular(path))
-        except (FileNotFoundError, KeyError):
-            raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
-        except OSError as error:
-            raise DataError(f"cannot read '{name}': {error.strerror}") from None
-        if sizes is not None and (size := stamps[path][0]) != sizes[number]:
-            raise DataError(
-                f"shard '{path}' has {size} bytes but {sizes[number]} were indexed: restore it, or rewrite the index "
-                f"with `vitpar data index {path.parent}`"
-            )
+    except (FileNotFoundError, KeyError):
+        name = shown(path, len(str(path)))  # shows the end of a long path
+        raise DataError(f"shard '{name}' is missing: restore it or pack the data set again") from None
+    except OSError as error:
+        raise DataError(f"cannot read '{shown(path, len(str(path)))}': {error.strerror}") from None
     return stamps

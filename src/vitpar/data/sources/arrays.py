@@ -1,8 +1,8 @@
 """Sources that are arrays of pixels, which are stored as PNG: CIFAR and scikit-learn's digits.
 
 CIFAR-10 and CIFAR-100 (Krizhevsky 2009) are read as published, from the archive or the folder it unpacks to, in the
-binary or the Python version. The Python version consists of pickles, which could run code, so only arrays of integers
-and plain values are read from them. The digits are 1,797 handwritten digits of 8×8 pixels.
+binary or the Python version. The Python version consists of pickles, which could run code, so they are only recorded.
+The digits are 1,797 handwritten digits of 8×8 pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.classes import class_names
-from vitpar.data.sources.source import Source, SourceSplit, read_file, reading
+from vitpar.data.sources.source import Source, SourceSplit, read_file
 from vitpar.data.tar import unpacked
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8
@@ -29,16 +29,13 @@ DIGITS = "digits"
 DIGITS_PACKAGE, INSTALL_DIGITS = "sklearn", "pip install -e '.[digits]'"
 """Module that has the digits, and the command that installs it."""
 _PIXELS = 3 * 32 * 32  # bytes of an image of CIFAR
-_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-_WHOLE = (
-    {"test_batch", *_BATCHES},
-    {"test_batch.bin"},
-    {"train", "test", "meta"},
-    {"train.bin", "test.bin"},
-)
+_TEN = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+_HUNDRED = ["train", "test"]
+_WORDS = {"batches.meta": 10, "batches.meta.txt": 10, "meta": 100, "fine_label_names.txt": 100}
+"""Files with the names of classes, and their number."""
+_WHOLE = ({*_TEN}, {"test_batch.bin"}, {*_HUNDRED, "meta"}, {"train.bin", "test.bin"})
 """Sets of files, each of which identifies CIFAR: of 10 or 100 classes, in the Python or the binary version."""
-_NAMED = set().union(*_WHOLE, (f"{name}.bin" for name in _BATCHES))
-_NAMED |= {"batches.meta", "batches.meta.txt", "fine_label_names.txt"}
+_NAMED = {*_WORDS, *(f"{name}{end}" for name in (*_TEN, *_HUNDRED) for end in ("", ".bin"))}
 Files = dict[str, Callable[[], bytes]]
 """Functions that return the contents of files, by file name."""
 
@@ -75,19 +72,18 @@ def cifar(files: Files) -> Source:
 
     Raises DataError.
     """
-    fine = "train" in files or "train.bin" in files
-    train, test = (("train",), ("test",)) if fine else (_BATCHES, ("test_batch",))
-    binary = f"{test[0]}.bin" in files
-    read = _binary if binary else _pickled
-    parts = {
-        split: [read(files, f"{name}.bin" if binary else name, fine) for name in names]
-        for split, names in (("train", train), ("val", test))
-    }
+    count = 100 if "train" in files or "train.bin" in files else 10
+    *train, test = _HUNDRED if count == 100 else _TEN
+    binary = f"{test}.bin" in files
+    read, end = (_binary, ".bin") if binary else (_pickled, "")
     splits = {}
-    for split, batches in parts.items():
-        pixels, labels = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
+    for split, names in (("train", train), ("val", [test])):
+        parts = [_used(files, f"{name}{end}", partial(read, count)) for name in names]
+        pixels, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         splits[split] = _split(split, pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels)
-    classes = _classes(files, fine, binary)
+    classes = [str(label) for label in range(count)]
+    if (words := next((name for name in _WORDS if name in files and _WORDS[name] == count), None)) is not None:
+        classes = _used(files, words, class_names if words.endswith(".txt") else partial(_names, count))
     most = max(int(split.labels.max()) for split in splits.values())
     if most >= len(classes):
         raise DataError(f"CIFAR label {most} is outside its {len(classes)} classes: fetch it again")
@@ -105,129 +101,61 @@ def _split(name: str, images: np.ndarray, labels: np.ndarray) -> SourceSplit:
         Image.fromarray(np.ascontiguousarray(images[i])).save(file, "PNG")
         return file.getvalue()
 
-    return SourceSplit([f"{name}/{i}" for i in range(len(labels))], labels.astype(np.int32), read)
+    return SourceSplit(lambda i: f"{name}/{i}", labels.astype(np.int32), read)
 
 
-def _classes(files: Files, fine: bool, binary: bool) -> list[str]:
-    name = ("fine_label_names.txt" if fine else "batches.meta.txt") if binary else ("meta" if fine else "batches.meta")
-    if name not in files:
-        return [str(label) for label in range(100 if fine else 10)]
-    if binary:
-        with reading(name):
-            return class_names(files[name]())
-    names = _loaded(files, name)
-    try:
-        with reading(name):
-            return [decode_utf8(word) for word in names[b"fine_label_names" if fine else b"label_names"]]
-    except (KeyError, TypeError, AttributeError):
-        raise DataError(f"CIFAR file '{name}' has no class names: fetch it again") from None
-
-
-def _binary(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels and labels of a binary file.
-
-    Each record of it has a label, or with `fine` a coarse and a fine label, and then the pixels.
-    """
-    data, labels = np.frombuffer(_data(files, name), np.uint8), 2 if fine else 1
-    if not len(data) or len(data) % (labels + _PIXELS):
-        raise DataError(f"CIFAR file '{name}' has {len(data)} bytes, not a multiple of the image size: fetch it again")
-    records = data.reshape(-1, labels + _PIXELS)
-    return records[:, labels:], records[:, labels - 1]
-
-
-def _pickled(files: Files, name: str, fine: bool) -> tuple[np.ndarray, np.ndarray]:
-    batch = _loaded(files, name)
-    try:
-        pixels, numbers = batch[b"data"].value, batch[b"fine_labels" if fine else b"labels"]
-        if pixels.dtype != np.uint8 or pixels.shape != (len(numbers), _PIXELS):
-            raise ValueError
-        if type(numbers) is not list or not all(type(number) is int for number in numbers):
-            raise ValueError
-        labels = np.array(numbers, np.int64)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise DataError(f"CIFAR file '{name}' lacks images or labels: fetch it again") from None
-    return pixels, labels
-
-
-def _data(files: Files, name: str) -> bytes:
+def _used(files: Files, name: str, use: Callable[[bytes], Any]) -> Any:
+    """Return `use` of the content of a file. Raises DataError if that fails."""
     if name not in files:
         raise DataError(f"CIFAR file '{name}' is missing: fetch it again")
-    return files[name]()
-
-
-def _loaded(files: Files, name: str) -> Any:
-    data = _data(files, name)
+    data = files[name]()
     try:
-        return _Plain(io.BytesIO(data), encoding="bytes").load()
-    except DataError:
-        raise
+        return use(data)
     except Exception as error:  # damaged pickles raise nearly anything
         raise DataError(
             f"CIFAR file '{name}' cannot be read ({shown(error) or type(error).__name__}): fetch it again"
         ) from None
 
 
-class _Plain(pickle.Unpickler):
-    """Unpickler that builds only arrays of integers and pickle's built-in types.
+def _binary(count: int, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels and labels of a binary file, whose records have a label, or a coarse and a fine one, and pixels."""
+    labels = 2 if count == 100 else 1
+    if not data or len(data) % (labels + _PIXELS):
+        raise ValueError(f"its {len(data)} bytes are not a multiple of the image size")
+    records = np.frombuffer(data, np.uint8).reshape(-1, labels + _PIXELS)
+    return records[:, labels:], records[:, labels - 1]
 
-    `find_class` never returns a class or function of another module. It returns a new object every time, so a pickle
-    that modifies the object has no lasting effect.
-    """
+
+def _pickled(count: int, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels and labels of a pickled file. Whatever the type of its array, its bytes are taken as pixels."""
+    batch = _Recorder(io.BytesIO(data), encoding="bytes").load()
+    labels = batch[b"fine_labels" if count == 100 else b"labels"]
+    _, shape, dtype, _, pixels = batch[b"data"].state
+    if dtype.arguments[0] not in ("u1", b"u1") or shape != (len(labels), _PIXELS) or {*map(type, labels)} != {int}:
+        raise ValueError("it lacks images or labels")
+    return np.frombuffer(pixels, np.uint8).reshape(shape), np.array(labels, np.int64)
+
+
+def _names(count: int, data: bytes) -> list[str]:
+    words = _Recorder(io.BytesIO(data), encoding="bytes").load()
+    return [decode_utf8(word) for word in words[b"fine_label_names" if count == 100 else b"label_names"]]
+
+
+class _Recorded:
+    """Object of a pickle: what it would be made of."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Recorder(pickle.Unpickler):
+    """Unpickler that builds only pickle's built-in types, and records other objects. It runs no code of the pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a name that occurs in pickles of NumPy arrays.
-
-        Raises DataError for any other name.
-        """
-        match module, name:
-            case (("numpy.core.multiarray" | "numpy._core.multiarray"), "_reconstruct"):
-                return lambda *_: _Array()
-            case (("numpy.core.numeric" | "numpy._core.numeric"), "_frombuffer"):
-                return lambda *args: _from_buffer(*args)
-            case "numpy", "dtype":
-                return lambda code, *_: _Dtype(code)
-            case "numpy", "ndarray":
-                return object()
-            case "_codecs", "encode":
-                return lambda text, encoding: text.encode("latin1")
-        raise DataError(f"it asks for {shown(f'{module}.{name}')}, which CIFAR files do not need")
-
-
-def _from_buffer(data: object, dtype: object, shape: object, order: object) -> _Array:
-    array = _Array()
-    array.__setstate__((shape, dtype, order == "F" or order == b"F", data))
-    return array
-
-
-class _Dtype:
-    """Stand-in for a pickled `numpy.dtype` of integers.
-
-    code: type code such as b"u1".
-    """
-
-    def __init__(self, code: object) -> None:
-        self.code = code.decode() if isinstance(code, bytes) else str(code)
-        self.order = "|"
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        # A state may also describe fields, a shape and metadata, from which NumPy could make a type with pointers.
-        _, order, subtype, names, fields, *_ = state
-        if (subtype, names, fields) != (None, None, None):
-            raise ValueError("its dtype is not supported")
-        self.order = order.decode() if isinstance(order, bytes) else str(order)
-
-    @property
-    def value(self) -> np.dtype:
-        if self.code not in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8") or self.order not in "|<>=":
-            raise ValueError(f"its dtype {shown(self.code)} is not supported")
-        return np.dtype(self.order + self.code)
-
-
-class _Array:
-    """Stand-in for a pickled array of integers, which is in the read-only attribute `value` once its state is set."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        shape, dtype, fortran, data = state[-4:]
-        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes | bytearray):
-            raise ValueError("it has an array that is not numeric")
-        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C")
+        """Return a new class in place of a class or function, so that changes of it by the pickle have no effect."""
+        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them in old formats
+            return lambda text, _: text.encode("latin1")
+        return type("Recorded", (_Recorded,), {})

@@ -10,7 +10,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,24 +132,35 @@ def _annotated(path: Path, classes: list[str]) -> SourceSplit:
 
     Images are in the file's folder, or in `images` in it.
     """
-    number = {name: label for label, name in enumerate(classes)}
-    paths: list[str] = []
-    labels: list[int] = []
-    inside = path.parent / "images"
+    number, inside = {name: label for label, name in enumerate(classes)}, path.parent / "images"
     folder = inside if inside.is_dir() else path.parent
+    images, labels = _tabbed(path, lambda label: number.get(label), "a class of train")
+    if (outside := next((image for image in images if Path(image).name != image), None)) is not None:
+        raise DataError(f"'{path}' names '{shown(outside)}', which is not a file in '{folder}': correct it")
+    return _split([str(folder / image) for image in images], labels)
+
+
+def _tabbed(path: Path, number: Callable[[str], int | None], kind: str) -> tuple[list[str], list[int]]:
+    """Return the images and labels in a file of `image<TAB>label` lines; further columns do not count.
+
+    number: returns the number of a label; None for a wrong one.
+    kind: what labels are, for messages.
+
+    Raises DataError.
+    """
+    images: list[str] = []
+    labels: list[int] = []
     for line, text in enumerate(read_lines(path), start=1):
-        image, label, *_ = (*text.split("\t"), "", "")
         if not text.strip():
             continue
-        if label not in number:
-            raise DataError(f"line {line} of '{path}' has the class '{shown(label)}', which train lacks")
-        if Path(image).name != image or not image:
-            raise DataError(f"line {line} of '{path}' names '{shown(image)}', which is not a file in '{folder}'")
-        paths.append(str(folder / image))
-        labels.append(number[label])
-    if not paths:
-        raise DataError(f"'{path}' lists no images")
-    return _split(paths, labels)
+        image, word, *_ = (*text.split("\t"), "")
+        if not image or (label := number(word)) is None:
+            raise DataError(f"line {line} of '{path}' is '{shown(text)}': it needs an image, a tab, and {kind}")
+        images.append(image)
+        labels.append(label)
+    if not images:
+        raise DataError(f"'{path}' lists no images: fill it")
+    return images, labels
 
 
 def _is_class(entry: "os.DirEntry[str]") -> bool:
@@ -172,7 +183,7 @@ def image_files(folder: Path) -> list[str]:
 
 
 def _split(paths: list[str], labels: list[int]) -> SourceSplit:
-    return SourceSplit(paths, np.array(labels, dtype=np.int32), lambda i: read_file(paths[i]))
+    return SourceSplit(paths.__getitem__, np.array(labels, dtype=np.int32), lambda i: read_file(paths[i]))
 
 
 def listed(path: Path) -> Source:
@@ -182,15 +193,8 @@ def listed(path: Path) -> Source:
     """
     folder = path.parent
     reader = csv.DictReader(read_lines(path))
-    try:
-        names = reader.fieldnames or ()
-    except csv.Error as error:
-        raise DataError(f"the first line of '{path}' cannot be read: {error}") from None
-    missing = [name for name in ("path", "label") if name not in names]
-    if missing:
-        raise DataError(f"the first line of '{path}' lacks the column '{missing[0]}': it needs path and label")
     rows: dict[str, list[tuple[str, str]]] = {}
-    for row in _lines(reader, path):
+    for row in _rows(reader, path):
         where = f"line {reader.line_num} of '{path}'"
         image, label, split = (row.get(name) or "" for name in ("path", "label", "split"))
         if not image or not label.strip():
@@ -212,8 +216,11 @@ def listed(path: Path) -> Source:
     return Source(classes, splits)
 
 
-def _lines(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]:
+def _rows(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]:
     try:
+        missing = next((name for name in ("path", "label") if name not in (reader.fieldnames or ())), None)
+        if missing is not None:
+            raise DataError(f"the first line of '{path}' lacks the column '{missing}': it needs path and label")
         yield from reader
     except csv.Error as error:  # such as a field of more than 131,072 characters
         raise DataError(f"line {reader.line_num + 1} of '{path}' cannot be read: {error}") from None
@@ -233,48 +240,21 @@ def zipped(folder: Path) -> Source:
 
     Raises DataError.
     """
-    names = folder / "classes.txt"
-    classes = None
+    names, classes = folder / "classes.txt", None
     if names.exists():
         with reading(names):
             classes = class_names(read_bytes(names, MAX_JSON_BYTES))
+    limit = MAX_CLASSES if classes is None else len(classes)
+
+    def number(word: str) -> int | None:
+        label = whole_number(word)
+        return label if label is not None and 0 <= label < limit else None
+
     splits = {}
     for split in ("train", "val"):
-        entries, labels = _read_map(folder / f"{split}_map.txt", classes)
+        entries, labels = _tabbed(folder / f"{split}_map.txt", number, f"a label from 0 to {limit - 1}")
         splits[split] = _zip_entries(folder / f"{split}.zip", folder / f"{split}_map.txt", entries, labels)
-    if classes is None:
-        classes = numbered([int(split.labels.max()) for split in splits.values()])
-    return Source(classes, splits)
-
-
-def _read_map(path: Path, classes: list[str] | None) -> tuple[list[str], list[int]]:
-    """Return the zip entries and labels in a file of `path<TAB>label` lines.
-
-    classes: names of the classes, if known, which limit the labels.
-
-    Raises DataError.
-    """
-    entries: list[str] = []
-    labels: list[int] = []
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        entry, tab, text = line.rpartition("\t")
-        where = f"line {number} of '{path}'"
-        if not tab:
-            raise DataError(f"{where} is '{shown(line.strip())}': expected an image's path, a tab and its label")
-        try:
-            label = int(text)
-        except ValueError:
-            raise DataError(f"label '{shown(text.strip())}' in {where} is not an integer") from None
-        if not 0 <= label < (MAX_CLASSES if classes is None else len(classes)):
-            limit = f"the {len(classes)} classes of classes.txt" if classes is not None else f"0 to {MAX_CLASSES - 1}"
-            raise DataError(f"label {shown(label)} in {where} is outside {limit}: correct it")
-        entries.append(entry)
-        labels.append(label)
-    if not entries:
-        raise DataError(f"'{path}' lists no images")
-    return entries, labels
+    return Source(classes or numbered([int(split.labels.max()) for split in splits.values()]), splits)
 
 
 def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
@@ -298,4 +278,4 @@ def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[in
         except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"cannot read {where}: {shown(error)}") from None
 
-    return SourceSplit([f"{path.name}/{entry}" for entry in entries], np.array(labels, dtype=np.int32), read)
+    return SourceSplit(lambda i: f"{path.name}/{entries[i]}", np.array(labels, dtype=np.int32), read)

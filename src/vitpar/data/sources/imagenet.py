@@ -8,44 +8,22 @@ import io
 import re
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
-from vitpar.data.tar import Readable, members, open_tar, unpacked
+from vitpar.data.tar import members, open_tar, unpacked
 from vitpar.errors import DataError
-from vitpar.limits import MAX_CLASSES
 from vitpar.text import shown
 
 TRAIN, VAL, KIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
 _TABLE, _TRUTH = "meta.mat", "ILSVRC2012_validation_ground_truth.txt"
 _SYNSET = re.compile(r"n\d{8}")
 _VAL_NAME = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
-
-
-@dataclass(frozen=True)
-class _Images:
-    """Images in an archive."""
-
-    names: list[str]
-    """Names of the tar members."""
-    spans: np.ndarray
-    """Byte offset in the archive and size in bytes of each image, int64 [images, 2]."""
-
-
-@dataclass(frozen=True)
-class _Kit:
-    """Content of the development kit."""
-
-    classes: Sequence[str]
-    """WordNet numbers of the synsets that have images, sorted."""
-    names: Sequence[str]
-    """Names of the classes, in the same order."""
-    truth: Sequence[int]
-    """Class of every validation image, as an index into `classes`."""
+_Images = list[tuple[str, int, int]]
+"""Images in an archive: the name of each tar member, its byte offset in the archive and its bytes."""
 
 
 def is_imagenet(folder: Path) -> bool:
@@ -63,74 +41,56 @@ def imagenet(folder: Path, progress: Progress | None = None) -> Source:
     missing = [name for name in (TRAIN, VAL, KIT) if not (folder / name).exists()]
     if missing:
         raise DataError(f"'{folder}' has no {' and no '.join(missing)}: put ImageNet's three archives into one folder")
-    kit = _kit(folder / KIT)
-    splits = {"train": _train(folder / TRAIN, kit.classes, progress), "val": _val(folder / VAL, kit.truth)}
-    return Source(kit.classes, splits, kit.names)
+    synsets, truth = _kit(folder / KIT)
+    classes = [row["WNID"] for row in synsets]
+    splits = {"train": _train(folder / TRAIN, classes, progress), "val": _val(folder / VAL, truth)}
+    return Source(classes, splits, [row["words"] for row in synsets])
 
 
-def _kit(path: Path) -> _Kit:
-    files = unpacked(path, (_TABLE, _TRUTH))
-    missing = next((name for name in (_TABLE, _TRUTH) if name not in files), None)
-    if missing is not None:
-        raise DataError(f"'{path}' has no {missing}: fetch it again")
-    try:
-        rows = _synsets(files[_TABLE])
-        # Rows with children are groups of synsets and have no images.
-        known = sorted((row for row in rows if not row["num_children"]), key=lambda row: row["WNID"])
-        classes = [row["WNID"] for row in known]
-        wrong = next((synset for synset in classes if not _SYNSET.fullmatch(synset)), None)
-        if wrong is not None or len(set(classes)) < len(classes) or not 0 < len(classes) <= MAX_CLASSES:
-            raise ValueError("its classes lack WordNet IDs or repeat them")
-    except ValueError as error:
-        raise DataError(f"{_TABLE} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
-    place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(known)}
-    try:
-        truth = [place[int(line)] for line in files[_TRUTH].split()]
-    except (ValueError, KeyError):
-        raise DataError(f"{_TRUTH} in '{path}' has a line that is not a class of {_TABLE}: fetch it again") from None
-    return _Kit(classes, [row["words"] for row in known], truth)
-
-
-def _synsets(table: bytes) -> list[dict[str, Any]]:
-    """Return the rows of the table of synsets, by the names of its columns.
-
-    Raises ValueError for another kind of file, a damaged one, and one without this table.
-    """
+def _kit(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the synsets that have images, in the order of their WordNet numbers, and each validation image's class."""
     try:
         from scipy.io import loadmat
     except ImportError:
         raise DataError("ImageNet's archives need SciPy: pip install -e '.[imagenet]'") from None
-    columns = {"ILSVRC2012_ID": int, "WNID": str, "words": str, "num_children": int}
+    files, columns = unpacked(path, (_TABLE, _TRUTH)), {"ILSVRC2012_ID": int, "WNID": str, "words": str}
     try:
-        rows = np.atleast_1d(loadmat(io.BytesIO(table), variable_names=["synsets"], simplify_cells=True)["synsets"])
-        return [{name: kind(row[name]) for name, kind in columns.items()} for row in rows]
-    except Exception as error:  # damaged bytes make it raise nearly anything
-        raise ValueError(f"its table of synsets cannot be read: {error}") from error
+        table = loadmat(io.BytesIO(files[_TABLE]), variable_names=["synsets"], simplify_cells=True)["synsets"]
+        # Rows with children are groups of synsets and have no images.
+        rows = [
+            {name: kind(row[name]) for name, kind in columns.items()} for row in table if not int(row["num_children"])
+        ]
+        rows.sort(key=lambda row: row["WNID"])
+        place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(rows)}
+        truth = [place[int(line)] for line in files[_TRUTH].split()]
+        if not all(_SYNSET.fullmatch(row["WNID"]) for row in rows) or len({row["WNID"] for row in rows}) < len(rows):
+            raise ValueError("its classes lack WordNet IDs or repeat them")
+    except Exception as error:  # damaged bytes make SciPy raise nearly anything
+        raise DataError(f"{_TABLE} and {_TRUTH} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
+    return rows, truth
 
 
 def _train(path: Path, classes: Sequence[str], progress: Progress | None) -> SourceSplit:
-    known, by_synset = set(classes), dict[str, _Images]()
+    by_synset = dict[str, _Images]()
     with open_tar(path) as file:
         for member in members(file):
             synset = member.name.removeprefix("./").removesuffix(".tar")
-            if synset not in known or synset in by_synset or not member.isreg():
+            if synset not in classes or synset in by_synset or not member.isreg():
                 raise tarfile.ReadError(f"'{shown(member.name)}' is not the tar file of a class, or occurs twice")
-            by_synset[synset] = _images(_Part(file, file.tell(), member.size), file.tell())
+            by_synset[synset] = _images(file, member.offset_data + member.size)
             if progress:
                 progress("reading train", len(by_synset), len(classes))
-    empty = next((synset for synset in classes if synset not in by_synset or not by_synset[synset].names), None)
+    empty = next((synset for synset in classes if not by_synset.get(synset)), None)
     if empty is not None:
         raise DataError(f"'{path}' has no images of {empty}: fetch it again")
-    images = [by_synset[synset] for synset in classes]
-    names = [name for one in images for name in one.names]
-    labels = np.repeat(np.arange(len(classes)), [len(one.names) for one in images])
-    return _split(path, _Images(names, np.concatenate([one.spans for one in images])), labels)
+    labels = np.repeat(np.arange(len(classes)), [len(by_synset[synset]) for synset in classes])
+    return _split(path, [image for synset in classes for image in by_synset[synset]], labels)
 
 
 def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
     with open_tar(path) as file:
         images = _images(file)
-    matches = [_VAL_NAME.fullmatch(name) for name in images.names]
+    matches = [_VAL_NAME.fullmatch(name) for name, *_ in images]
     numbers = [int(name[1]) if name else 0 for name in matches]
     if sorted(numbers) != list(range(1, len(truth) + 1)):
         raise DataError(
@@ -139,50 +99,23 @@ def _val(path: Path, truth: Sequence[int]) -> SourceSplit:
     return _split(path, images, np.array([truth[number - 1] for number in numbers]))
 
 
-class _Part:
-    """File-like view of a part of a file.
-
-    begin: byte offset of the part.
-    size: bytes of the part.
-    """
-
-    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
-        self._file, self._begin, self._size, self._place = file, begin, size, 0
-
-    def read(self, size: int, /) -> bytes:
-        self._file.seek(self._begin + self._place)
-        data = self._file.read(max(0, min(size, self._size - self._place)))
-        self._place += len(data)
-        return data
-
-    def seek(self, place: int, /) -> int:
-        self._place = place
-        return place
-
-    def tell(self) -> int:
-        return self._place
-
-
-def _images(file: Readable, begin: int = 0) -> _Images:
-    """Return the images in a tar file.
-
-    begin: byte offset of the tar file in its archive.
+def _images(file: BinaryIO, end: int | None = None) -> _Images:
+    """Return the images in a tar file, which begins at the current position and ends at byte `end` of its archive.
 
     Raises tarfile.ReadError and OSError.
     """
-    names, spans = list[str](), list[tuple[int, int]]()
-    for member in members(file):
+    images: _Images = []
+    for member in members(file, end):
         if member.isdir():
             continue
         if not member.isreg() or not member.size:
             raise tarfile.ReadError(f"'{shown(member.name)}' is not a file, or is empty")
-        names.append(member.name)
-        spans.append((begin + member.offset_data, member.size))
-    return _Images(names, np.array(spans, np.int64).reshape(-1, 2))
+        images.append((member.name, member.offset_data, member.size))
+    return images
 
 
 def _split(path: Path, images: _Images, labels: np.ndarray) -> SourceSplit:
     def read(i: int) -> bytes:
-        return read_span(path, *images.spans[i].tolist())
+        return read_span(path, *images[i][1:])
 
-    return SourceSplit([f"{path.name}/{name}" for name in images.names], labels.astype(np.int32), read)
+    return SourceSplit(lambda i: f"{path.name}/{images[i][0]}", labels.astype(np.int32), read)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitpar.data.sources.source import Names, Source, SourceSplit, by_split, numbered, reading, split_of
+from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, reading, split_of
 from vitpar.errors import DataError
 from vitpar.io import open_regular, parse_json
 from vitpar.text import either, shown
 
-_IMAGES = ("image", "img")
+_IMAGES, _LABELS = ("image", "img"), ("label", "labels", "fine_label")
 _MISSING = -1  # label of a row without one
 _KEPT, _KEPT_BYTES = 64, 1 << 30  # limits of the cache of row groups: their number and their bytes
 
@@ -28,20 +28,14 @@ def parquet(folder: Path) -> Source:
 
     Raises DataError, also if pyarrow is not installed.
     """
-    try:
-        import pyarrow.parquet as library
-    except ImportError:
-        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
     paths = by_split(parquet_files(folder), folder)
-    tables = {split: [_File(path, library) for path in files] for split, files in paths.items()}
+    tables = {split: [_File(path) for path in files] for split, files in paths.items()}
     # Contests keep the labels of their test split secret and publish negative ones, or none.
     left_out = []
     if "test" in tables and all((file.labels < 0).all() for file in tables["test"]):
         left_out = [f"'{tables.pop('test')[0].path}' and other files of test: they have no labels"]
-    files = [file for group in tables.values() for file in group]
-    naming = [file for file in files if file.classes]
-    named = naming[0].classes if naming else None
-    other = next((file for file in naming if file.classes != named), None)
+    naming = [file for files in tables.values() for file in files if file.classes]
+    other = next((file for file in naming if file.classes != naming[0].classes), None)
     if other is not None:
         raise DataError(f"'{other.path}' names other classes than '{naming[0].path}', or in another order: pack one")
     labels = {split: np.concatenate([file.labels for file in group]) for split, group in tables.items()}
@@ -51,10 +45,10 @@ def parquet(folder: Path) -> Source:
                 f"{len(missing):,} rows of '{split}' in '{folder}' have no label (null or -1), the first is row "
                 f"{missing[0]}: remove or label them"
             )
+    named = naming[0].classes if naming else None
     classes = named or numbered([int(label) for split in labels.values() for label in np.unique(split)])
     for split, numbers in labels.items():
-        wrong = numbers[(numbers < 0) | (numbers >= len(classes))]
-        if len(wrong):
+        if len(wrong := numbers[(numbers < 0) | (numbers >= len(classes))]):
             raise DataError(f"label {wrong[0]} of '{split}' in '{folder}' is outside the {len(classes)} classes")
     return Source(classes, {split: _split(tables[split], labels[split]) for split in tables}, left_out=left_out)
 
@@ -88,32 +82,30 @@ class _File:
     group_bytes: uncompressed size of the largest row group.
     """
 
-    def __init__(self, path: Path, library: Any) -> None:
-        from pyarrow import types
-
-        self.path = path
+    def __init__(self, path: Path) -> None:
         try:
-            with reading(path):
-                open_regular(path).close()
-            schema = library.read_schema(path)
+            from pyarrow import parquet, types
+        except ImportError:
+            raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
+        self.path, self._library = path, parquet
+        with reading(path):
+            open_regular(path).close()
+        try:
+            self._meta, schema = parquet.read_metadata(path), parquet.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
-            named = ("label", "labels", "fine_label")
-            label = next((f.name for f in schema if f.name in named and types.is_integer(f.type)), None)
+            label = next((f.name for f in schema if f.name in _LABELS and types.is_integer(f.type)), None)
             if self.image is None or label is None:
                 raise DataError(
                     f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image` (bytes) and "
                     "`label` (integers)"
                 )
             self.column = self.image if _is_binary(schema.field(self.image).type) else f"{self.image}.bytes"
-            self._library, self._meta = library, library.read_metadata(path)
-            meta = self._meta
-            groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+            groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
-            with library.ParquetFile(path, metadata=meta) as file:
-                column = file.read([label])[label]
-                self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
-            self.classes = _classes(schema.metadata or {}, label)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
+            column = parquet.read_table(path, columns=[label])[label]
+            self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
+            self.classes = _classes(schema.metadata or {}, label)
         except DataError:
             raise
         except Exception as error:  # damaged files make pyarrow raise nearly anything
@@ -155,7 +147,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
     begins = [0, *accumulate(len(file.labels) for file in files)]
     largest = max(file.group_bytes for file in files)
     most = max(4, min(_KEPT, _KEPT_BYTES // max(1, largest)))
-    kept = OrderedDict[tuple[int, int], Any]()
+    groups = lru_cache(most)(lambda file, group: files[file].group(group))
     lock = threading.Lock()  # without it, two threads could read the same row group
 
     def read(i: int) -> bytes:
@@ -163,12 +155,7 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         file, row = files[number], i - begins[number]
         group = bisect_right(file.starts, row) - 1
         with lock:
-            if (number, group) not in kept:
-                kept[number, group] = file.group(group)
-                if len(kept) > most:
-                    kept.popitem(last=False)
-            kept.move_to_end((number, group))
-            image = kept[number, group][row - file.starts[group]].as_py()
+            image = groups(number, group)[row - file.starts[group]].as_py()
         data: bytes | None = image["bytes"] if isinstance(image, dict) else image
         if not data:
             raise DataError(f"row {row} of '{file.path}' has no image bytes, only a path or nothing")
@@ -178,6 +165,6 @@ def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:
         number = bisect_right(begins, i) - 1
         return f"{files[number].path}/row {i - begins[number]}"
 
-    block = max(b - a for file in files for a, b in zip(file.starts, file.starts[1:], strict=False))
+    block = max(b - a for file in files for a, b in pairwise(file.starts))
     window = most // 2 * block  # halved, since a run of a block's length may straddle two row groups
-    return SourceSplit(Names(len(labels), name), labels.astype(np.int32), read, block, window)
+    return SourceSplit(name, labels.astype(np.int32), read, block, window)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, open_regular, read_all
 from vitpar.limits import MAX_CLASSES
-from vitpar.text import shown
+from vitpar.text import count, shown
 
 SPLITS = ("train", "val", "test")
 """Names of the splits that a source may have."""
@@ -28,40 +27,18 @@ SPLIT_WORDS = {
 }
 """Split that each name of a folder, of a value in a list, or part of a file name stands for, in lower case."""
 
+CLASSES_SHOWN = 5
+"""Most classes that `Source.describe` names."""
 Progress = Callable[[str, int, int], None]
 """Callback (description of the work, number done, total number), called by one thread at a time."""
-
-
-class Names(Sequence[str]):
-    """Names of images that are made when they are asked for, since millions of them would take much memory.
-
-    count: number of images.
-    name: function from the number of an image to its name.
-    """
-
-    def __init__(self, count: int, name: Callable[[int], str]) -> None:
-        self._numbers, self._name = range(count), name
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        chosen = self._numbers[place]
-        return self._name(chosen) if isinstance(chosen, int) else [*map(self._name, chosen)]
 
 
 @dataclass(frozen=True)
 class SourceSplit:
     """Labelled images of one split of a source."""
 
-    names: Sequence[str]
-    """Name of each image, for messages."""
+    name: Callable[[int], str]
+    """Function from the number of an image to its name, for messages."""
     labels: NDArray[np.int32]
     """Class number of each image, int32 [samples]."""
     read: Callable[[int], bytes]
@@ -78,9 +55,8 @@ class SourceSplit:
 
     def subset(self, indices: NDArray[np.int64]) -> "SourceSplit":
         """Return the split that consists of the images `indices`, in that order."""
-        names = Names(len(indices), lambda i: self.names[int(indices[i])])
-        labels, order = self.labels[indices], (self.block, self.window, self.origin)
-        return SourceSplit(names, labels, lambda i: self.read(int(indices[i])), *order)
+        name, read = (lambda i, part=part: part(int(indices[i])) for part in (self.name, self.read))
+        return replace(self, name=name, labels=self.labels[indices], read=read)
 
 
 @dataclass(frozen=True)
@@ -102,6 +78,18 @@ class Source:
     def __post_init__(self) -> None:
         check_class_names(self.classes)
         check_class_names([*dict.fromkeys(self.class_names or ())])  # ImageNet has two cranes
+
+    def describe(self, location: str) -> list[str]:
+        """Return lines on what was found at `location`: splits and their origin, classes, and what is left out."""
+        names = [shown(name) for name in self.class_names or self.classes]
+        listed = ", ".join(names[:CLASSES_SHOWN]) + ", …" * (len(names) > CLASSES_SHOWN)
+        lines = [f"{shown(location)}: {count(len(names), 'class')}: {listed}"]
+        for name, split in self.splits.items():
+            origin = f" from {shown(split.origin)}" * bool(split.origin)
+            lines.append(f"  {name}: {len(split.labels):,} images{origin}")
+        if "val" not in self.splits:
+            lines.append("  no val split: runs do not evaluate")
+        return lines + [f"  left out: {sentence}" for sentence in self.left_out]
 
 
 @contextmanager

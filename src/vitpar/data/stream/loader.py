@@ -1,4 +1,4 @@
-"""Loaders of one rank's batches from a stream.
+"""Loader of one rank's batches from a stream.
 
 Each rank that decodes images reads its own shards, so only that rank knows their samples. A batch therefore has the
 labels and keys of the rank's own rows only, and the training loop exchanges them between ranks. All ranks have the same
@@ -15,7 +15,8 @@ from typing import TypeVar, Unpack
 
 import numpy as np
 
-from vitpar.data.loader import BatchJob, Loader, LoaderSettings
+from vitpar.data.batches import BatchJob
+from vitpar.data.loader import Loader, LoaderSettings
 from vitpar.data.randomness import hash_numbers
 from vitpar.data.stream.stream_set import Fetched, Reader, Sample, StreamPart, StreamSet
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
@@ -26,11 +27,18 @@ _GOES_ON = 0x60E5  # separates the seeds of resumed runs from other hashes of th
 T = TypeVar("T")
 
 
-class _Streamed(Loader):
-    """Base class of loaders of one part of a stream. Batches that are `ended` follow the last sample, without end.
+class StreamLoader(Loader):
+    """Batches of one part of a stream, without end.
+
+    A `TrainTransform` makes training batches. Each part continues with its next pass over the data without waiting for
+    the others, so parts may have different numbers of images. An `EvalTransform` makes batches of every sample once, in
+    stored order, and then batches that are `ended`; the evaluation loop stops when those of all ranks are.
 
     part: part of the stream that this rank reads; None for a rank without rows, which reads nothing.
-    workers: number of decoding threads; if above 0, another thread reads ahead.
+    seed: seed of the order of shards and samples, and of all augmentation.
+    start: global samples seen before, by a run that is resumed. The position of every part within its pass is not
+        known, so reading begins with the next pass. Its order also depends on `start`, so that a run that is
+        interrupted often does not see the beginning of the same pass repeatedly.
     """
 
     whole = False
@@ -39,19 +47,16 @@ class _Streamed(Loader):
         self,
         data: StreamSet,
         transform: TrainTransform | EvalTransform,
-        part: StreamPart | None,
         *,
-        seed: int,
+        part: StreamPart | None = StreamPart(0, 1),
+        seed: int = 0,
         start: int = 0,
         **settings: Unpack[LoaderSettings],
     ) -> None:
         super().__init__(data, transform, start, **settings)
-        self._data, self._part, self._seed = data, part, seed
+        self._data, self._part, self._endless = data, part, isinstance(transform, TrainTransform)
+        self._seed = int(hash_numbers(_GOES_ON, seed, start)[0] >> np.uint64(1)) if start else seed
         assert (part is not None) == bool(len(self.rows)), f"part {part} has {len(self.rows)} rows"
-
-    def _samples(self, reader: Reader) -> Generator[Sample]:
-        """Yield the samples of this loader, in order."""
-        raise NotImplementedError
 
     def _jobs(self) -> Generator[BatchJob]:
         if self._part is not None:
@@ -65,7 +70,8 @@ class _Streamed(Loader):
 
     def _read(self, reader: Reader) -> Generator[BatchJob]:
         """Yield jobs with one sample per row of this rank; the last one may have fewer samples."""
-        with closing(self._samples(reader)) as samples:
+        first = math.ceil(self.start / len(self._data))
+        with closing(reader.endless(first) if self._endless else reader.once()) as samples:
             while True:
                 taken = list(islice(samples, len(self.rows)))
                 if not taken and not reader.skipped and not reader.broken:
@@ -83,69 +89,17 @@ class _Streamed(Loader):
         return BatchJob(Fetched(taken), numbers, keys, labels, ended=ended)
 
 
-class StreamLoader(_Streamed):
-    """Endless training batches of a stream.
-
-    Each part continues with its next pass over the data without waiting for the others, so parts may have different
-    numbers of images.
-
-    seed: seed of the order of shards and samples, and of all augmentation.
-    part: part of the stream that this rank reads; None for a rank without rows.
-    start: global samples seen before, by a run that is resumed. The position of every part within its pass is not
-        known, so reading begins with the next pass. Its order also depends on `start`, so that a run that is
-        interrupted often does not see the beginning of the same pass repeatedly.
-    """
-
-    def __init__(
-        self,
-        data: StreamSet,
-        transform: TrainTransform,
-        *,
-        seed: int,
-        part: StreamPart | None = StreamPart(0, 1),
-        start: int = 0,
-        **settings: Unpack[LoaderSettings],
-    ) -> None:
-        own = int(hash_numbers(_GOES_ON, seed, start)[0] >> np.uint64(1)) if start else seed
-        super().__init__(data, transform, part, seed=own, start=start, **settings)
-
-    def _samples(self, reader: Reader) -> Generator[Sample]:
-        return reader.endless(math.ceil(self.start / len(self._data)))
-
-
-class StreamEvalLoader(_Streamed):
-    """Every sample of a stream once, in stored order; then batches that are `ended`, without end.
-
-    The evaluation loop stops when the batches of all ranks are `ended`.
-
-    part: part of the stream that this rank reads, which may be without shards; None for a rank without rows.
-    """
-
-    def __init__(
-        self,
-        data: StreamSet,
-        transform: EvalTransform,
-        *,
-        part: StreamPart | None = StreamPart(0, 1),
-        **settings: Unpack[LoaderSettings],
-    ) -> None:
-        super().__init__(data, transform, part, seed=0, **settings)
-
-    def _samples(self, reader: Reader) -> Generator[Sample]:
-        return reader.once()
-
-
 def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:
     """Yield `items`, which a thread produces up to _AHEAD items ahead of the consumer to hide pauses of the network.
 
     Closing the iterator sets `stopping`, which must end `items`, and joins the thread.
     """
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(_AHEAD)
+    ready: queue.Queue[T | BaseException | None] = queue.Queue(_AHEAD)
 
-    def put(item: T | None, error: BaseException | None) -> None:
+    def put(item: T | BaseException | None) -> None:
         while not stopping.is_set():
             try:
-                return ready.put((item, error), timeout=0.2)
+                return ready.put(item, timeout=0.2)
             except queue.Full:
                 continue
 
@@ -153,23 +107,20 @@ def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:
         try:
             with closing(items):
                 for item in items:
-                    put(item, None)
+                    put(item)
                     if stopping.is_set():
                         return
-            put(None, None)
+            put(None)
         except BaseException as error:  # raised again in the consumer
-            put(None, error)
+            put(error)
 
     # A daemon thread, so that a program that never closes its loader can still exit.
     thread = threading.Thread(target=work, name="vitpar-stream", daemon=True)
     thread.start()
     try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
             yield item
     finally:
         stopping.set()

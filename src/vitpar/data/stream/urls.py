@@ -1,16 +1,11 @@
-"""URLs of shards: expand patterns, refuse URLs that may not run commands, and open them.
+"""URLs of shards: expand patterns, refuse URLs that may not run commands, and open them."""
 
-webdataset's functions open the URLs, but this module fixes which function opens which scheme. The environment can
-change webdataset's own table (GOPEN_REWRITE, USE_AIS_FOR), and opening a URL might then run a forbidden command.
-"""
-
-import os
 import re
 import select
 import subprocess
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import BinaryIO
 
 from vitpar.errors import DataError
 from vitpar.io import open_regular
@@ -19,11 +14,10 @@ from vitpar.text import shown
 
 _COMMANDS = {"pipe": "a shell command", "gs": "the command `gsutil cat`"}
 _PLAIN = ("", "file", "http", "https", "s3")
-_CHANGES = ("GOPEN_REWRITE", "USE_AIS_FOR")  # environment variables that change webdataset's table
 _SILENT_S = 300.0  # seconds without a byte after which a source counts as dead
 _PIECE = 1 << 20  # bytes read at a time
 _SLICE_MS = 200  # milliseconds between checks of whether reading was stopped
-# As webdataset starts it, but a server may redirect only to another address of the web, not to ftp or a file.
+# A server may redirect only to another address of the web, not to ftp or a file.
 _CURL_COMMAND = ["curl", "--proto", "=http,https", "--proto-redir", "=http,https", "--connect-timeout", "30"]
 _CURL_COMMAND += ["--retry", "30", "--retry-delay", "2", "-f", "-s", "-L", "--"]
 # Meanings of curl's exit codes.
@@ -61,7 +55,7 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
 
     allow_pipe: whether URLs may run commands.
 
-    Raises DataError, also if the environment changes how webdataset opens URLs.
+    Raises DataError.
     """
     if not urls or not all(urls):
         raise DataError("a stream has an empty shard name: use URLs such as https://host/train-{000..127}.tar")
@@ -75,16 +69,13 @@ def check(urls: Sequence[str], allow_pipe: bool) -> None:
                 f"'{shown(url)}' runs {_COMMANDS[scheme]}, which is disabled: set stream.allow_pipe=true if you "
                 "trust it"
             )
-        if scheme not in _COMMANDS and scheme not in _PLAIN:
+        if scheme not in (*_COMMANDS, *_PLAIN):
             raise DataError(
                 f"'{shown(url)}' cannot be streamed: use http://, https://, s3://, gs://, a path, or pipe:COMMAND with "
                 "a command that writes the shard"
             )
         if scheme == "s3":
             parse_place(url)  # raises
-    changed = next((name for name in _CHANGES if name in os.environ), None)
-    if changed is not None:
-        raise DataError(f"{changed} is set in the environment and would change what URLs open: unset it")
 
 
 def _scheme(url: str) -> str:
@@ -92,18 +83,20 @@ def _scheme(url: str) -> str:
     return match.group(1) if match else ""
 
 
-def _opened(url: str) -> Any:
-    from webdataset.gopen import Pipe, gopen_gsutil, gopen_pipe
-
+def _opened(url: str) -> tuple[BinaryIO, "subprocess.Popen[bytes] | None"]:
+    """Return the file of a shard, and the command that writes it, if there is one."""
     match _scheme(url):
         case "http" | "https":
-            return Pipe([*_CURL_COMMAND, url], mode="rb", bufsize=0)
+            command: str | list[str] = [*_CURL_COMMAND, url]
         case "gs":
-            return gopen_gsutil(url, bufsize=0)
+            command = ["gsutil", "cat", url]
         case "pipe":
-            return gopen_pipe(url, bufsize=0)
+            command = url.removeprefix("pipe:")
         case _:
-            return open_regular(parse_place(re.sub(r"^file:(//)?", "", url)))
+            return open_regular(parse_place(re.sub(r"^file:(//)?", "", url))), None
+    process = subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, shell=isinstance(command, str))
+    assert process.stdout is not None
+    return process.stdout, process  # type: ignore[return-value]
 
 
 def words(error: Exception) -> str:
@@ -124,18 +117,12 @@ class ShardStream:
     """
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
-        self._place = 0
-        self._url, self._stopping = url, stopping
-        self._source = _opened(url)
-        self._process: subprocess.Popen[bytes] | None = getattr(self._source, "proc", None)
-        # Bypass webdataset's reader: it checks whether the command failed before it returns the bytes that arrived.
-        # `finish` and `reason` check that at the end.
-        self._file = self._source.stream if self._process else self._source
+        self._place, self._url, self._stopping = 0, url, stopping
+        self._file, self._process = _opened(url)
         self._poll = select.poll()
         if self._process:
             self._poll.register(self._file, select.POLLIN)
-        self._head = b""
-        self._ended = False
+        self._head, self._ended = b"", False
 
     def read(self, size: int, /) -> bytes:
         """Return the next `size` bytes, or fewer at the end."""
@@ -169,7 +156,7 @@ class ShardStream:
                 raise OSError(f"no data for {_SILENT_S:.0f} s")
             if self._stopping.is_set():
                 raise Stopped
-        data: bytes = self._file.read(size)
+        data = self._file.read(size)
         if not self._place:
             self._head = data[:8]
         self._ended = not data

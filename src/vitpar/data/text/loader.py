@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.places import in_threads, places_in_turn, refuse_settings, shuffled_places
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.text.text_set import TextSet
-from vitpar.errors import DataError, RecipeError
 from vitpar.models.config import IGNORED
 
-_PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 _EVALUATION = 0x7E57  # seed of the keys of an evaluation
 
 
@@ -44,102 +41,62 @@ class TextBatch:
     """Global sequences seen up to and including this batch, which is where the next one begins."""
 
 
-_Places = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Numbers of sequences and their keys, int64 [batch]."""
-_Read = tuple[_Places, NDArray[np.int64], NDArray[np.int64]]
-"""Places of a batch, its ids, int64 [batch, tokens], and lengths, int64 [batch]."""
+@dataclass
+class _Job:
+    """Batch whose sequences are still to be read, as arrays of the fields of `TextBatch`."""
+
+    numbers: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
 
 
-class _Batches:
-    """Base class of the loaders, which reads the sequences that a subclass names.
+class TextLoader:
+    """Batches of packed text.
+
+    order: order of all sequences of `text`, for endless training batches. None for an evaluation: every sequence once,
+        in order, in `len()` batches of the same shape, of which the last is padded with sequences of length 0 and
+        number IGNORED. Its keys, and so the masks, are the same every time.
+    batch_size: sequences in the global batch.
+    start: global sequences seen before the first batch; every `iter()` begins there again.
+    workers: number of reading threads; 0 reads in the calling thread. It changes only the speed.
 
     Raises DataError for a batch size below 1, and RecipeError for a negative number of threads.
     """
 
-    def __init__(self, text: TextSet, batch_size: int, start: int, workers: int) -> None:
-        if batch_size < 1:
-            raise DataError(f"the batch size is {batch_size}: use 1 or more")
-        if workers < 0:
-            raise RecipeError(f"workers is {workers}: use 0 to read in the main thread, or a positive number")
-        self.text, self.batch_size, self.start, self.workers = text, batch_size, start, workers
-
-    def _places(self) -> Iterator[_Places]:
-        """Yield what each batch consists of, in order."""
-        raise NotImplementedError
-
-    def __iter__(self) -> Generator[TextBatch]:
-        with closing(self._threaded() if self.workers else self._inline()) as read:
-            for number, ((numbers, keys), ids, lengths) in enumerate(read, start=1):
-                samples = self.start + number * self.batch_size
-                tensors = [torch.from_numpy(array) for array in (ids, lengths, keys, numbers)]
-                yield TextBatch(tensors[0], tensors[1], tensors[2], tensors[3], samples / len(self.text), samples)
-
-    def _read(self, places: _Places) -> _Read:
-        numbers = places[0]
-        real = numbers != IGNORED
-        if real.all():
-            return places, *self.text.read_batch(numbers)
-        ids = np.full((len(numbers), self.text.tokens), self.text.specials.padding, np.int64)
-        lengths = np.zeros(len(numbers), np.int64)
-        ids[real], lengths[real] = self.text.read_batch(numbers[real])
-        return places, ids, lengths
-
-    def _inline(self) -> Generator[_Read]:
-        yield from map(self._read, self._places())
-
-    def _threaded(self) -> Generator[_Read]:
-        waiting: deque[Future[_Read]] = deque()
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="vitpar-text")
-        try:
-            for places in self._places():
-                waiting.append(pool.submit(self._read, places))
-                if len(waiting) > _PREFETCH:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-class TextLoader(_Batches):
-    """Endless training batches of packed text.
-
-    order: order of all sequences of `text`.
-    batch_size: sequences in the global batch.
-    start: global sequences seen before the first batch; every `iter()` begins there again.
-    workers: number of reading threads; 0 reads in the calling thread. It changes only the speed.
-    """
-
-    def __init__(self, text: TextSet, *, order: SampleOrder, batch_size: int, start: int = 0, workers: int = 1) -> None:
-        assert order.size == len(text), f"an order of {order.size} sequences for {len(text)}"
-        super().__init__(text, batch_size, start, workers)
-        self._order = order
-
-    def _places(self) -> Iterator[_Places]:
-        checked = -1
-        for start in itertools.count(self.start, self.batch_size):
-            epochs, samples, repeats = self._order.batch(start, self.batch_size)
-            if epochs[-1] > checked:
-                self.text.refuse_changed()
-                checked = int(epochs[-1])
-            yield samples, sample_keys(self._order.seed, epochs, samples, repeats)
-
-
-class TextEvalLoader(_Batches):
-    """Every sequence of a split once, in order, in `len()` batches of the same shape.
-
-    The last batch is padded with sequences of length 0 and number IGNORED. The keys, and so the masks, are the same in
-    every evaluation.
-    """
-
-    def __init__(self, text: TextSet, *, batch_size: int, workers: int = 1) -> None:
-        super().__init__(text, batch_size, 0, workers)
+    def __init__(
+        self, text: TextSet, *, batch_size: int, order: SampleOrder | None = None, start: int = 0, workers: int = 1
+    ) -> None:
+        refuse_settings(batch_size, workers)
+        self.text, self.batch_size, self.start, self.workers, self._order = text, batch_size, start, workers, order
 
     def __len__(self) -> int:
         return -(-len(self.text) // self.batch_size)
 
-    def _places(self) -> Iterator[_Places]:
-        for step in range(len(self)):
-            samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            zeros = np.zeros_like(samples)
-            yield np.where(samples < len(self.text), samples, IGNORED), sample_keys(_EVALUATION, zeros, samples, zeros)
+    def __iter__(self) -> Generator[TextBatch]:
+        with closing(in_threads(self._jobs(), self._tasks, self.workers)) as read:
+            for number, job in enumerate(read, start=1):
+                samples = self.start + number * self.batch_size
+                ids, lengths, keys, numbers = map(torch.from_numpy, (job.ids, job.lengths, job.keys, job.numbers))
+                yield TextBatch(ids, lengths, keys, numbers, samples / len(self.text), samples)
+
+    def _places(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the numbers and keys of the sequences of each batch, in order."""
+        if self._order is not None:
+            yield from shuffled_places(self.text, self._order, self.start, self.batch_size)
+            return
+        for step, numbers in enumerate(places_in_turn(len(self.text), self.batch_size)):
+            zeros, places = np.zeros_like(numbers), step * self.batch_size + np.arange(self.batch_size)
+            yield numbers, sample_keys(_EVALUATION, zeros, places, zeros)
+
+    def _jobs(self) -> Iterator[_Job]:
+        for numbers, keys in self._places():
+            ids = np.full((len(numbers), self.text.tokens), self.text.specials.padding, np.int64)
+            yield _Job(numbers, keys, ids, np.zeros(len(numbers), np.int64))
+
+    def _tasks(self, job: _Job) -> list[Callable[[], None]]:
+        return [partial(self._read, job)]
+
+    def _read(self, job: _Job) -> None:
+        real = job.numbers != IGNORED
+        job.ids[real], job.lengths[real] = self.text.read_batch(job.numbers[real])

@@ -6,23 +6,24 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import SampleOrder, shuffled
-from vitpar.data.shards.destination import LEFTOVERS, check_destination, put_in_place, stamps, workplace
+from vitpar.data.shards.destination import check_destination, packing_into, stamps
 from vitpar.data.shards.manifest import ROW, TOKENS, Manifest, SplitEntry, write_manifest, write_split
 from vitpar.data.sources.source import Progress
 from vitpar.data.text.section import TextSection
 from vitpar.data.text.sources import Documents, TextSource, open_text
-from vitpar.data.text.token_file import TokenFile
+from vitpar.data.text.token_file import tokenised
 from vitpar.data.text.tokenizer import BYTES, Tokenizer, open_tokenizer
 from vitpar.errors import DataError
 from vitpar.limits import MAX_TOKENS
+from vitpar.text import count, shown
 
 VAL_FRACTION = 0.05
 """Default fraction of the documents that becomes `val` if a source of text has no such split."""
@@ -38,62 +39,42 @@ TOKENIZER_FILE = "tokenizer.json"
 class Sequences:
     """Sequences of a split, as places in the joined text of some documents."""
 
-    begins: NDArray[np.int64]
-    """Begin and end of runs of neighbouring documents in the token file, int64 [runs]."""
     ends: NDArray[np.int64]
-    """End of each run, int64 [runs]."""
+    """End of each document in the token file, int64 [documents]."""
+    joined: NDArray[np.int64]
+    """End of each document in the joined text, int64 [documents]."""
     starts: NDArray[np.int64]
-    """Place of each sequence's first id in the joined runs, int64 [sequences]."""
+    """Place of each sequence's first id in the joined text, int64 [sequences]."""
     stops: NDArray[np.int64]
     """Place after its last id, int64 [sequences]."""
     documents: int
     """Number of documents that the sequences are from."""
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @property
-    def ids(self) -> int:
-        """Number of ids in all sequences."""
-        return int((self.stops - self.starts).sum())
-
     def part(self, chosen: slice, documents: int) -> Sequences:
         """Return some of the sequences."""
-        return Sequences(self.begins, self.ends, self.starts[chosen], self.stops[chosen], documents)
+        return replace(self, starts=self.starts[chosen], stops=self.stops[chosen], documents=documents)
 
-    def reader(self, ids: np.ndarray) -> Callable[[int], np.ndarray]:
-        """Return a function from the number of a sequence to its ids.
-
-        ids: content of the token file.
-        """
-        joined = np.cumsum(self.ends - self.begins)
-
-        def read(i: int) -> np.ndarray:
-            place, stop, parts = int(self.starts[i]), int(self.stops[i]), []
-            run = int(np.searchsorted(joined, place, side="right"))
-            while place < stop:
-                end = int(self.ends[run]) - int(joined[run]) + stop
-                begin = int(self.ends[run]) - int(joined[run]) + place
-                parts.append(ids[begin : min(end, int(self.ends[run]))])
-                place += len(parts[-1])
-                run += 1
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-        return read
+    def read(self, ids: np.ndarray, i: int) -> bytes:
+        """Return the bytes of sequence `i`. ids: content of the token file."""
+        place, stop, parts = int(self.starts[i]), int(self.stops[i]), list[np.ndarray]()
+        document = int(np.searchsorted(self.joined, place, side="right"))
+        while place < stop:
+            until = min(stop, int(self.joined[document]))
+            moved = int(self.ends[document]) - int(self.joined[document])
+            parts.append(ids[moved + place : moved + until])
+            place, document = until, document + 1
+        return np.concatenate(parts).tobytes()
 
 
-def cut(ends: NDArray[np.int64], chosen: NDArray[np.int64] | None, tokens: int, separated: bool) -> Sequences:
+def cut(ends: NDArray[np.int64], chosen: NDArray[np.int64], tokens: int, separated: bool) -> Sequences:
     """Cut documents into sequences of at most `tokens` ids.
 
     ends: end of each document in the token file, int64 [documents].
-    chosen: numbers of the documents to cut, ascending; None for all.
+    chosen: numbers of the documents to cut, ascending.
     separated: whether sequences continue over the ends of documents, each of which ends with a separator. The one at
         the very end is left out.
     """
-    begins = np.concatenate([[0], ends[:-1]])
-    if chosen is not None:
-        begins, ends = begins[chosen], ends[chosen]
-    lengths = ends - begins
+    lengths, ends = np.diff(ends, prepend=0)[chosen], ends[chosen]
     joined = np.cumsum(lengths)
     if separated:
         total = int(lengths.sum()) - 1
@@ -104,8 +85,158 @@ def cut(ends: NDArray[np.int64], chosen: NDArray[np.int64] | None, tokens: int, 
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = np.repeat(joined - lengths, counts) + within * tokens
         stops = np.minimum(starts + tokens, np.repeat(joined, counts))
-    new = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
-    return Sequences(begins[new], ends[np.append(new[1:], len(ends)) - 1], starts, stops, len(lengths))
+    return Sequences(ends, joined, starts, stops, len(lengths))
+
+
+@dataclass(frozen=True)
+class TextPacking:
+    """Opened source and tokenizer, and how the text is packed."""
+
+    source: TextSource
+    """Files of text."""
+    tokenizer: Tokenizer
+    """Opened tokenizer."""
+    name: str
+    """Name of the tokenizer, as given."""
+    tokens: int
+    """Largest number of ids in a sequence."""
+    cross_documents: bool
+    """Whether sequences continue over the ends of documents."""
+    val_fraction: float
+    """Fraction of the documents, or of the sequences, that becomes `val` if the source has no such split."""
+
+    def describe(self) -> list[str]:
+        """Return lines on what was found, and what becomes of it."""
+        lines = self.source.describe()
+        if "val" not in self.source.files:
+            part = f"{self.val_fraction:.0%} of train's documents".replace("%", " %", 1)
+            part += ", or the last of its sequences if there are few documents"
+            lines.append(f"  val: {part}" if self.val_fraction else "  no val split: runs do not evaluate")
+        vocabulary = count(self.tokenizer.vocab_size, "token")
+        return [*lines, f"  tokenizer {shown(self.name)}: {vocabulary}, sequences of at most {self.tokens:,}"]
+
+    def write(self, folder: Path, shard_samples: int, seed: int, progress: Progress | None) -> Manifest:
+        """Write those parts of the data set that a folder does not have yet, and return the manifest."""
+        file, specials = self.tokenizer.file, self.tokenizer.specials
+        dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
+        ids: dict[str, np.ndarray] = {}
+        sequences: dict[str, Sequences] = {}
+        separator = specials.end if self.cross_documents else None
+        for split in self.source.files:
+            ids[split], ends = tokenised(folder, self.source, split, self.tokenizer, dtype, separator, progress)
+            if not len(ends):
+                raise DataError(f"'{self.source.location}' has no text for the split '{split}': add some")
+            if split == "train" and "val" not in self.source.files and self.val_fraction > 0:
+                sequences |= self._carved(ends, seed)
+                ids["val"] = ids[split]
+            else:
+                sequences[split] = self._cut(ends, np.arange(len(ends)))
+        entries = {}
+        for split, one in sequences.items():
+            order = np.arange(len(one.starts))
+            if split == "train":
+                order = SampleOrder(seed, len(order)).samples(0, order)
+            entries[split] = _write(folder, split, one, ids[split], order, shard_samples, progress)
+        if file is not None:
+            (folder / TOKENIZER_FILE).write_bytes(file)
+        section = TextSection(
+            tokens=self.tokens,
+            vocab_size=self.tokenizer.vocab_size,
+            dtype="uint16" if dtype.itemsize == 2 else "uint32",
+            tokenizer="bytes" if file is None else "file",
+            tokenizer_file=None if file is None else TOKENIZER_FILE,
+            tokenizer_sha256=None if file is None else hashlib.sha256(file).hexdigest(),
+            specials=specials,
+            cross_documents=self.cross_documents,
+            documents={split: one.documents for split, one in sequences.items()},
+            ids={split: int((one.stops - one.starts).sum()) for split, one in sequences.items()},
+        )
+        manifest = Manifest(classes=[], labels="none", splits=entries, text=section)
+        write_manifest(folder, manifest)
+        return manifest
+
+    def _cut(self, ends: NDArray[np.int64], chosen: NDArray[np.int64]) -> Sequences:
+        return cut(ends, chosen, self.tokens, self.cross_documents)
+
+    def _carved(self, ends: NDArray[np.int64], seed: int) -> dict[str, Sequences]:
+        """Return the sequences of `train` and `val`, from documents of a source without `val`.
+
+        Raises DataError for too little text.
+        """
+        fraction, everything = self.val_fraction, np.arange(len(ends))
+        if len(ends) >= FEW_DOCUMENTS:
+            val = np.sort(shuffled(np.arange(math.ceil(fraction * len(ends) - 1e-9)), len(ends), seed))
+            if len(val) < len(ends):
+                return {"train": self._cut(ends, np.setdiff1d(everything, val)), "val": self._cut(ends, val)}
+        sequences = self._cut(ends, everything)
+        number = len(sequences.starts)
+        first = number - math.ceil(fraction * number - 1e-9)
+        if first < 1:
+            raise DataError(
+                f"'{self.source.location}' makes too few sequences of {self.tokens} tokens ({number}) for a "
+                "val split: add text, use shorter sequences or --val-fraction 0"
+            )
+        last = int(np.searchsorted(ends, sequences.stops[first - 1], side="left")) + 1
+        from_ = int(np.searchsorted(ends, sequences.starts[first], side="right"))
+        return {
+            "train": sequences.part(slice(first), last),
+            "val": sequences.part(slice(first, None), len(ends) - from_),
+        }
+
+
+def _write(
+    folder: Path,
+    split: str,
+    sequences: Sequences,
+    ids: np.ndarray,
+    order: NDArray[np.int64],
+    shard_samples: int,
+    progress: Progress | None,
+) -> SplitEntry:
+    """Write the shards of a split, with the sequences in `order`, and its index."""
+    paths, tables = [], []
+    for number, first in enumerate(range(0, len(order), shard_samples)):
+        chosen = order[first : first + shard_samples]
+        paths.append(folder / f"{split}-{number:06d}{TOKENS}")
+        rows_path, partial = paths[-1].with_suffix(".rows"), paths[-1].with_suffix(".partial")
+        # A shard that exists is complete, since it is renamed last.
+        if not (paths[-1].exists() and rows_path.exists()):
+            rows = np.zeros(len(chosen), ROW)
+            with partial.open("wb") as file:
+                for row, i in enumerate(chosen.tolist()):
+                    data = sequences.read(ids, i)
+                    rows[row] = 0, 0, file.tell(), len(data), zlib.crc32(data)
+                    file.write(data)
+            rows.tofile(rows_path)
+            partial.replace(paths[-1])
+        tables.append(np.fromfile(rows_path, ROW))
+        if progress:
+            progress(split, first + len(chosen), len(order))
+    return write_split(folder, split, paths, tables, 0)
+
+
+def open_all(
+    source: str | Path,
+    tokens: int,
+    tokenizer: str = BYTES,
+    documents: Documents | None = None,
+    field: str | None = None,
+    cross_documents: bool = False,
+    val_fraction: float | None = None,
+) -> TextPacking:
+    """Open source and tokenizer, with the arguments of `pack_text`. Raises DataError."""
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise DataError(f"sequences of {tokens:,} tokens are out of range: choose from 1 to {MAX_TOKENS:,}")
+    if val_fraction is not None and not 0 <= val_fraction < 1:
+        raise DataError(f"val fraction {val_fraction} is out of range: choose a number from 0 (no val) to below 1")
+    text = open_text(source, documents, field)
+    if "val" in text.files and val_fraction is not None:
+        raise DataError(f"'{source}' already has a val split: remove the val fraction {val_fraction}")
+    words = open_tokenizer(tokenizer)
+    if cross_documents and words.specials.end is None:
+        raise DataError(f"--cross-documents needs a token eos or sep, which '{tokenizer}' lacks: leave it out")
+    fraction = VAL_FRACTION if val_fraction is None else val_fraction
+    return TextPacking(text, words, tokenizer, tokens, cross_documents, fraction)
 
 
 def pack_text(
@@ -122,7 +253,7 @@ def pack_text(
     seed: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
-    opened: Callable[[TextSource, Tokenizer], None] = lambda source, tokenizer: None,
+    opened: Callable[[TextPacking], None] = lambda packing: None,
 ) -> Manifest:
     """Pack text into the folder `destination` and return the manifest. The same input gives the same bytes.
 
@@ -146,167 +277,14 @@ def pack_text(
 
     Raises DataError for a source or tokenizer that cannot be read, and as `vitpar.data.shards.pack.pack` does.
     """
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise DataError(f"sequences of {tokens:,} tokens are out of range: choose from 1 to {MAX_TOKENS:,}")
     if shard_samples < 1:
         raise DataError(f"shard size {shard_samples} is not a positive number of samples")
-    target = Path(destination).resolve()
-    check_destination(target, overwrite)
-    text, words = open_all(source, tokenizer, documents, field, cross_documents, val_fraction)
-    opened(text, words)
+    check_destination(destination, overwrite)
+    packing = open_all(source, tokens, tokenizer, documents, field, cross_documents, val_fraction)
+    opened(packing)
+    text, file = packing.source, packing.tokenizer.file
     files = [stamps(path)[0] for paths in text.files.values() for path in paths]
-    content = None if words.file is None else hashlib.sha256(words.file).hexdigest()
-    cuts = (tokens, content, text.documents, text.field, cross_documents, val_fraction, shard_samples, seed)
-    digest = hashlib.sha256(json.dumps(["text", 2, cuts, files]).encode()).hexdigest()
-    try:
-        with workplace(target, digest, keep=(f"*{TOKENS}", "*.progress")) as folder:
-            packing = _Packing(text, words, folder, tokens, cross_documents, shard_samples, seed, progress)
-            manifest = packing.run(VAL_FRACTION if val_fraction is None else val_fraction)
-            check_destination(target, overwrite)  # again, since packing may have taken hours
-            put_in_place(folder, target, (*LEFTOVERS, "*.ids", "*.ends", "*.progress"))
-    except OSError as error:
-        raise DataError(
-            f"cannot write '{destination}': {error.strerror or error}; rerun the command to resume"
-        ) from error
-    return manifest
-
-
-def open_all(
-    source: str | Path,
-    tokenizer: str = BYTES,
-    documents: Documents | None = None,
-    field: str | None = None,
-    cross_documents: bool = False,
-    val_fraction: float | None = None,
-) -> tuple[TextSource, Tokenizer]:
-    """Open source and tokenizer, with the arguments of `pack_text`. Raises DataError."""
-    if val_fraction is not None and not 0 <= val_fraction < 1:
-        raise DataError(f"val fraction {val_fraction} is out of range: choose a number from 0 (no val) to below 1")
-    text = open_text(source, documents, field)
-    if "val" in text.files and val_fraction is not None:
-        raise DataError(f"'{source}' already has a val split: remove the val fraction {val_fraction}")
-    words = open_tokenizer(tokenizer)
-    if cross_documents and words.specials.end is None:
-        raise DataError(f"--cross-documents needs a token eos or sep, which '{tokenizer}' lacks: leave it out")
-    return text, words
-
-
-@dataclass
-class _Packing:
-    """Writer of those shards of a source of text that a folder does not have yet."""
-
-    source: TextSource
-    """Opened source."""
-    tokenizer: Tokenizer
-    """Opened tokenizer."""
-    folder: Path
-    """Hidden folder that becomes the destination."""
-    tokens: int
-    """Largest number of ids in a sequence."""
-    cross_documents: bool
-    """Whether sequences continue over the ends of documents."""
-    shard_samples: int
-    """Sequences in a shard."""
-    seed: int
-    """Seed of the choice of `val` and of the shuffle."""
-    progress: Progress | None
-    """Called as documents are tokenised and sequences written; None for no calls."""
-
-    def run(self, val_fraction: float) -> Manifest:
-        dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
-        ids: dict[str, np.ndarray] = {}
-        sequences: dict[str, Sequences] = {}
-        separator = self.tokenizer.specials.end if self.cross_documents else None
-        for split in self.source.files:
-            file = TokenFile(self.folder, split, dtype)
-            file.fill(self.source, self.tokenizer, separator, self.progress)
-            ids[split], ends = file.read()
-            if not len(ends):
-                raise DataError(f"'{self.source.location}' has no text for the split '{split}': add some")
-            if split == "train" and "val" not in self.source.files and val_fraction > 0:
-                sequences |= self._carved(ends, val_fraction)
-                ids["val"] = ids[split]
-            else:
-                sequences[split] = cut(ends, None, self.tokens, self.cross_documents)
-        entries = {split: self._split(split, sequences[split], ids[split]) for split in sequences}
-        name = None if self.tokenizer.file is None else TOKENIZER_FILE
-        if name and self.tokenizer.file is not None:
-            (self.folder / name).write_bytes(self.tokenizer.file)
-        section = TextSection(
-            tokens=self.tokens,
-            vocab_size=self.tokenizer.vocab_size,
-            dtype="uint16" if dtype.itemsize == 2 else "uint32",
-            tokenizer="bytes" if self.tokenizer.file is None else "file",
-            tokenizer_file=name,
-            tokenizer_sha256=self.tokenizer.file and hashlib.sha256(self.tokenizer.file).hexdigest(),
-            specials=self.tokenizer.specials,
-            cross_documents=self.cross_documents,
-            documents={split: one.documents for split, one in sequences.items()},
-            ids={split: one.ids for split, one in sequences.items()},
-        )
-        manifest = Manifest(classes=[], labels="none", splits=entries, text=section)
-        write_manifest(self.folder, manifest)
-        return manifest
-
-    def _carved(self, ends: NDArray[np.int64], fraction: float) -> dict[str, Sequences]:
-        """Return the sequences of `train` and `val`, from documents of a source without `val`.
-
-        Raises DataError for too little text.
-        """
-        count = len(ends)
-        if count >= FEW_DOCUMENTS:
-            is_val = np.zeros(count, bool)
-            is_val[shuffled(np.arange(math.ceil(fraction * count - 1e-9)), count, self.seed)] = True
-            chosen = {"train": np.flatnonzero(~is_val), "val": np.flatnonzero(is_val)}
-            if len(chosen["train"]):
-                return {split: cut(ends, part, self.tokens, self.cross_documents) for split, part in chosen.items()}
-        sequences = cut(ends, None, self.tokens, self.cross_documents)
-        first = len(sequences) - math.ceil(fraction * len(sequences) - 1e-9)
-        if first < 1:
-            raise DataError(
-                f"'{self.source.location}' makes too few sequences of {self.tokens} tokens ({len(sequences)}) for a "
-                "val split: add text, use shorter sequences or --val-fraction 0"
-            )
-        documents = np.cumsum(ends - np.concatenate([[0], ends[:-1]]))
-        last = int(np.searchsorted(documents, sequences.stops[first - 1], side="left")) + 1
-        from_ = int(np.searchsorted(documents, sequences.starts[first], side="right"))
-        return {
-            "train": sequences.part(slice(first), last),
-            "val": sequences.part(slice(first, None), count - from_),
-        }
-
-    def _split(self, name: str, sequences: Sequences, ids: np.ndarray) -> SplitEntry:
-        size = len(sequences)
-        order = np.arange(size)
-        if name == "train":
-            order = SampleOrder(self.seed, size).samples(0, order)
-        paths, tables = [], []
-        read = sequences.reader(ids)
-        for number, first in enumerate(range(0, size, self.shard_samples)):
-            stop = min(first + self.shard_samples, size)
-            paths.append(self.folder / f"{name}-{number:06d}{TOKENS}")
-            rows = paths[-1].with_suffix(".rows")
-            # A shard that exists is complete, since it is renamed last.
-            if not (paths[-1].exists() and rows.exists()):
-                partial = paths[-1].with_suffix(".partial")
-                _write(partial, (read(int(order[place])).tobytes() for place in range(first, stop))).tofile(rows)
-                partial.replace(paths[-1])
-            tables.append(np.fromfile(rows, ROW))
-            assert len(tables[-1]) == stop - first, f"{paths[-1]} has {len(tables[-1])} sequences"
-            if self.progress:
-                self.progress(name, stop, size)
-        return write_split(self.folder, name, paths, tables, 0)
-
-
-def _write(path: Path, sequences: Iterable[bytes]) -> np.ndarray:
-    """Write the ids of sequences one after another, and return their index rows, ROW [sequences]."""
-    sizes, checksums = [], []
-    with path.open("wb") as file:
-        for ids in sequences:
-            file.write(ids)
-            sizes.append(len(ids))
-            checksums.append(zlib.crc32(ids))
-    rows = np.zeros(len(sizes), ROW)
-    rows["size"], rows["crc"] = sizes, checksums
-    rows["offset"][1:] = np.cumsum(sizes)[:-1]
-    return rows
+    settings = [tokens, text.documents, text.field, cross_documents, val_fraction, shard_samples, seed]
+    digest = hashlib.sha256((file or b"") + json.dumps(["text", 3, settings, files]).encode()).hexdigest()
+    with packing_into(destination, overwrite, digest) as folder:
+        return packing.write(folder, shard_samples, seed, progress)

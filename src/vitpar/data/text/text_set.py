@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
 from vitpar.data.shards.manifest import TOKENS, Manifest, read_manifest, read_rows
-from vitpar.data.shards.shard_set import ShardSet, filled_split
+from vitpar.data.shards.shard_set import DAMAGED, ShardSet, filled_split
 from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
@@ -138,28 +138,16 @@ class TextSet(ShardSet):
 
     def _read_span(self, samples: NDArray[np.int64]) -> list[memoryview]:
         """Return the bytes of the ids of sequences that are stored near each other in one shard."""
-        path = self.files[self._shard[samples[0]]]
         begins, sizes, crcs = (column[samples].tolist() for column in (self._offset, self._size, self._crc))
         first, end = begins[0], max(begin + size for begin, size in zip(begins, sizes, strict=True))
-        try:
-            data = memoryview(self._open_file(path).read(end - first, first))
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from None
+        data = memoryview(self._read_range(int(self._shard[samples[0]]), first, end - first))
         parts = []
         for place, (begin, size, crc) in enumerate(zip(begins, sizes, crcs, strict=True)):
             member = data[begin - first : begin - first + size]
             if zlib.crc32(member) != crc:
-                raise self._damage(int(samples[place]))
+                raise DataError(self.complaint(int(samples[place]), BadImage(DAMAGED)))
             parts.append(member)
         return parts
-
-    def _damage(self, i: int) -> DataError:
-        """Return an error about sequence `i`, whose bytes are not those that were indexed."""
-        try:
-            self.read(i)
-        except BadImage as error:
-            return DataError(self.complaint(i, error))
-        return DataError(f"'{self.files[self._shard[i]]}' changes while it is read: stop the writer, and start again")
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         if ids.max(initial=0) >= self.vocab_size:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,60 +78,68 @@ class WordTable:
         return starts.cumsum(-1)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Conversion of texts to ids and back."""
 
     vocab_size: int
     """Number of tokens in the vocabulary: the largest id plus 1."""
     specials: Specials
     """Special tokens."""
+    file: bytes | None = None
+    """Content of the tokenizer's file; None without one."""
 
-    @property
-    def file(self) -> bytes | None:
-        """Content of the tokenizer's file; None without one."""
-
-    @property
+    @cached_property
+    @abstractmethod
     def words(self) -> WordTable:
         """Where words begin, for masking of whole words."""
 
+    @abstractmethod
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of all texts one after the other, int64 [ids], and their number in each, int64 [texts].
 
         Raises DataError.
         """
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; special tokens by their names."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokenizer whose ids 0 to 255 are the bytes of a text in UTF-8, followed by `BYTE_SPECIALS`."""
 
     vocab_size = BYTE_SPECIALS.all[-1] + 1
     specials = BYTE_SPECIALS
-    file = None
 
     @cached_property
     def words(self) -> WordTable:
-        """Where words begin."""
-        blank = np.isin(np.arange(self.vocab_size), [ord(space) for space in _SPACES])
+        blank = _mask(self.vocab_size, [ord(space) for space in _SPACES])
         return WordTable(blank, blank, _mask(self.vocab_size, self.specials.all))
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the bytes of all texts, int64 [ids], and their number in each text, int64 [texts]."""
         parts = [text.encode() for text in texts]
         lengths = np.array([len(part) for part in parts], np.int64)
         return np.frombuffer(b"".join(parts), np.uint8).astype(np.int64), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; special tokens as `<mask>` or `<extra_id_0>`."""
         names = {getattr(self.specials, name): f"<{name}>" for name in _NAMED}
         names |= {number: f"<extra_id_{place}>" for place, number in enumerate(self.specials.sentinels)}
         data = b"".join(bytes([i]) if i < 256 else names[i].encode() for i in ids)
         return data.decode("utf-8", errors="replace")
 
 
-class FileTokenizer:
+@contextmanager
+def _errors(words: str) -> Iterator[None]:
+    """Convert errors of the library, whose panics are no Exceptions, to a DataError that begins with `words`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(f"{words} ({shown(error)}): save it again with `tokenizers`") from None
+
+
+class FileTokenizer(Tokenizer):
     """Tokenizer from the content of a tokenizer.json.
 
     name: name of the file, for messages.
@@ -143,7 +153,7 @@ class FileTokenizer:
         except ImportError:
             raise DataError(f"'{name}' needs the package tokenizers: pip install tokenizers") from None
         self.file, self._name = file, name
-        try:
+        with _errors(f"'{name}' is not a tokenizer.json"):
             self._library = tokenizers.Tokenizer.from_buffer(file)
             # Settings of another program: long padding would fill the memory, and truncation lose text.
             self._library.no_padding()
@@ -151,10 +161,6 @@ class FileTokenizer:
             self._library.encode_special_tokens = True
             vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
             added = {i: token.content for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            raise DataError(f"'{name}' is not a tokenizer.json ({shown(error)}): save it with `tokenizers`") from None
         if not vocabulary or max(vocabulary.values()) >= MAX_VOCABULARY:
             raise DataError(f"the vocabulary of '{name}' is empty or has ids above {MAX_VOCABULARY - 1:,}")
         self.vocab_size = max(vocabulary.values()) + 1
@@ -182,18 +188,8 @@ class FileTokenizer:
         return WordTable(begins, blank, _mask(self.vocab_size, self.specials.all))
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of all texts, int64 [ids], and their number in each text, int64 [texts].
-
-        The library uses all cores.
-
-        Raises DataError if the tokenizer fails.
-        """
-        try:
+        with _errors(f"the tokenizer '{self._name}' fails"):  # it uses all cores
             parts = [one.ids for one in self._library.encode_batch_fast(texts, add_special_tokens=False)]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            raise DataError(f"the tokenizer '{self._name}' fails ({shown(error)}): save it again") from None
         lengths = np.array([len(part) for part in parts], np.int64)
         ids = np.fromiter(itertools.chain.from_iterable(parts), np.int64, int(lengths.sum()))
         if len(ids) and ids.max() >= self.vocab_size:
@@ -205,7 +201,6 @@ class FileTokenizer:
         return ids[kept], np.bincount(owner, minlength=len(parts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
         text: str = self._library.decode(list(ids), skip_special_tokens=False)
         return text
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.randomness import betas, uniforms
-from vitpar.data.transforms.settings import NormalizeSettings
 from vitpar.errors import RecipeError
 
 _GREY = 128.0  # stands for NaN
@@ -27,14 +26,22 @@ _WHETHER, _WHICH, _TOP, _LEFT, _WEIGHT = range(5)
 
 
 @dataclass(frozen=True)
-class Normalize(NormalizeSettings):
+class Normalize:
     """Normalisation (pixel / 255 - mean) / std of every channel. The default maps pixels to [-1, 1].
 
     Raises RecipeError for a standard deviation that is not positive.
     """
 
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of each channel, for pixels in 0..1."""
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Standard deviation of each channel, for pixels in 0..1."""
     compiled: bool = False
     """Whether to use torch.compile: one fused kernel, which reads and writes every image once, in place of four."""
+
+    def __post_init__(self) -> None:
+        if min(self.std) <= 0:
+            raise RecipeError(f"std {self.std} must be positive in every channel")
 
     def __call__(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return normalised images of type `dtype`, of the same shape.

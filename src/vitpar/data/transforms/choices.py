@@ -8,102 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms.operations import arguments
 from vitpar.data.transforms.policies import Step
-from vitpar.data.transforms.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from vitpar.data.transforms.sample import TrainTransform
 
 Numbers = NDArray[np.int64]
+Work = list[tuple[str, tuple[NDArray[Any], ...]]]
+"""Parts of the work for a batch, in order: the name of a change and its arrays, of which the first numbers images."""
 _ERASED_SHARE = 0.02, 1 / 3  # range of the erased fraction of the image's area
 _ERASED_RATIO = 0.3  # height over width of the erased box, from this to its inverse
 _TRIES = 10  # random boxes that are tried for a crop or an erased part
 
 
-@dataclass(frozen=True)
-class Erased:
-    """Boxes of a batch that noise replaces, each array of one number a box."""
+def draw_crops(transform: TrainTransform, draws: Draws, heights: Numbers, widths: Numbers) -> Numbers:
+    """Draw the crops of images by their heights and widths in pixels, int64 [n].
 
-    rows: Numbers
-    """Row of the batch."""
-    top: Numbers
-    """First row of pixels."""
-    left: Numbers
-    """First column of pixels."""
-    height: Numbers
-    """Height in pixels."""
-    width: Numbers
-    """Width in pixels."""
-    seeds: Numbers
-    """Number that the noise begins with (`Draws.seeds`)."""
+    Returns top, left, height and width of each crop, and 1 if it is flipped, else 0: int64 [5, n]. The crop begins
+    outside of the image if top or left is negative.
+    """
+    crop = _resized_crops if transform.padding is None else _padded_crops
+    return np.stack([*crop(transform, draws, heights, widths), draws.uniform() < transform.flip])
 
 
-@dataclass(frozen=True)
-class Crops:
-    """Parts of n images that become the input of a model."""
-
-    top: Numbers
-    """First row of each crop, int64 [n]; negative above the image."""
-    left: Numbers
-    """First column of each crop, int64 [n]; negative left of the image."""
-    height: Numbers
-    """Height of each crop before it is resized, int64 [n]."""
-    width: Numbers
-    """Width of each crop before it is resized, int64 [n]."""
-    flips: NDArray[np.bool_]
-    """Whether each image is flipped, bool [n]."""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """Changes of images after their crop."""
-
-    steps: list[Step]
-    """Operations of the policy and of the colour jitter, in order."""
-    erased: Erased
-    """Boxes that noise replaces."""
-
-
-def draw_crops(settings: TrainSettings, draws: Draws, heights: Numbers, widths: Numbers) -> Crops:
-    """Draw the crops of images by their heights and widths in pixels, int64 [n]."""
-    crop = _resized_crops if settings.padding is None else _padded_crops
-    return Crops(*crop(settings, draws, heights, widths), draws.uniform() < settings.flip)
-
-
-def draw_changes(settings: TrainSettings, draws: Draws) -> Changes:
-    """Draw what follows a crop, from the same streams."""
-    steps = [*settings.policy.steps(draws, settings.size)] if settings.policy else []
-    return Changes([*steps, *_jitter(settings, draws)], _erased(settings, draws))
-
-
-def _padded_crops(settings: TrainSettings, draws: Draws, *sides: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _padded_crops(transform: TrainTransform, draws: Draws, *sides: Numbers) -> list[Numbers]:
+    assert transform.padding is not None, "crops are padded"
     starts = []
     for side in sides:
-        border = settings.border(side)
-        starts.append(draws.below(side + 2 * border - settings.size + 1) - border)
-    whole = np.full(len(draws), settings.size)
-    return starts[0], starts[1], whole, whole
+        # A side that is too short with `padding` gets what it lacks once more on both ends, as in torchvision.
+        border = transform.padding + np.maximum(0, transform.size - side - 2 * transform.padding)
+        starts.append(draws.below(side + 2 * border - transform.size + 1) - border)
+    return [*starts, *np.full((2, len(draws)), transform.size)]
 
 
-def _resized_crops(
-    settings: TrainSettings, draws: Draws, heights: Numbers, widths: Numbers
-) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _resized_crops(transform: TrainTransform, draws: Draws, heights: Numbers, widths: Numbers) -> Numbers:
     """Draw the first of _TRIES boxes that fits; else the largest central box within the range of the ratio."""
-    found = np.stack(settings.central_crop(heights, widths))
+    narrow, wide = transform.ratio
+    h = np.minimum(heights, np.maximum(1, np.rint(widths / narrow).astype(np.int64)))
+    w = np.minimum(widths, np.maximum(1, np.rint(heights * wide).astype(np.int64)))
+    found = np.stack([(heights - h) // 2, (widths - w) // 2, h, w])
 
     def fits(rows: Numbers, h: Numbers, w: Numbers) -> NDArray[np.bool_]:
         return (h > 0) & (h <= heights[rows]) & (w > 0) & (w <= widths[rows])
 
-    ratios = math.log(settings.ratio[0]), math.log(settings.ratio[1])
-    for rows, h, w in _boxes(draws, np.arange(len(draws)), heights * widths, settings.scale, ratios, fits):
-        those = draws.of(rows)
-        found[:, rows] = those.below(heights[rows] - h + 1), those.below(widths[rows] - w + 1), h, w
-    top, left, h, w = found
-    return top, left, h, w
+    ratios = math.log(narrow), math.log(wide)
+    for rows, h, w in _boxes(draws, np.arange(len(draws)), heights * widths, transform.scale, ratios, fits):
+        own = draws.of(rows)
+        found[:, rows] = own.below(heights[rows] - h + 1), own.below(widths[rows] - w + 1), h, w
+    return found
 
 
 def _boxes(
@@ -120,32 +79,45 @@ def _boxes(
     log_ratio: range of the logarithm of a box's width over height.
     """
     for _ in range(_TRIES):
-        those = draws.of(rows)
-        area = areas[rows] * those.uniform(*share)
+        if not len(rows):
+            return
+        own = draws.of(rows)
+        area = areas[rows] * own.uniform(*share)
         # Python's exponential: numpy's may differ in the last digit from one machine to another.
-        ratio = np.array([math.exp(x) for x in those.uniform(*log_ratio).tolist()])
+        ratio = np.array([math.exp(x) for x in own.uniform(*log_ratio).tolist()])
         h, w = np.rint(np.sqrt(area / ratio)).astype(np.int64), np.rint(np.sqrt(area * ratio)).astype(np.int64)
         good = fits(rows, h, w)
         yield rows[good], h[good], w[good]
         rows = rows[~good]
-        if not len(rows):
-            return
 
 
-def _jitter(settings: TrainSettings, draws: Draws) -> Iterator[Step]:
+def draw_changes(transform: TrainTransform, draws: Draws) -> Work:
+    """Draw what follows a crop, from the same streams: the policy, the jitter of colours, and random erasing."""
+    work: Work = []
+    policy = transform.policy.steps(draws, transform.size) if transform.policy else ()
+    for steps in (policy, _jitter(transform, draws)):
+        for step in steps:
+            groups: dict[str, list[tuple[Numbers, NDArray[Any]]]] = {}
+            for name, (rows, values) in step.items():
+                change, numbers = arguments(name, values, transform.size)
+                groups.setdefault(change, []).append((rows, numbers))
+            for change, parts in groups.items():
+                work.append((change, tuple(np.concatenate(one) for one in zip(*parts, strict=True))))
+    erased = _erased(transform, draws)
+    return [*work, ("erase", tuple(erased))] if erased.size else work
+
+
+def _jitter(transform: TrainTransform, draws: Draws) -> Iterator[Step]:
     """Yield the changes of brightness, contrast and saturation, whose order differs from image to image."""
-    kinds = [
-        (name, amount)
-        for name, amount in zip(("Brightness", "Contrast", "Color"), settings.color_jitter, strict=True)
-        if amount
-    ]
+    amounts = zip(("Brightness", "Contrast", "Color"), transform.color_jitter, strict=True)
+    kinds = [(name, amount) for name, amount in amounts if amount]
     everyone = np.arange(len(draws))
     rest = np.tile(np.arange(len(kinds)), (len(draws), 1))
     while rest.shape[1]:
         place = draws.below(rest.shape[1])
         chosen = rest[everyone, place]
         rest = rest[np.arange(rest.shape[1]) != place[:, None]].reshape(len(draws), -1)
-        step: dict[str, tuple[Numbers, Any]] = {}
+        step: Step = {}
         for number, (name, amount) in enumerate(kinds):
             rows = np.flatnonzero(chosen == number)
             if len(rows):
@@ -153,18 +125,18 @@ def _jitter(settings: TrainSettings, draws: Draws) -> Iterator[Step]:
         yield step
 
 
-def _erased(settings: TrainSettings, draws: Draws) -> Erased:
-    size = settings.size
-    rows = np.flatnonzero(draws.uniform() < settings.erase)
+def _erased(transform: TrainTransform, draws: Draws) -> Numbers:
+    """Draw boxes that noise replaces: their rows, top, left, height, width, and seed of the noise, int64 [6, boxes]."""
+    size = transform.size
+    rows = np.flatnonzero(draws.uniform() < transform.erase)
 
     def fits(_: Numbers, h: Numbers, w: Numbers) -> NDArray[np.bool_]:
         return (h > 0) & (h < size) & (w > 0) & (w < size)
 
     # This ratio is height over width, unlike that of crops.
     log_ratio = math.log(_ERASED_RATIO), -math.log(_ERASED_RATIO)
-    parts = [np.empty((6, 0), np.int64)]
-    areas = np.full(len(draws), size**2)
-    for here, w, h in _boxes(draws, rows, areas, _ERASED_SHARE, log_ratio, fits) if len(rows) else ():
-        those = draws.of(here)
-        parts.append(np.stack([here, those.below(size - h + 1), those.below(size - w + 1), h, w, those.seeds()]))
-    return Erased(*np.concatenate(parts, 1))
+    parts, areas = [np.empty((6, 0), np.int64)], np.full(len(draws), size**2)
+    for here, w, h in _boxes(draws, rows, areas, _ERASED_SHARE, log_ratio, fits):
+        own = draws.of(here)
+        parts.append(np.stack([here, own.below(size - h + 1), own.below(size - w + 1), h, w, own.seeds()]))
+    return np.concatenate(parts, 1)

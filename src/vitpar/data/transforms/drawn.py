@@ -1,12 +1,14 @@
 """Batches that their device makes: images in its memory or the host's, and what to do with them.
 
 The host draws all random choices and sends them in one copy. The device then computes without waiting for the host.
+Crops of stored images of one size have the host's pixels, bit by bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,50 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.transforms.choices import Changes, Crops
-from vitpar.data.transforms.operations import CHANGES, Change, arguments
-from vitpar.data.transforms.settings import EvalSettings, TrainSettings
-from vitpar.data.transforms.stored_crops import padded_crops, resized_crops
+from vitpar.data.transforms.choices import Work
+from vitpar.data.transforms.names import Interpolation
+from vitpar.data.transforms.operations import CHANGES
 
 _WORD = 8  # bytes of a number
 _ZEROS = np.zeros(_WORD, np.uint8)  # fill the last word of an array
 _PIXELS = {"cpu": 1 << 15, "cuda": 1 << 21}
 """Pixels of images that are changed at once: on a CPU so few that its cache holds all steps of a change, on a GPU so
 many that it is busy, in up to 330 MB."""
-
-Work = list[tuple[str, tuple[NDArray[Any], ...]]]
-"""Parts of the work for a batch, in order: the name of a change and its arrays, of which the first numbers images."""
-
-_CROPS: dict[str, Change] = {
-    "padded crop": padded_crops,
-    "resized crop": resized_crops,
-    "take": lambda settings, stored, samples: stored.index_select(0, samples),
-}
-"""Ways to begin with stored images."""
-
-
-def crops_of(settings: TrainSettings, samples: NDArray[np.int64], crops: Crops) -> Work:
-    """Return the work of cropping stored images of one size, by their numbers, int64 [n]."""
-    flips = crops.flips.astype(np.int64)
-    if settings.padding is not None:
-        return [("padded crop", (samples, crops.top, crops.left, flips))]
-    return [("resized crop", (samples, crops.top, crops.left, crops.height, crops.width, flips))]
-
-
-def work_of(settings: TrainSettings, changes: Changes) -> Work:
-    """Return the work of changing images after their crop."""
-    work: Work = []
-    for step in changes.steps:
-        groups: dict[str, list[tuple[NDArray[np.int64], NDArray[Any]]]] = {}
-        for name, (rows, values) in step.items():
-            change, rows_of = arguments(name, values, settings.size)
-            groups.setdefault(change, []).append((rows, rows_of))
-        for change, parts in groups.items():
-            rows, values = (np.concatenate(one) for one in zip(*parts, strict=True))
-            work.append((change, (rows, values)))
-    if len(changes.erased.rows):
-        work.append(("erase", tuple(vars(changes.erased).values())))
-    return work
+_SUPPORTS = {"bicubic": 2.0, "bilinear": 1.0}
 
 
 class DrawnBatch:
@@ -65,11 +33,11 @@ class DrawnBatch:
 
     images: uint8 [images, 3, height, width] to begin with. Those that are not stored are changed in place.
     work: what to do with them.
-    settings: of the transform.
+    transform: the transform that has drawn the work.
     """
 
-    def __init__(self, images: Tensor, work: Work, settings: TrainSettings | EvalSettings) -> None:
-        self.images, self._settings = images, settings
+    def __init__(self, images: Tensor, work: Work, transform: Any) -> None:
+        self.images, self._transform = images, transform
         self._layout = list[tuple[str, list[tuple[torch.dtype, tuple[int, ...]]]]]()
         parts = list[NDArray[np.uint8]]()
         for name, arrays in work:
@@ -97,14 +65,113 @@ class DrawnBatch:
         return images
 
     def _changed(self, name: str, images: Tensor, arrays: list[Tensor]) -> Tensor:
-        at_once = max(1, _PIXELS.get(images.device.type, _PIXELS["cuda"]) // self._settings.size**2)
+        at_once = max(1, _PIXELS.get(images.device.type, _PIXELS["cuda"]) // self._transform.size**2)
         parts = [*zip(*(array.split(at_once) for array in arrays), strict=True)]
-        if name in _CROPS:
-            return torch.cat([_CROPS[name](self._settings, images, *part) for part in parts])
+        if name in _STORED:
+            return torch.cat([_STORED[name](self._transform, images, *part) for part in parts])
         for rows, *values in parts:
-            changed = CHANGES[name](self._settings, images.index_select(0, rows), *values)
+            changed = CHANGES[name](self._transform, images.index_select(0, rows), *values)
             if images.device.type == "cpu":  # torch's copy moves one byte after the other
                 images.numpy()[rows.numpy()] = changed.numpy()
             else:
                 images.index_copy_(0, rows, changed)
         return images
+
+
+def _padded_crops(transform: Any, stored: Tensor, samples: Tensor, *crops: Tensor) -> Tensor:
+    """Return crops with black borders, uint8 [n, 3, size, size].
+
+    stored: uint8 [images, 3, height, width].
+    samples: number of the stored image of each crop, int64 [n].
+    crops: as `draw_crops` returns them.
+    """
+    top, left, _, _, flips = crops
+    place = torch.arange(transform.size, device=stored.device)
+    columns = left[:, None] + torch.where(flips[:, None] > 0, transform.size - 1 - place, place)
+    return _pixels(stored, samples, top[:, None] + place, columns)
+
+
+def _resized_crops(transform: Any, stored: Tensor, samples: Tensor, *crops: Tensor) -> Tensor:
+    """Return crops of any height and width, resized with one of DEVICE_KERNELS. Arguments are those of `_padded_crops`.
+
+    Pillow and torch resample rows first, and round in between.
+    """
+    top, left, height, width, flips = crops
+    size, kernel = transform.size, transform.interpolation
+    tall, wide = stored.shape[2:]
+    rows, columns = (
+        first[:, None] + torch.arange(side, device=stored.device) for first, side in ((top, tall), (left, wide))
+    )
+    across, down = (_weights(side, size, kernel, stored.device) for side in (wide, tall))
+    pixels = _pixels(stored, samples, rows, columns).to(across.dtype)
+    weights = across.index_select(0, width - 1 + wide * flips)
+    pixels = _rounded(torch.bmm(pixels.view(len(pixels), 3 * tall, wide), weights.transpose(1, 2)))
+    weights = down.index_select(0, height - 1)
+    return _rounded(torch.matmul(weights[:, None], pixels.view(-1, 3, tall, size))).to(torch.uint8)
+
+
+def _pixels(stored: Tensor, samples: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return pixels of stored images, uint8 [n, 3, rows, columns], black outside of them.
+
+    rows, columns: numbers of rows and columns of each image, int64 [n, …].
+    """
+    _, channels, height, width = stored.shape
+    planes = samples[:, None] * channels + torch.arange(channels, device=stored.device)
+    lines = planes[:, :, None] * height + rows.clamp(0, height - 1)[:, None]
+    # Complete rows are copied first, which is fast; then columns are chosen.
+    wide = stored.view(-1, width).index_select(0, lines.flatten()).view(len(samples), -1, width)
+    places = columns.clamp(0, width - 1)[:, None].expand(-1, wide.shape[1], -1)
+    inside = ((rows >= 0) & (rows < height))[:, None, :, None] & ((columns >= 0) & (columns < width))[:, None, None]
+    return wide.gather(2, places).view(len(samples), channels, rows.shape[1], columns.shape[1]).mul_(inside)
+
+
+def _rounded(pixels: Tensor) -> Tensor:
+    return pixels.add_(0.5).floor_().clamp_(0, 255)
+
+
+@cache
+def _weights(side: int, size: int, kernel: Interpolation, device: torch.device) -> Tensor:
+    """Return the weights that resize 1 … `side` pixels to `size`: [2 side, size, side], the second half flipped.
+
+    They are those of torch's kernel for uint8: multiples of a power of two, so that sums of products with pixels are
+    exact in any order. A GPU may round products of 32-bit floats, so it gets 64 bits.
+    """
+    tables = np.stack([_kernel_weights(pixels, size, kernel, side) for pixels in range(1, side + 1)])
+    both = torch.from_numpy(np.concatenate([tables, tables[:, ::-1]]))
+    return both.to(device, torch.float64 if device.type == "cuda" else torch.float32)
+
+
+def _kernel_weights(pixels: int, size: int, kernel: Interpolation, side: int) -> NDArray[np.float64]:
+    scale = pixels / size
+    stretch = max(scale, 1.0)
+    support = _SUPPORTS[kernel] * stretch
+    weights = np.zeros((size, side))
+    for place in range(size):
+        centre = scale * (place + 0.5)
+        first, last = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), pixels)
+        found = np.array([_filter((x - centre + 0.5) * (1 / stretch), kernel) for x in range(first, last)])
+        weights[place, first:last] = found / found.sum()
+    # As many bits after the point as 16-bit integers have room for.
+    bits = 0
+    while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    scaled = weights * (1 << bits)
+    return np.trunc(scaled + np.copysign(0.5, scaled)) / (1 << bits)
+
+
+def _filter(x: float, kernel: Interpolation) -> float:
+    """Return the kernel at distance x; Keys' cubic (1981) with a = -0.5 for bicubic."""
+    x = abs(x)
+    if kernel == "bilinear":
+        return max(0.0, 1 - x)
+    if x < 1:
+        return (1.5 * x - 2.5) * x * x + 1
+    return ((-0.5 * x + 2.5) * x - 4) * x + 2 if x < 2 else 0.0
+
+
+_STORED: dict[str, Callable[..., Tensor]] = {
+    "padded crop": _padded_crops,
+    "resized crop": _resized_crops,
+    "take": lambda transform, stored, samples: stored.index_select(0, samples),
+}
+"""Ways to begin with stored images."""

@@ -7,10 +7,10 @@ sums are separate calls of torch, since a fused one would round once in place of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,18 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.randomness import SCRAMBLE, STEP
-from vitpar.data.transforms.policies import LARGEST_BLUR, OPERATIONS
-from vitpar.data.transforms.settings import TrainSettings
+from vitpar.data.transforms.policies import OPERATIONS
 
-_BLUR_PASSES = 3
+if TYPE_CHECKING:
+    from vitpar.data.transforms.sample import TrainTransform
+
+_BLUR_PASSES, _BLUR_ONE = 3, 1 << 24
 _BLUR_REACH = 2  # pixels on each side that a pass reads, for the largest blur
-_BLUR_ONE = 1 << 24
 _SMOOTH_CENTRE, _SMOOTH_SUM = 5, 13  # weights of Pillow's SMOOTH filter: 1 but in the centre
-
 _WORD_BYTES = 8
 
 Change = Callable[..., Tensor]
-"""Function from settings (`TrainSettings`), images, uint8 [k, 3, side, side], and arrays of numbers to new images."""
+"""Function from a `TrainTransform`, images, uint8 [k, 3, side, side], and arrays of numbers to new images."""
+
+
+def fill_colour(mean: Sequence[float]) -> tuple[int, ...]:
+    """Return the grey level of each channel for pixels from outside of an image. mean: for pixels in 0..1."""
+    return tuple(min(255, max(0, round(255 * channel))) for channel in mean)
 
 
 def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[Any]]:
@@ -64,7 +69,7 @@ def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
     return tables.gather(1, flat.long()).view(images.shape)
 
 
-def _transformed(settings: TrainSettings, images: Tensor, matrices: Tensor) -> Tensor:
+def _transformed(transform: TrainTransform, images: Tensor, matrices: Tensor) -> Tensor:
     """Transform images by matrices, float64 [k, 6], with bilinear interpolation."""
     count, channels, height, width = images.shape
     x, y = (torch.arange(side, device=images.device, dtype=torch.float64) + 0.5 for side in (width, height))
@@ -84,10 +89,10 @@ def _transformed(settings: TrainSettings, images: Tensor, matrices: Tensor) -> T
         return pixels.gather(2, places).view(count, channels, -1, width).double()
 
     upper, lower = (_between(at(row, columns[0]), at(row, columns[1]), right_part) for row in rows)
-    return _filled(settings, _between(upper, lower, low_part), inside)
+    return _filled(transform, _between(upper, lower, low_part), inside)
 
 
-def _moved(settings: TrainSettings, images: Tensor, numbers: Tensor, dim: int) -> Tensor:
+def _moved(transform: TrainTransform, images: Tensor, numbers: Tensor, dim: int) -> Tensor:
     """Shear or translate images along `dim`: with the pixels of `_transformed`, from half of its reads.
 
     numbers: those of the matrices for `dim`, float64 [k, 3].
@@ -106,17 +111,17 @@ def _moved(settings: TrainSettings, images: Tensor, numbers: Tensor, dim: int) -
         images.gather(dim, (first + step).clamp_(0, side - 1).long()[:, None].expand_as(images)).double()
         for step in (0, 1)
     )
-    return _filled(settings, _between(one, other, part), inside)
+    return _filled(transform, _between(one, other, part), inside)
 
 
 def _between(one: Tensor, other: Tensor, part: Tensor) -> Tensor:
     return other.sub_(one).mul_(part).add_(one)
 
 
-def _filled(settings: TrainSettings, pixels: Tensor, inside: Tensor) -> Tensor:
-    """Return pixels, float64, as uint8, with the colour of the settings where they are from outside the image."""
+def _filled(transform: TrainTransform, pixels: Tensor, inside: Tensor) -> Tensor:
+    """Return pixels, float64, as uint8, with the transform's colour where they are from outside the image."""
     kept = inside.to(torch.uint8)[:, None]
-    return pixels.to(torch.uint8).mul_(kept).add_((1 - kept) * _levels(settings.fill, pixels.device))
+    return pixels.to(torch.uint8).mul_(kept).add_((1 - kept) * _levels(fill_colour(transform.mean), pixels.device))
 
 
 def _within(places: Tensor, side: int) -> Tensor:
@@ -190,7 +195,6 @@ def _taps(sigma: float) -> NDArray[np.float64]:
     The blur is a box filter of fractional size, applied _BLUR_PASSES times (Gwosdek et al. 2011). Pillow computes the
     size with 32-bit floats.
     """
-    assert sigma < LARGEST_BLUR, f"a blur of {sigma} pixels"
     variance = np.float32(np.float32(sigma) * np.float32(sigma) / np.float32(_BLUR_PASSES))
     whole = np.float32(np.floor((np.float32(np.sqrt(12.0 * float(variance) + 1.0)) - np.float32(1)) / 2.0))
     part = np.float32((2 * whole + 1) * (whole * (whole + 1) - 3 * variance))
@@ -216,7 +220,7 @@ def _blurred(images: Tensor, taps: Tensor) -> Tensor:
 
 
 def _erased(
-    settings: TrainSettings, images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, seeds: Tensor
+    transform: TrainTransform, images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, seeds: Tensor
 ) -> Tensor:
     """Replace a box of each image by noise, which is standard normal after normalisation but for rounding and clipping.
 
@@ -224,13 +228,13 @@ def _erased(
     seeds: numbers that the bytes of noise follow from, int64 [k] (`Draws.seeds`).
     """
     # As many as the largest box could need: that of these boxes is not known without waiting for the device.
-    numbers = torch.arange(-(-3 * settings.size**2 // _WORD_BYTES), device=images.device)
+    numbers = torch.arange(-(-3 * transform.size**2 // _WORD_BYTES), device=images.device)
     words = seeds[:, None] + numbers * STEP
     for shift, factor in SCRAMBLE:
         words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # the sign is not to be shifted in
         words = words * factor
     quantiles = words.view(torch.uint8)
-    place = torch.arange(settings.size, device=images.device)
+    place = torch.arange(transform.size, device=images.device)
     y, x = (place - first[:, None] for first in (top, left))
     inside = ((y >= 0) & (y < height[:, None]))[:, :, None] & ((x >= 0) & (x < width[:, None]))[:, None, :]
     channel = torch.arange(3, device=images.device)[:, None, None]
@@ -238,7 +242,7 @@ def _erased(
     number = channel * tall * wide + y[:, None, :, None] * wide + x[:, None, None, :]
     number = number.clamp_(0, quantiles.shape[1] - 1)
     drawn = quantiles.gather(1, number.flatten(1)).view(number.shape).long()
-    noise = _noise(settings.mean, settings.std, images.device).take(drawn + 256 * channel)
+    noise = _noise(transform.mean, transform.std, images.device).take(drawn + 256 * channel)
     return torch.where(inside[:, None], noise, images)
 
 
@@ -253,8 +257,9 @@ def _noise(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
     return torch.tensor(levels, dtype=torch.float64).round().clamp(0, 255).to(device, torch.uint8)
 
 
-def _ignoring_settings(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
-    return lambda settings, images, values: change(images, values)
+def _alone(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
+    """Return a change that does not depend on the transform."""
+    return lambda transform, images, values: change(images, values)
 
 
 CHANGES: dict[str, Change] = {
@@ -263,7 +268,7 @@ CHANGES: dict[str, Change] = {
     "down": partial(_moved, dim=2),
     "erase": _erased,
     **{
-        name: _ignoring_settings(change)
+        name: _alone(change)
         for name, change in {
             "table": _looked_up,
             "AutoContrast": _auto_contrast,

@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import resources
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import Draws
-from vitpar.data.transforms import policy_tables
 from vitpar.errors import RecipeError
 from vitpar.text import shown
 
@@ -134,7 +134,7 @@ def _factor(level: Any, context: Context, _: int) -> Any:
     return np.maximum(1 + context.signed(0.9 * part), 0.1) if context.increasing else 0.1 + 1.8 * part
 
 
-def _nothing(level: Any, context: Context, side: int) -> int:
+def _nothing(*_: Any) -> int:
     """Stand for the argument of an operation without one."""
     return 0
 
@@ -166,13 +166,6 @@ _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal",
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
 
 
-class Policy(Protocol):
-    """Augmentation policy."""
-
-    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
-        """Yield the operations on images of `side` pixels, with their arguments, in order."""
-
-
 @dataclass(frozen=True)
 class RandAugment:
     """RandAugment: random operations, drawn with replacement, each at a random level."""
@@ -189,6 +182,7 @@ class RandAugment:
     """Whether a higher level is always a stronger change."""
 
     def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images of `side` pixels, with their arguments, in order."""
         names = np.array(_RANDOM)
         for _ in range(self.operations):
             chosen = names[draws.below(len(names))]
@@ -214,6 +208,7 @@ class OneOf:
     """Whether a higher level is always a stronger change."""
 
     def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images of `side` pixels, with their arguments, in order."""
         drawn = draws.below(len(self.lines))
         for place in range(max(map(len, self.lines))):
             # A line that has ended draws nothing more.
@@ -245,19 +240,26 @@ def _by_name(
     return step
 
 
-def _table(text: str, highest: int = HIGHEST, increasing: bool = False) -> OneOf:
-    """Return the policy of a table whose magnitudes are from 0 to `highest`."""
-    words = [line.split() for line in text.strip().splitlines()]
-    lines = [[(w[i], float(w[i + 1]), float(w[i + 2]) * HIGHEST / highest) for i in range(0, len(w), 3)] for w in words]
-    return OneOf(tuple(map(tuple, lines)), increasing)
+Policy = RandAugment | OneOf
 
 
-_NAMED: dict[str, Policy] = {
-    "original": _table(policy_tables.ORIGINAL),
-    "cifar10": _table(policy_tables.CIFAR10, 9, increasing=True),
-    "svhn": _table(policy_tables.SVHN, 9, increasing=True),
-    "3a": _table("Grayscale 1 0\nSolarize 1 5\nGaussianBlur 1 0"),
-}
+def _named() -> dict[str, Policy]:
+    """Return the policies of `auto_augment.txt`, and 3-Augment."""
+    table = resources.files("vitpar.data.transforms").joinpath("auto_augment.txt").read_text()
+    three = [("Grayscale", 1.0, 0.0), ("Solarize", 1.0, 5.0), ("GaussianBlur", 1.0, 0.0)]
+    policies: dict[str, Policy] = {"3a": OneOf(tuple((operation,) for operation in three))}
+    for name, words in re.findall(r"^\[(\w+)\]\n([^\[]*)", table, re.MULTILINE):
+        highest = HIGHEST if name == "original" else 9
+        operations = [
+            (operation, float(probability), float(level) * HIGHEST / highest)
+            for operation, probability, level in zip(*[iter(words.split())] * 3, strict=True)
+        ]
+        lines = tuple(zip(operations[::2], operations[1::2], strict=True))
+        policies[name] = OneOf(lines, increasing=name != "original")
+    return policies
+
+
+_NAMED = _named()
 _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probability", "inc": "increasing"}
 
 
@@ -269,29 +271,16 @@ def parse_policy(text: str) -> Policy:
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")
-    values: dict[str, float] = {}
-    for part in parts:
-        match = re.fullmatch(r"([a-z]{1,4})([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
-        if match is None or match[1] not in _PARTS or _PARTS[match[1]] in values:
-            raise _unknown(text, f"it has '{shown(part)}'")
-        values[_PARTS[match[1]]] = float(match[2])
-    if kind != "rand":
-        raise _unknown(text, f"there is no '{shown(kind)}'")
-    if values.get("magnitude", 0) > HIGHEST:
-        raise _unknown(text, f"m is above {HIGHEST}")
-    if values.get("probability", 0) > 1:
-        raise _unknown(text, "p is above 1")
-    if not values.get("operations", 2.0).is_integer() or values.get("increasing", 0.0) not in (0.0, 1.0):
-        raise _unknown(text, "n takes a whole number and inc 0 or 1")
-    if values.get("operations", 0) > _MAX_OPERATIONS:
-        raise _unknown(text, f"n is above {_MAX_OPERATIONS}")
-    operations, increasing = int(values.pop("operations", 2)), bool(values.pop("increasing", 0))
-    return RandAugment(operations=operations, increasing=increasing, **values)
-
-
-def _unknown(text: str, why: str) -> RecipeError:
-    return RecipeError(
-        f"unknown augmentation '{shown(text)}': {why}; use original (ImageNet), cifar10, svhn, 3a, or rand with some "
-        f"of -m9 (level, 0 to {HIGHEST}), -n2 (operations), -mstd0.5 (spread of levels), -p1 (probability of each) and "
-        "-inc1 (levels that increase)"
-    )
+    found = [re.fullmatch(r"(mstd|inc|m|n|p)([0-9]{1,9}(?:\.[0-9]{1,9})?)", part) for part in parts]
+    values = {_PARTS[match[1]]: float(match[2]) for match in found if match}
+    operations, increasing = values.pop("operations", 2.0), values.pop("increasing", 0.0)
+    usable = operations.is_integer() and operations <= _MAX_OPERATIONS and increasing in (0, 1)
+    usable &= values.get("magnitude", 0) <= HIGHEST and values.get("probability", 0) <= 1
+    given = {match[1] for match in found if match}
+    if kind != "rand" or not usable or len(given) < len(parts):
+        raise RecipeError(
+            f"unknown augmentation '{shown(text)}': use original (ImageNet), cifar10, svhn, 3a, or rand with some of "
+            f"-m9 (level, 0 to {HIGHEST}), -n2 (operations, up to {_MAX_OPERATIONS}), -mstd0.5 (spread of levels), -p1 "
+            "(probability of each) and -inc1 (levels that increase), each once"
+        )
+    return RandAugment(operations=int(operations), increasing=bool(increasing), **values)

@@ -21,13 +21,15 @@ from PIL import Image
 from torch import Tensor
 
 from vitpar.data.randomness import Draws
-from vitpar.data.transforms.choices import draw_changes, draw_crops
-from vitpar.data.transforms.drawn import DrawnBatch, Work, crops_of, work_of
-from vitpar.data.transforms.names import Interpolation
-from vitpar.data.transforms.settings import EvalSettings, TrainSettings
-from vitpar.limits import MAX_DECODED_BYTES
+from vitpar.data.transforms.choices import Work, draw_changes, draw_crops
+from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.names import DEVICE_KERNELS, PILLOW_KERNELS, CropMode, Interpolation
+from vitpar.data.transforms.operations import fill_colour
+from vitpar.data.transforms.policies import Policy
+from vitpar.errors import RecipeError
+from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
+from vitpar.text import either
 
-_BY_TORCH = ("bicubic", "bilinear")
 Box = tuple[int, int, int, int, int]
 """Part of an image, as (top, left, height, width), and 1 if it is flipped, else 0."""
 
@@ -40,20 +42,68 @@ def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Int
     pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
     if image.shape[:2] == (height, width):
         return pixels
-    if interpolation not in _BY_TORCH:
+    if interpolation not in DEVICE_KERNELS:
         resized = Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
     return F.interpolate(pixels[None], (height, width), mode=interpolation, antialias=True)[0]
 
 
+def _check_size(size: int, interpolation: str) -> None:
+    if size < 1:
+        raise RecipeError(f"image size {size} is not a positive number of pixels")
+    if interpolation not in PILLOW_KERNELS:
+        raise RecipeError(f"unknown interpolation '{interpolation}': use {either(PILLOW_KERNELS)}")
+
+
 @dataclass(frozen=True)
-class TrainTransform(TrainSettings):
+class TrainTransform:
     """Random crop and horizontal flip, then optionally a policy, colour jitter and random erasing.
 
     Crops are made one by one. What follows is done for many images at once, on any device (`DrawnBatch`).
 
     Raises RecipeError if a setting is out of its range.
     """
+
+    size: int
+    """Height and width of the result, in pixels."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Range of the crop's area as a fraction of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Range of the crop's width over height."""
+    flip: float = 0.5
+    """Probability of a horizontal flip."""
+    interpolation: Interpolation = "bicubic"
+    """Kernel that resizes the crop."""
+    policy: Policy | None = None
+    """Augmentation policy, as `parse_policy` returns it; None for no policy."""
+    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Largest relative change of brightness, contrast and saturation."""
+    erase: float = 0.0
+    """Probability that noise replaces a box of 1/50 to 1/3 of the image's area."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of every channel, as in `Normalize`: the mean of the noise, and the fill colour of policy operations."""
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Standard deviation of every channel, as in `Normalize`, which the noise has too."""
+    padding: int | None = None
+    """Black pixels around the image before a random crop of `size`, which is not resized; None for a random-resized
+    crop by `scale` and `ratio`."""
+
+    def __post_init__(self) -> None:
+        _check_size(self.size, self.interpolation)
+        if self.padding is not None and not 0 <= self.padding < self.size:
+            raise RecipeError(
+                f"crop padding {self.padding} must be at least 0 and less than the image size {self.size}: larger "
+                "padding allows crops without a pixel of the image"
+            )
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise RecipeError(f"crop scale {self.scale} must be a range within (0, 1], such as (0.08, 1.0)")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise RecipeError(f"crop ratio {self.ratio} must be a range of positive numbers, such as (0.75, 1.33)")
+        for name in ("flip", "erase"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RecipeError(f"{name} {getattr(self, name)} is not a probability: choose a number from 0 to 1")
+        if min(self.color_jitter) < 0:
+            raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
 
     def __call__(self, images: Sequence[NDArray[np.uint8]], keys: NDArray[np.int64]) -> Tensor:
         """Return augmented images, uint8 [n, 3, size, size].
@@ -73,8 +123,7 @@ class TrainTransform(TrainSettings):
         draws: random numbers of these images.
         shapes: heights and widths, int64 [n, 2].
         """
-        drawn = draw_crops(self, draws, *shapes.T)
-        return [*map(tuple, np.stack([*vars(drawn).values()], 1).tolist())]
+        return [*map(tuple, draw_crops(self, draws, *shapes.T).T.tolist())]
 
     def crop(self, image: NDArray[np.uint8], box: Box) -> NDArray[np.uint8]:
         """Return the crop of an image, flipped or not, uint8 [3, size, size]."""
@@ -82,35 +131,29 @@ class TrainTransform(TrainSettings):
         if self.padding is None:
             part = image[top : top + height, left : left + width]
             pixels = resize(part, self.size, self.size, self.interpolation).numpy()
-        else:
-            pixels = self._padded(image, top, left)
+        else:  # black outside of the image
+            inside = image[max(0, top) : top + self.size, max(0, left) : left + self.size].transpose(2, 0, 1)
+            pixels = _pasted((0, 0, 0), (self.size, self.size), inside, max(0, -top), max(0, -left))
         return pixels[:, :, ::-1] if flip else pixels
 
     def work(self, draws: Draws) -> Work:
         """Return what to do with the crops, from the same random numbers."""
-        return work_of(self, draw_changes(self, draws))
+        return draw_changes(self, draws)
 
     def stored(self, samples: NDArray[np.int64], draws: Draws, height: int, width: int) -> Work:
         """Return how the crops of stored images of one size are made, by their numbers, int64 [n]."""
         sides = (np.full(len(samples), side) for side in (height, width))
-        return crops_of(self, samples, draw_crops(self, draws, *sides))
+        name = "resized crop" if self.padding is None else "padded crop"
+        return [(name, (samples, *draw_crops(self, draws, *sides)))]
 
     @property
     def changes(self) -> bool:
         """Whether anything follows the crop."""
         return bool(self.policy or any(self.color_jitter) or self.erase)
 
-    def _padded(self, image: NDArray[np.uint8], top: int, left: int) -> NDArray[np.uint8]:
-        """Return the part of an image from `top` and `left` on, uint8 [3, size, size], black outside of the image."""
-        inside = image[max(0, top) : top + self.size, max(0, left) : left + self.size].transpose(2, 0, 1)
-        (above, before), (_, height, width) = (max(0, -top), max(0, -left)), inside.shape
-        crop = np.zeros((3, self.size, self.size), np.uint8)
-        crop[:, above : above + height, before : before + width] = inside
-        return crop
-
 
 @dataclass(frozen=True)
-class EvalTransform(EvalSettings):
+class EvalTransform:
     """Resize to floor(size / crop_pct) pixels, then a central crop, with torchvision's rounding.
 
     `crop_mode` says what gets that size: the shorter side (center), both sides, whatever the image's ratio (squash), or
@@ -123,6 +166,29 @@ class EvalTransform(EvalSettings):
 
     Raises RecipeError when a setting is out of its range.
     """
+
+    size: int
+    """Height and width of the result, in pixels."""
+    crop_pct: float = 0.875
+    """Size of the crop as a fraction of the shorter side, above 0 and at most 1."""
+    interpolation: Interpolation = "bicubic"
+    """Kernel that resizes the image."""
+    crop_mode: CropMode = "center"
+    """How the image becomes square."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean of every channel, as in `Normalize`, which is the colour of borders."""
+
+    changes = False
+
+    def __post_init__(self) -> None:
+        _check_size(self.size, self.interpolation)
+        if not 0 < self.crop_pct <= 1:
+            raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
+        if self.size / self.crop_pct > MAX_IMAGE_SIZE:
+            raise RecipeError(
+                f"crop_pct {self.crop_pct} resizes images of {self.size} pixels to more than {MAX_IMAGE_SIZE:,} before "
+                "the crop: choose a larger one"
+            )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
         """Return the resized and cropped image, uint8 [3, size, size].
@@ -138,7 +204,9 @@ class EvalTransform(EvalSettings):
             height, width, _ = image.shape
         pixels = resize(image, *self._resized(height, width, short), self.interpolation)
         if self.crop_mode == "border":
-            pixels = self._with_borders(pixels)
+            sides = [max(self.size, side) for side in pixels.shape[1:]]
+            above, before = ((whole - side) // 2 for whole, side in zip(sides, pixels.shape[1:], strict=True))
+            pixels = torch.from_numpy(_pasted(fill_colour(self.mean), sides, pixels.numpy(), above, before))
         # Python's `round` rounds halves to even numbers, as torchvision does.
         top, left = (round((side - self.size) / 2) for side in pixels.shape[1:])
         return pixels[:, top : top + self.size, left : left + self.size]
@@ -155,8 +223,6 @@ class EvalTransform(EvalSettings):
         """Return nothing: images are complete after `crop`."""
         return []
 
-    changes = False
-
     def stored(self, samples: NDArray[np.int64], draws: Draws, height: int, width: int) -> Work:
         """Return how images that are stored as this transform makes them are taken, by their numbers."""
         return [("take", (samples,))]
@@ -172,14 +238,12 @@ class EvalTransform(EvalSettings):
         shorter = min(height, width)
         return target * height // shorter, target * width // shorter
 
-    def _with_borders(self, pixels: Tensor) -> Tensor:
-        """Return the image, uint8 [3, height, width], with borders so that no side is shorter than the result."""
-        missing = [max(0, self.size - side) for side in pixels.shape[1:]]
-        if not any(missing):
-            return pixels
-        colour = np.array([min(255, max(0, round(255 * mean))) for mean in self.mean], np.uint8)
-        height, width = (side + more for side, more in zip(pixels.shape[1:], missing, strict=True))
-        whole = np.broadcast_to(colour[:, None, None], (3, height, width)).copy()
-        top, left = (more // 2 for more in missing)
-        whole[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels.numpy()
-        return torch.from_numpy(whole)
+
+def _pasted(
+    colour: Sequence[int], sides: Sequence[int], pixels: NDArray[np.uint8], top: int, left: int
+) -> NDArray[np.uint8]:
+    """Return an image of one colour, uint8 [3, *sides], with `pixels` of another image in it."""
+    whole = np.empty((3, *sides), np.uint8)
+    whole[:] = np.array(colour, np.uint8)[:, None, None]
+    whole[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels
+    return whole

@@ -145,7 +145,7 @@ class RecipeRequest:
             samples = manifest.splits["train"].samples
             return Merged(with_defaults(begun, samples), samples)
         from vitpar.data.shards.shard_set import ShardSet
-        from vitpar.data.shards.sides import shorter_side
+        from vitpar.data.survey import shorter_side
 
         shards = ShardSet.open(begun.data.path, "train")
         # Images are opened only to choose a model.

@@ -59,7 +59,7 @@ def test_the_sheet_shows_images_with_prediction_and_label(found: PredictedImages
 
     page = Page(sheet(found, reader, 6, "By the weights of x."))
     assert read == [0, 10, 20, 30, 40, 50, 40, 20, 10] and len(page.all("img")) == 7
-    assert "cat , 90 %" in page.text and "dog , 60 % ✗ label cat" in page.text
+    assert "cat , 90 % ✓" in page.text and "dog , 60 % ✗ label cat" in page.text
     assert "Top-1 accuracy 50.0 % on 6 images." in page.text and "unused" not in page.text
     assert "cat 3 33.3 % 100.0 % dog (2) dog 2 50.0 % 33.3 % cow (1)" in page.text
     assert page.outside == []

@@ -109,7 +109,7 @@ def _figures(predicted_images: PredictedImages, rows: Sequence[int], read: Calla
             continue
         label, predicted = int(predicted_images.labels[row]), int(predicted_images.predicted[row])
         words = f"<b>{_name(predicted_images, predicted)}</b>, {predicted_images.probability[row] * 100:.0f} %"
-        words += "" if label == predicted else f"<br>✗ label <b>{_name(predicted_images, label)}</b>"
+        words += " ✓" if label == predicted else f"<br>✗ label <b>{_name(predicted_images, label)}</b>"
         figures.append(f"<figure>{picture}<figcaption>{words}</figcaption></figure>")
     return f'<div class="sheet">{"".join(figures)}</div>'
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.html_pages import Page
+from helpers.html_pages import Page, data_of
 from helpers.run_folders import RECIPE, eval_row, start, train_row, write_run
 from vitpar.errors import LaunchError
 from vitpar.runs import live
@@ -100,6 +100,7 @@ def test_a_board_has_all_runs_of_its_folder_and_leads_to_no_others(boarded: Live
     assert asked(boarded, path="/version")[1] != before and "/?run=new" in asked(boarded)[1]
     status, html = asked(boarded, path="/?run=a+%26+b&run=c")
     assert status == 200 and "2 runs" in Page(html).text and "train.seed 0 1" in Page(html).text
+    assert "mean ± deviation of seeds" in Page(html).text and data_of(html)["seeds"] == [[0, 1]]
     for query in ("run=..%2Fsecret", "run=../secret", "run=secret", "run=", "x=1", "run=c&" * 20, "run=%ff", "&" * 99):
         assert asked(boarded, path=f"/?{query}")[0] == 404, query
 

@@ -72,6 +72,20 @@ function traces(chart, axis, colour) {
         hovertemplate: value('y', chart.unit) + (evaluated ? ' at step %{text}' : '')});
     }
   }
+  // Bands of runs that differ in their seed alone, behind their lines.
+  for (const group of shows('bands') ? data.seeds ?? [] : []) for (const kind of [false, true]) {
+    const alike = lines.filter(line => group.includes(line.run) && line.evaluated === kind && shows(`run-${line.run}`));
+    const steps = alike.map(line => line.x.step.join());
+    if (alike.length < 2 || steps.some(one => one !== steps[0]) || !shows(kind ? 'kind-validation' : 'kind-training')) continue;
+    const rows = alike[0].y.map((_, at) => alike.map(line => (line.smooth[smoothing] ?? line.y)[at]));
+    const edge = sign => rows.map(row => {
+      if (row.includes(null)) return null;
+      const mean = row.reduce((one, two) => one + two) / row.length;
+      return mean + sign * Math.sqrt(row.reduce((sum, y) => sum + (y - mean) ** 2, 0) / (row.length - 1));
+    });
+    const base = {x: alike[0].x[axis], mode: 'lines', name: '', hoverinfo: 'skip', line: {width: 0, color: colour(alike[0])}};
+    list.unshift({...base, y: edge(-1)}, {...base, y: edge(1), fill: 'tonexty', fillcolor: colour(alike[0]) + '33'});
+  }
   for (const kind in shows('marks') ? SYMBOLS : {}) {
     const marks = data.marks.filter(mark => mark.kind === kind && shows(`run-${mark.run}`));
     if (marks.length) list.push({x: marks.map(mark => mark.x[axis]), legendrank: 9999, yaxis: 'y2', mode: 'markers', name: '',

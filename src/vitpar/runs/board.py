@@ -10,12 +10,11 @@ from urllib.parse import urlencode
 
 from vitpar.pages.document import table
 from vitpar.pages.plotly import Charts
-from vitpar.runs.folder import RunRecord
+from vitpar.runs.folder import SEED, RunRecord, seed_groups
 from vitpar.runs.page import MOST_RUNS, STYLE
 from vitpar.tasks.task import LOSS
 from vitpar.text import count, rough_duration, shown
 
-SEED = "train.seed"
 BACK = '<a href="/">all runs</a>'
 """Link from the page of runs to the board."""
 _HEADS = ("", "run", "state", "steps", "loss", "metric", "samples/s", "age", "plan", "model", "data")
@@ -71,15 +70,10 @@ def _sorted_by(number: float | None, words: str) -> str:
 
 def _seeds(runs: Iterable[RunRecord]) -> list[str]:
     """Return the table of groups of complete runs that differ in their seed alone; nothing without one."""
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        if run.state == "complete" and run.recipe:
-            key = repr(sorted((name, value) for name, value in run.recipe.items() if name != SEED))
-            groups.setdefault(key, []).append(run)
+    complete = [run for run in runs if run.state == "complete"]
     rows = []
-    for group in groups.values():
-        if len({str(run.recipe.get(SEED)) for run in group}) < 2:
-            continue
+    for numbers in seed_groups(complete):
+        group = [complete[number] for number in numbers]
         query = escape(urlencode([("run", run.name) for run in group[:MOST_RUNS]]))
         metrics = [LOSS, *filter(None, [group[0].metric])]
         results = []

@@ -10,7 +10,7 @@ import numpy as np
 from vitpar.pages.figures import SERIES
 from vitpar.pages.plotly import Charts
 from vitpar.runs.chart import AXES, Chart, Line, figure, numbers
-from vitpar.runs.folder import RunRecord
+from vitpar.runs.folder import RunRecord, seed_groups
 from vitpar.runs.metrics import Column
 from vitpar.text import count, shown
 
@@ -26,7 +26,7 @@ def charts(runs: Sequence[RunRecord]) -> tuple[Charts, list[str]]:
     """Return the charts for which a run has values: for the page's script, and their HTML."""
     columns, height = COLUMNS // len(runs), 320 if len(runs) > MANY_RUNS else 240
     marks = [mark for number, run in enumerate(runs) for mark in marks_of(run, number)]
-    page = Charts(colours=SERIES[: len(runs)], marks=marks)
+    page = Charts(colours=SERIES[: len(runs)], marks=marks, seeds=seed_groups(runs))
     return page, [page.add(figure(chart, columns, height)) for chart in _all(runs) if chart.lines]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +35,7 @@ MOST_METRICS = 20
 """Maximum number of a task's metrics that are read."""
 MOST_COMMANDS = 20
 """Maximum number of the newest commands of a run that are read."""
+SEED = "train.seed"
 WARM_UP_ROWS = 1
 """Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
 
@@ -241,6 +242,15 @@ def recipe_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     settings = {key: [_setting(run.recipe.get(key)) for run in runs] for key in keys}
     return {key: values for key, values in settings.items() if len(set(values)) > 1}
+
+
+def seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
+    """Return the numbers of runs that differ in `train.seed` alone, in groups of two seeds or more."""
+    groups: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        others = sorted((key, str(value)) for key, value in run.recipe.items() if key != SEED)
+        groups.setdefault(repr(others) if others else f"{number}", []).append(number)
+    return [group for group in groups.values() if len({str(runs[number].recipe.get(SEED)) for number in group}) > 1]
 
 
 def _setting(value: Any) -> str:

@@ -15,7 +15,7 @@ from vitpar.pages.figures import SERIES, series_colour
 from vitpar.pages.plotly import Charts, Key
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
-from vitpar.runs.folder import RunRecord, recipe_differences
+from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
 from vitpar.runs.metrics import Column
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
@@ -179,6 +179,7 @@ def _controls(runs: Sequence[RunRecord], drawn: Sequence[str]) -> str:
     lines = {f"run-{number}": _key(number, run) for number, run in enumerate(runs)} if len(runs) > 1 else {}
     lines |= {"kind-training": '<b class="k"></b>training', "kind-validation": DASHED} if evaluated else {}
     lines |= {"marks": "▲ checkpoints, ▼ restarts"} if marked else {}
+    lines |= {"bands": "mean ± deviation of seeds"} if seed_groups(runs) else {}
     return (
         '<div class="controls">'
         f"{switch('x', 'over', {axis: axis for axis in AXES})}"

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage, decode
@@ -173,6 +172,8 @@ class SharedPixels(SharedMemory):
     def __init__(self, shapes: Sequence[Shape], opened: str | None = None) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         super().__init__(sum(sizes), opened)
+        import torch
+
         parts = torch.from_numpy(np.frombuffer(self._memory, np.uint8)).split(sizes)
         self.images = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         """Images of each set, uint8, of the shapes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vitpar.data.cache import Shape, refuse_unequal, stored_shape
 from vitpar.data.images import GPU_DECODED_BYTES
@@ -13,10 +14,8 @@ from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import StreamSet
 from vitpar.data.stream.urls import expand
-from vitpar.data.transforms.batch import Mix, Normalize
 from vitpar.data.transforms.names import DEVICE_KERNELS
 from vitpar.data.transforms.policies import parse_policy
-from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan
@@ -24,6 +23,10 @@ from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.task import Task
 from vitpar.text import either, shown
 from vitpar.training.recipe import Recipe
+
+if TYPE_CHECKING:  # they import torch, which `vitpar --help` does not wait for
+    from vitpar.data.transforms.batch import Mix, Normalize
+    from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 ImageSet = ShardSet | StreamSet
 """Data set with `len()`, `num_classes`, and `place` for messages."""
@@ -51,6 +54,9 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
 
     Raises RecipeError for a setting out of its range.
     """
+    from vitpar.data.transforms.batch import Normalize
+    from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+
     d, a = recipe.data, recipe.augment
     train = TrainTransform(
         size,
@@ -76,6 +82,8 @@ def transforms(recipe: Recipe, size: int) -> tuple[TrainTransform, EvalTransform
 
 def mixing(recipe: Recipe) -> Mix:
     """Return the recipe's mixup and CutMix."""
+    from vitpar.data.transforms.batch import Mix
+
     a = recipe.augment
     return Mix(a.mixup, a.cutmix, a.mixup_prob, a.mixup_switch_prob, apart=a.repeats)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.classes import class_names
 from vitpar.data.images import FILE_SUFFIXES
 from vitpar.data.sources.source import (
     SPLIT_WORDS,
@@ -24,14 +23,15 @@ from vitpar.data.sources.source import (
     Source,
     SourceSplit,
     numbered,
+    read_class_names,
     read_file,
     read_lines,
     reading,
     whole_number,
 )
 from vitpar.errors import DataError
-from vitpar.io import open_regular, read_bytes
-from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
+from vitpar.io import open_regular
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import either, shown
 
 
@@ -240,10 +240,8 @@ def zipped(folder: Path) -> Source:
 
     Raises DataError.
     """
-    names, classes = folder / "classes.txt", None
-    if names.exists():
-        with reading(names):
-            classes = class_names(read_bytes(names, MAX_JSON_BYTES))
+    names = folder / "classes.txt"
+    classes = read_class_names(names) if names.exists() else None
     limit = MAX_CLASSES if classes is None else len(classes)
 
     def number(word: str) -> int | None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.classes import check_class_names
+from vitpar.data.classes import check_class_names, class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8, open_regular, read_all
-from vitpar.limits import MAX_CLASSES
+from vitpar.io import decode_utf8, open_regular, read_all, read_bytes
+from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
 from vitpar.text import count, shown
 
 SPLITS = ("train", "val", "test")
@@ -134,6 +134,12 @@ def read_lines(path: Path) -> Iterator[str]:
     with reading(path), open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             yield decode_utf8(line, number).rstrip("\r\n")
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Return the names of classes in a text file, one a line. Raises DataError."""
+    with reading(path):
+        return class_names(read_bytes(path, MAX_JSON_BYTES))
 
 
 def whole_number(text: str) -> int | None:

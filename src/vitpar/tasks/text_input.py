@@ -64,12 +64,10 @@ class TextInput:
 
     def _given(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: Tensor) -> StepInput:
         whole = self.task.given(self.task.prepare(ids, lengths, keys.numpy()), self._model.config)
-        return StepInput(
-            None if self._rows is None else self._sent(whole.inputs[self._rows]),
-            self._sent(whole.targets),
-            self._sent(keys),
-            {name: self._sent(side) for name, side in whole.sides.items()},
-        )
+        assert whole.images is not None, "`given` returns all inputs"
+        inputs = None if self._rows is None else self._sent(whole.images[self._rows])
+        sides = {name: self._sent(side) for name, side in whole.sides.items()}
+        return StepInput(inputs, self._sent(whole.targets), self._sent(keys), sides)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if self._model.device.type != "cuda":

@@ -7,9 +7,7 @@ and val.zip come with maps, which are files of `path<TAB>label` lines.
 
 import csv
 import os
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from vitpar.data.sources.source import (
     read_file,
     read_lines,
     reading,
+    using,
     whole_number,
 )
 from vitpar.errors import DataError
@@ -257,23 +256,19 @@ def zipped(folder: Path) -> Source:
 
 def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
     with reading(path):
-        try:
-            archive = zipfile.ZipFile(open_regular(path))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, MemoryError, struct.error) as error:
-            raise DataError(f"'{path}' is not a valid zip file ({shown(error)})") from None
+        file = open_regular(path)
+    with using(f"'{path}' is not a valid zip file"):
+        archive = zipfile.ZipFile(file)
     known = archive.NameToInfo
     missing = next((entry for entry in entries if entry not in known), None)
     if missing is not None:
         raise DataError(f"'{path}' has no entry '{shown(missing)}', which '{map_path.name}' lists")
 
     def read(i: int) -> bytes:
-        entry = known[entries[i]]
-        where = f"entry '{shown(entries[i])}' of '{path}'"
+        entry, where = known[entries[i]], f"entry '{shown(entries[i])}' of '{path}'"
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
-        try:
+        with using(f"cannot read {where}"):
             return archive.read(entry)
-        except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"cannot read {where}: {shown(error)}") from None
 
     return SourceSplit(lambda i: f"{path.name}/{entries[i]}", np.array(labels, dtype=np.int32), read)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,29 @@ def reading(path: str | Path) -> Iterator[None]:
         name = shown(path, len(str(path)))  # shows the end of a long path
         why = error.strerror if isinstance(error, OSError) else None
         raise DataError(f"cannot read '{name}': {why or error}") from None
+
+
+@contextmanager
+def using(words: str, remedy: str = "fetch it again") -> Iterator[None]:
+    """Convert any error within the context to a DataError: damaged files make libraries raise nearly anything.
+
+    words: beginning of the message, such as "'x.zip' is not a valid zip file".
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{words} ({shown(error) or type(error).__name__}): {remedy}") from None
+
+
+def parquet_library() -> Any:
+    """Return pyarrow.parquet. Raises DataError if it is not installed."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
+    return parquet
 
 
 def read_file(path: str | Path) -> bytes:

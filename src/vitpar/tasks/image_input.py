@@ -24,7 +24,7 @@ from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.tasks.image_cache import hold_images, make_cache
 from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
-from vitpar.tasks.input import EvalInput
+from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
@@ -43,7 +43,7 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
     return targets.masked_fill((labels == IGNORED).view(-1, *(1,) * (targets.ndim - 1)), float("nan"))
 
 
-class ImageInput:
+class ImageInput(Input):
     """Input of images for one rank of `model`, as ``vitpar.tasks.input.Input`` describes it.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
@@ -190,12 +190,6 @@ class ImageInput:
         mine = loader.skipped
         everyone = all_gather_json([mine.times, list(mine.problems), mine.shards])
         return sum((Skipped(times, tuple(problems), shards) for times, problems, shards in everyone), Skipped())
-
-    def warning(self, loader: Loader) -> str | None:
-        skipped = self.skipped(loader)
-        counts = {"images": skipped.times, "shards": skipped.shards}
-        words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
-        return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
 
     def train_step(self, batch: Batch) -> StepInput:
         labels, keys = self._labels_and_keys(batch)

@@ -76,4 +76,5 @@ class Input(Protocol):
         """Return what all ranks skipped together."""
 
     def warning(self, loader: Any) -> str | None:
-        """Return a warning about what all ranks skipped together; None if nothing."""
+        """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
+        return self.skipped(loader).words

@@ -40,8 +40,7 @@ from torch import Tensor
 from bench.gpu_models import MODELS, predicted_seconds
 from bench.harness import Report, Spread, parser, ratio, turns
 from bench.photographs import write_photographs
-from vitpar.data.cache import CachedSet, ImageCache, SharedPixels, decoded_bytes, stored_shape
-from vitpar.data.held import decode_into
+from vitpar.data.cache import CachedSet, ImageCache, SharedPixels, decode_into, decoded_bytes, stored_shape
 from vitpar.data.loader import Batch, TrainLoader
 from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.pack import Reencode, pack

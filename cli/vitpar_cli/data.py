@@ -7,18 +7,14 @@ from typing import Annotated
 
 import typer
 
-from vitpar.data.classes import class_names
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.errors import DataError
-from vitpar.io import read_bytes
 from vitpar.launch.resources import cpu_cores
-from vitpar.limits import MAX_JSON_BYTES
-from vitpar.terminal import say
-from vitpar.text import count, printable
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli.data_pack import pack_command
-from vitpar_cli.data_view import Workers, packing_progress, print_survey, refuse_options
+from vitpar_cli.data_view import Workers, print_problems, print_survey, refuse_options
 from vitpar_cli.outputs import refuse_unwritable
+from vitpar_cli.packing import packing_progress
 from vitpar_cli.recipe_options import AsJson, Assignments, RecipeFile
 
 ABOUT = "Pack images or text into shards, index and verify shards, and say what they hold."
@@ -48,15 +44,13 @@ def index_command(
     Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
     from vitpar.data.shards.index import Labels, index
+    from vitpar.data.sources.source import read_class_names
 
     labels = Labels.parse(label)
     pairs = [text.partition("=") for text in split or ()]
     if (wrong := next((pair for pair in pairs if not all(pair)), None)) is not None:
         raise DataError(f"'{''.join(wrong)}' is not a split: write NAME=PATTERN, such as train=imagenet-*.tar")
-    try:
-        names = None if classes is None else class_names(read_bytes(classes, MAX_JSON_BYTES))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the classes in '{classes}': {error}") from None
+    names = None if classes is None else read_class_names(classes)
     splits = {name: pattern for name, _, pattern in pairs} or None
     with packing_progress() as progress:
         index(folder, splits=splits, labels=labels, classes=names, workers=workers or cpu_cores(), progress=progress)
@@ -84,10 +78,7 @@ def verify_command(
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in problems]}))
     else:
-        for problem in problems:
-            number = "" if problem.sample is None else f"{problem.sample:,} "
-            say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
-        typer.echo(f"{count(len(problems), 'problem')} in '{folder}'" if problems else f"'{folder}' is complete")
+        print_problems(folder, problems)
     if problems:
         raise typer.Exit(1)
 

@@ -1,17 +1,13 @@
 """`vitpar data pack`: pack images or text into shards."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from vitpar.errors import DataError
-from vitpar.launch.resources import cpu_cores
-from vitpar.terminal import say
-from vitpar.text import count, printable
-from vitpar_cli.data_view import Workers, packing_progress, print_survey, refuse_options
-from vitpar_cli.outputs import warn
+from vitpar_cli.data_view import Workers, refuse_options
+from vitpar_cli.packing import pack_images, pack_text
 
 OF_TEXT = ("tokenizer", "documents", "field", "cross_documents")
 OF_IMAGES = ("short_side", "quality", "skip_damaged", "no_decode", "workers")
@@ -83,54 +79,4 @@ def pack_command(
         raise DataError("DST is missing: name the folder to create, or use --dry-run")
     if quality is not None and short_side is None:
         raise DataError(f"--quality {quality} requires --short-side: add it, or leave --quality out")
-    (_pack_images if tokens is None else _pack_text)(**given)
-
-
-def _pack_images(source: str, seed: int, destination: Path | None = None, dry_run: bool = False, **given: Any) -> None:
-    from vitpar.data.shards.pack import SKIPPED, Reencode, pack
-    from vitpar.data.sources import Source, open_source
-
-    def print_contents(contents: Source) -> None:
-        for line in contents.describe(source):
-            say(printable(line))
-
-    if destination is None or dry_run:
-        with packing_progress() as progress:
-            contents = open_source(source, val_fraction=given.get("val_fraction"), seed=seed, progress=progress)
-        print_contents(contents)
-        return
-    given["decode_images"] = not given.pop("no_decode", False)
-    if "short_side" in given:
-        given["reencode"] = Reencode(given.pop("short_side"), given.pop("quality", 90))
-    given.setdefault("workers", cpu_cores())
-    with packing_progress() as progress:
-        pack(source, destination, seed=seed, progress=progress, opened=print_contents, **given)
-    print_survey(destination)
-    typer.echo(f"train      {shlex.join(['vitpar', 'train', '--data', str(destination)])}")
-    listing = destination / SKIPPED
-    if listing.exists():
-        skipped = listing.read_text().splitlines()
-        warn(f"{count(len(skipped), 'image')} left out, listed in '{listing}'; the first: {printable(skipped[0])}")
-
-
-def _pack_text(
-    source: str, tokens: int, seed: int, destination: Path | None = None, dry_run: bool = False, **given: Any
-) -> None:
-    from vitpar.data.text.pack import open_all, pack_text
-
-    if destination is None or dry_run:
-        left_out = ("shard_samples", "overwrite")
-        opened = open_all(source, tokens, **{name: value for name, value in given.items() if name not in left_out})
-        say(printable("\n".join(opened.describe())))
-        return
-    with packing_progress() as progress:
-        pack_text(
-            source,
-            destination,
-            tokens,
-            seed=seed,
-            progress=progress,
-            opened=lambda text: say(printable("\n".join(text.describe()))),
-            **given,
-        )
-    print_survey(destination)
+    (pack_images if tokens is None else pack_text)(**given)

@@ -1,22 +1,22 @@
-"""Views of `vitpar data`: progress of packing, and surveys of data sets."""
+"""Views of `vitpar data`: surveys of data sets, and their problems."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from vitpar.errors import DataError
+from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import data_table
 
-SHOWN_ALWAYS = 1000
-"""Total below which the progress bar moves with every item, and not with every 100th item."""
+if TYPE_CHECKING:
+    from vitpar.data.shards.verify import Problem
+
 BAR = 20
 """Characters in the bar of the largest class."""
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads.  \\[default: one per core]")]
@@ -34,22 +34,6 @@ def refuse_options(given: Mapping[str, object], names: Sequence[str], reason: st
         raise DataError(f"--{wrong.replace('_', '-')} {reason}")
 
 
-@contextmanager
-def packing_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for every split on stderr, and yield the callback that moves them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(split: str, done: int, total: int) -> None:
-            if split not in tasks:
-                tasks[split] = bar.add_task(split, total=total)
-            if done % 100 == 0 or done == total or total < SHOWN_ALWAYS:
-                bar.update(tasks[split], completed=done)
-
-        yield report
-
-
 def print_survey(folder: Path, content: dict[str, Any] | None = None) -> None:
     """Print the survey of a data set. content: the survey if it is there already."""
     if content is None:
@@ -59,6 +43,14 @@ def print_survey(folder: Path, content: dict[str, Any] | None = None) -> None:
     console = Console()
     console.print(content["folder"], markup=False, soft_wrap=True)
     (_print_images if "classes" in content else _print_text)(console, content)
+
+
+def print_problems(folder: Path, problems: Sequence["Problem"]) -> None:
+    """Print the problems of a data set."""
+    for problem in problems:
+        number = "" if problem.sample is None else f"{problem.sample:,} "
+        say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
+    typer.echo(f"{count(len(problems), 'problem')} in '{folder}'" if problems else f"'{folder}' is complete")
 
 
 def _print_images(console: Console, content: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def _packed(folder: Path) -> Path:
     if (free := shutil.disk_usage(PACKED).free) < needed:
         raise DataError(f"packing '{folder}' needs {size(needed)}, but '{PACKED}' has {size(free)} left: free some")
     from vitpar.data.shards.pack import pack
-    from vitpar_cli.data_view import packing_progress
+    from vitpar_cli.packing import packing_progress
 
     say(f"packing    {folder} into {target}{', since files changed' if known else ''}")
     with packing_progress() as progress:

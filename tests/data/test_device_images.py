@@ -13,8 +13,7 @@ from torch import Tensor
 
 from helpers.policy_operations import by_pillow, changed, drawn
 from helpers.small_data import damage, pack_small
-from vitpar.data.cache import SharedPixels, refuse_unequal, stored_shape
-from vitpar.data.held import decode_into
+from vitpar.data.cache import SharedPixels, decode_into, refuse_unequal, stored_shape
 from vitpar.data.loader import Batch, EvalLoader, TrainLoader
 from vitpar.data.randomness import Draws, SampleOrder, sample_keys
 from vitpar.data.shards.pack import pack

@@ -33,10 +33,10 @@ FOLDERS: dict[str, tuple[dict[str, int], dict[str, int] | str, str]] = {
     "two vals": (TRAIN | VAL | {"valid/a": 1}, "val' and '.*valid' are both the val split: keep one", ""),
     "flat val": (
         TRAIN | {"val": 3},
-        "val' has images but no class folders, so they have no labels: sort them into",
+        "val' has images but no class folders: sort them into val/<class>/",
         "",
     ),
-    "flat train": ({"train": 3} | VAL, "train' has images but no class folders: sort them into train/<class>/", ""),
+    "flat train": ({"train": 3} | VAL, "train' has no class folders: sort images into train/<class>/", ""),
     "no train": (VAL | {"test/a": 3}, "has test, val but no training split", ""),
     "another class": (TRAIN | {"val/a": 1, "val/c": 1}, "class folder '.*val/c' has no counterpart in '.*train'", ""),
 }

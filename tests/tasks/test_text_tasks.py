@@ -150,7 +150,7 @@ def test_plans_do_not_change_the_training(
     for batch in TextLoader(shards, batch_size=1, workers=0):
         given = trained.given(trained.prepare(batch.ids.numpy(), batch.lengths.numpy(), batch.keys.numpy()), config)
         with torch.no_grad():
-            logits = model(given.inputs, None, **given.sides)[0]
+            logits = model(given.images, None, **given.sides)[0]
         wanted = given.targets[0] != IGNORED
         losses += F.cross_entropy(logits[wanted], given.targets[0][wanted], reduction="none").tolist()
         hits += (logits[wanted].argmax(-1) == given.targets[0][wanted]).tolist()

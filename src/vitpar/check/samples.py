@@ -86,7 +86,8 @@ def _text(recipe: Recipe, config: ModelConfig, task: TextTask, draws: torch.Gene
     ids[torch.arange(text.tokens) >= lengths[:, None]] = text.specials.padding
     keys = torch.randint(0, 2**62, (batch,), generator=draws)
     given = task.given(task.prepare(ids.numpy(), lengths.numpy(), keys.numpy()), config)
-    return Drawn(given.inputs, given.targets, keys, given.sides)
+    assert given.images is not None, "`given` returns all inputs"
+    return Drawn(given.images, given.targets, keys, given.sides)
 
 
 def _pixels(recipe: Recipe, config: ModelConfig, task: Task, further: int, draws: torch.Generator) -> list[Pixels]:

@@ -13,6 +13,7 @@ from vitpar.data.images import BadImage, EncodedImage
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+from vitpar.text import count
 
 NAMED = 3
 """Bad samples that are reported by name; the others are only counted."""
@@ -120,6 +121,13 @@ class Skipped:
     """Messages for at most `NAMED` bad samples and shards, sorted."""
     shards: int = 0
     """Number of times that a streamed shard, or the rest of one, was skipped."""
+
+    @property
+    def words(self) -> str | None:
+        """Sentence on what was skipped; None if nothing was."""
+        counts = {"images": self.times, "shards": self.shards}
+        parts = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
+        return f"{', '.join(parts)}: {'; '.join(self.problems)}" if parts else None
 
     def __add__(self, other: Skipped) -> Skipped:
         problems = sorted({*self.problems, *other.problems})

@@ -1,4 +1,4 @@
-"""Decoded images in memory, at their stored size, shared by the ranks of a machine.
+"""Decoded images in memory, shared by the ranks of a machine: those that were read, or all for their device.
 
 Every epoch gives a rank other images, so ranks that each kept their own would find few of them in the second epoch.
 They share one file without a name instead, which the system removes with the last process that has it open, however
@@ -16,20 +16,24 @@ import mmap
 import os
 import threading
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vitpar.data.images import BadImage, decode
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.survey import some_sizes
+from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.text import shown
 
 Shape = tuple[int, int, int, int]
 """Shape of decoded images of one size: number, channels, height, width."""
+_TASK = 256  # images that a thread decodes at a time for the device
 _UNIT = 256  # bytes that an image is rounded up to: 32 bits then number the units of 1 TiB
 _SIDE = 1 << 16  # height and width of a stored image are below it
 _BEING_STORED = 1 << 32  # entry without height, which another thread or rank is filling
@@ -235,3 +239,34 @@ def unequal(images: ShardSet, i: int, shape: Sequence[int], first: Sequence[int]
         "data.cache 'device' needs training images of one size, but sample '{}' of '{}' has {} pixels and the first "
         "one {}: set data.cache to memory or none"
     ).format(shown(images.name(i)), images.folder, *sizes)
+
+
+def decode_into(
+    stored: Tensor, images: ShardSet, numbers: range, transform: EvalTransform | None, workers: int
+) -> None:
+    """Decode some images of a set into their places.
+
+    stored: uint8 [images, 3, height, width].
+    transform: what is stored of each image; None for the image itself, which then must have the stored size.
+    workers: number of threads.
+
+    Raises DataError for an image that cannot be read, or has another size.
+    """
+    pixels = stored.numpy()
+
+    def task(part: range) -> None:
+        for i in part:
+            try:
+                image = decode(images.read(i), strict=not images.checked)
+            except BadImage as error:
+                raise DataError(f"{images.complaint(i, error)}; replace it") from error
+            if transform is not None:
+                pixels[i] = transform(image).numpy()
+                continue
+            if image.shape[:2] != pixels.shape[2:]:
+                raise DataError(unequal(images, i, image.shape[:2], pixels.shape[2:]))
+            pixels[i] = image.transpose(2, 0, 1)
+
+    parts = [numbers[first : first + _TASK] for first in range(0, len(numbers), _TASK)]
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        list(pool.map(task, parts))

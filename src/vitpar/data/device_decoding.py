@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,23 +17,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.batches import View
 from vitpar.data.images import GPU_DECODED_BYTES, EncodedImage
-from vitpar.data.randomness import Draws
 from vitpar.data.transforms.choices import draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import RecipeError
-
-
-class DrawnView(Protocol):
-    """View of a batch whose crops are drawn."""
-
-    @property
-    def transform(self) -> TrainTransform | EvalTransform:
-        """Transform that makes it."""
-
-    draws: Draws
-    """Random numbers of the rows."""
 
 
 class DeviceDecoder:
@@ -59,7 +47,7 @@ class DeviceDecoder:
         self.words = f"torchcodec {version('torchcodec')} on {device}: pixels differ from the host's in the last bits"
 
     def crops(
-        self, encoded: Mapping[int, EncodedImage], views: Sequence[DrawnView]
+        self, encoded: Mapping[int, EncodedImage], views: Sequence[View]
     ) -> tuple[list[list[tuple[list[int], Tensor]]], list[int]]:
         """Decode JPEGs, and crop them for each view.
 

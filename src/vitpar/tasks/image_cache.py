@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitpar.data.cache import ImageCache, Shape, SharedMemory, SharedPixels, decoded_bytes
-from vitpar.data.held import decode_into
+from vitpar.data.cache import ImageCache, Shape, SharedMemory, SharedPixels, decode_into, decoded_bytes
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError

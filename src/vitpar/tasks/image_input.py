@@ -24,7 +24,7 @@ from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.tasks.image_cache import hold_images, make_cache
 from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
-from vitpar.tasks.input import EvalInput
+from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 from vitpar.training.recipe import Recipe
@@ -43,8 +43,8 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
     return targets.masked_fill((labels == IGNORED).view(-1, *(1,) * (targets.ndim - 1)), float("nan"))
 
 
-class ImageInput:
-    """Input of one rank of `model`. All ranks make it together.
+class ImageInput(Input):
+    """Input of images for one rank of `model`, as ``vitpar.tasks.input.Input`` describes it.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
@@ -53,10 +53,7 @@ class ImageInput:
     too; so do ranks whose teacher takes other images in training than the model. Unless all ranks take these images
     anyway, no work is shared then.
 
-    task: says what the labels of images are to the loss.
-    local: the ranks of this machine, and the cores of this one.
     teacher: model that also takes the images of a training; None for none.
-    workers: decoding threads of this rank.
     normalize: normalisation of images.
 
     Raises ModelError for a model of images that are not decoded: with another number of channels than 3.
@@ -109,14 +106,6 @@ class ImageInput:
         return decoding_threads(self._recipe, self._model.device.type, self.local.cores, small=self.small_samples)
 
     def cache(self, train: ImageSet, val: ImageSet | None = None) -> str | None:
-        """Keep decoded images in memory from now on, if the recipe says so, and return a message. Collective.
-
-        Also choose the number of decoding threads for the size of these images.
-
-        train, val: data that is trained on, and evaluated on, more than once; streams are not cached.
-
-        Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
-        """
         self.small_samples = are_small(train)
         self.workers = self._threads()
         device = self._model.device
@@ -139,11 +128,7 @@ class ImageInput:
         return message
 
     def train_batches(self, images: ImageSet, start: int = 0, sizes: Callable[[int], int] | None = None) -> Loader:
-        """Return a loader of all global batches after `start` samples, without end.
-
-        It loads this rank's share of the images.
-
-        sizes: as in `LoaderSettings`.
+        """Return a loader of this rank's share of the images.
 
         Raises DataError for a stream with fewer shards than ranks that decode.
         """
@@ -162,10 +147,9 @@ class ImageInput:
         return self._share(self._needed())
 
     def eval_batches(self, images: ImageSet | NotedImages) -> Loader:
-        """Return a loader of the complete set in batches of the training shape, with this rank's share of the images.
+        """Return a loader of this rank's share of the images.
 
-        The last batch is padded with IGNORED labels. Batches of a stream continue until `eval_step` says that all
-        ranks have reached the end.
+        Batches of a stream continue until `eval_step` says that all ranks have reached the end.
         """
         settings = self._settings(images, "eval", self._eval_rows)
         if isinstance(images, StreamSet):
@@ -184,39 +168,30 @@ class ImageInput:
         return {**settings, **self._kept.get((images, use), {})}
 
     def synthetic(self) -> StepInput:
-        """Return random images, with targets and keys, of a batch to time steps with."""
         c, size, device = self._model.config, self._model.batch_size, self._model.device
-        images, taught = None, None
+
+        def noise(rows: list[int]) -> Tensor:
+            return torch.randn(len(rows), c.channels, c.image_size, c.image_size, device=device)
+
+        images, taught, compute = None, None, self._model.precision.compute
         if self._decoded and not self.task.LOCAL_TARGETS:
-            shape = (len(self._decoded), c.channels, c.image_size, c.image_size)
-            images, taught = self._shared(torch.randn(shape, device=device).to(self._model.precision.compute))
+            images, taught = self._shared(noise(self._decoded).to(compute))
         elif self._model.takes_images:
-            shape = (len(self._rows), c.channels, c.image_size, c.image_size)
-            images = torch.randn(shape, device=device).to(self._model.precision.compute)
+            images = noise(self._rows).to(compute)
         numbers = torch.arange(size, device=device)
         labels = numbers % self.task.labels.count
         if not self.task.LOCAL_TARGETS:
             return StepInput(images, self.task.counted_targets(labels), numbers, taught=taught)
-        targeted = torch.randn(len(self._outputs), c.channels, c.image_size, c.image_size, device=device)
-        return StepInput(images, self._local_targets(targeted, labels, numbers), numbers)
+        return StepInput(images, self._local_targets(noise(self._outputs), labels, numbers), numbers)
 
     def skipped(self, loader: Loader) -> Skipped:
-        """Return what all ranks skipped together. Collective, if the recipe skips bad samples at all."""
         if self._recipe.data.bad_sample == "fail":
             return Skipped()
         mine = loader.skipped
         everyone = all_gather_json([mine.times, list(mine.problems), mine.shards])
         return sum((Skipped(times, tuple(problems), shards) for times, problems, shards in everyone), Skipped())
 
-    def warning(self, loader: Loader) -> str | None:
-        """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
-        skipped = self.skipped(loader)
-        counts = {"images": skipped.times, "shards": skipped.shards}
-        words = [f"{noun} skipped {count(times, 'time')}" for noun, times in counts.items() if times]
-        return f"{', '.join(words)}: {'; '.join(skipped.problems)}" if words else None
-
     def train_step(self, batch: Batch) -> StepInput:
-        """Return the input of a step: normalised and mixed images, targets and keys."""
         labels, keys = self._labels_and_keys(batch)
         if self.task.LOCAL_TARGETS:
             return StepInput(*self._images_and_targets(batch, labels, keys), keys)
@@ -240,7 +215,6 @@ class ImageInput:
         return taken if self._model.takes_images else None, None if self._teacher is None else taught
 
     def eval_step(self, batch: Batch) -> EvalInput | None:
-        """Return the input of an evaluation batch; None when no rank has images left."""
         labels = self._evaluated(batch)
         if labels is None:
             return None

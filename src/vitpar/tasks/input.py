@@ -1,7 +1,4 @@
-"""Interface of inputs: batches of a data set as tensors of a step, on the rank that needs them.
-
-``vitpar.tasks.image_input`` is the input of images.
-"""
+"""Interface of inputs: batches of a data set as tensors of a step, on the rank that needs them."""
 
 from __future__ import annotations
 
@@ -48,7 +45,14 @@ class Input(Protocol):
     """The ranks of this machine, and the cores of this one."""
 
     def cache(self, train: Any, val: Any = None) -> str | None:
-        """Keep prepared samples in memory from now on, if the recipe says so, and return a message."""
+        """Keep decoded images in memory from now on, if the recipe says so, and return a message.
+
+        Also choose the number of threads for the size of these images.
+
+        train, val: data that is trained on, and evaluated on, more than once; streams are not cached.
+
+        Raises DataError, on all ranks, if there is no memory for it, and for images that cannot be held on a device.
+        """
 
     def train_batches(self, data: Any, start: int = 0, sizes: Callable[[int], int] | None = None) -> Batches:
         """Return a loader of all global batches after `start` samples, without end.
@@ -72,4 +76,5 @@ class Input(Protocol):
         """Return what all ranks skipped together."""
 
     def warning(self, loader: Any) -> str | None:
-        """Return a warning about what all ranks skipped together; None if nothing."""
+        """Return a warning about what all ranks skipped together; None if nothing. Collective as `skipped` is."""
+        return self.skipped(loader).words

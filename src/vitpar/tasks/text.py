@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import IGNORED
-from vitpar.tasks.task import LOSS, Metric, Task
+from vitpar.tasks.task import LOSS, Metric, StepInput, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,17 +71,6 @@ class MaskedBatch(NamedTuple):
     """Further inputs by name, int64 [batch, …]."""
 
 
-class Given(NamedTuple):
-    """Batch of text as tensors, for all ranks."""
-
-    inputs: Tensor
-    """Token ids, int64 [batch, tokens]."""
-    targets: Tensor
-    """Ids to predict, int64 [batch, …], IGNORED elsewhere."""
-    sides: Mapping[str, Tensor]
-    """Side inputs of the model by name."""
-
-
 @dataclass(frozen=True)
 class TextTask(Task):
     """Base of tasks that predict tokens. The loss is the mean over all tokens to predict in a step."""
@@ -116,8 +105,8 @@ class TextTask(Task):
         keys: random key of each sequence, int64 [batch].
         """
 
-    def given(self, prepared: MaskedBatch, config: ModelConfig) -> Given:
-        """Return a prepared batch as tensors, padded to the sizes of the model."""
+    def given(self, prepared: MaskedBatch, config: ModelConfig) -> StepInput:
+        """Return a prepared batch as tensors for all ranks, without keys, padded to the sizes of the model."""
         import numpy as np
         import torch
 
@@ -125,10 +114,10 @@ class TextTask(Task):
         sides: dict[str, NDArray[Any]] = {"attention_mask": np.arange(tokens) < prepared.lengths[:, None]}
         for name, ids in prepared.sides.items():
             sides[name] = _padded(ids, config.side_inputs[name].shape[0], padding)
-        return Given(
+        return StepInput(
             torch.from_numpy(_padded(prepared.inputs, tokens, padding)),
             torch.from_numpy(_padded(prepared.targets, targets, IGNORED)),
-            {name: torch.from_numpy(side) for name, side in sides.items() if name in config.side_inputs},
+            sides={name: torch.from_numpy(side) for name, side in sides.items() if name in config.side_inputs},
         )
 
     def counted_targets(self, labels: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from vitpar.data.text.text_set import TextSet
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.image_data import order_of
-from vitpar.tasks.input import EvalInput
+from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput
 from vitpar.tasks.text import TextTask
 from vitpar.training.recipe import Recipe
@@ -24,7 +24,7 @@ THREADS = 1
 """Reading threads by default."""
 
 
-class TextInput:
+class TextInput(Input):
     """Input of one rank of a model of text, as ``vitpar.tasks.input.Input`` describes it."""
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: TextTask) -> None:
@@ -64,12 +64,10 @@ class TextInput:
 
     def _given(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: Tensor) -> StepInput:
         whole = self.task.given(self.task.prepare(ids, lengths, keys.numpy()), self._model.config)
-        return StepInput(
-            None if self._rows is None else self._sent(whole.inputs[self._rows]),
-            self._sent(whole.targets),
-            self._sent(keys),
-            {name: self._sent(side) for name, side in whole.sides.items()},
-        )
+        assert whole.images is not None, "`given` returns all inputs"
+        inputs = None if self._rows is None else self._sent(whole.images[self._rows])
+        sides = {name: self._sent(side) for name, side in whole.sides.items()}
+        return StepInput(inputs, self._sent(whole.targets), self._sent(keys), sides)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if self._model.device.type != "cuda":
@@ -79,6 +77,3 @@ class TextInput:
     def skipped(self, loader: object) -> Skipped:
         """Return nothing: damaged text ends a run."""
         return Skipped()
-
-    def warning(self, loader: object) -> None:
-        """Return no warning."""

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vitpar.data.text.masking import mlm, shift_right, span_lengths, spans, tokens_for_inputs
+from vitpar.data.text.masking import mlm, shift_right, span_lengths, spans
 from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 
@@ -136,10 +136,12 @@ def t5_lengths(inputs_length: int, noise_density: float, mean_noise_span_length:
 
 
 def test_lengths_are_those_of_t5():
-    assert tokens_for_inputs(512) == (568, 114)
+    assert span_lengths(568) == (512, 114) and span_lengths(569)[0] > 512
     for inputs in range(24, 600):
         for rate, mean in ((0.15, 3.0), (0.3, 5.0)):
-            assert tokens_for_inputs(inputs, rate, mean) == t5_lengths(inputs, rate, mean)
+            tokens, targets = t5_lengths(inputs, rate, mean)
+            assert span_lengths(tokens, rate, mean)[1] == targets
+            assert span_lengths(tokens, rate, mean)[0] <= inputs < span_lengths(tokens + 1, rate, mean)[0]
 
 
 def test_decoder_inputs_are_shifted_targets():

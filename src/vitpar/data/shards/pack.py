@@ -133,24 +133,16 @@ class _Stopped(Exception):
 
 @dataclass
 class _Packing:
-    """Writer of those shards of a source that a folder does not have yet."""
+    """Writer of those shards of a source that a folder does not have yet. Other fields are arguments of `pack`."""
 
     source: Source
-    """Opened source."""
     folder: Path
-    """Hidden folder that becomes the destination."""
     shard_samples: int
-    """Images in a shard."""
     reencode: Reencode | None
-    """Conversion of large images to smaller ones; None for none."""
     seed: int
-    """Seed of the shuffle that mixes the classes over the training shards."""
     progress: Progress | None
-    """Called as samples are packed; None for no calls."""
-    skip_damaged: bool = False
-    """Whether to leave out files that are no images or damaged, instead of raising DataError."""
-    decode_images: bool = True
-    """Whether to decode every image."""
+    skip_damaged: bool
+    decode_images: bool
 
     def run(self, workers: int) -> Manifest:
         self._lock, self._stopped = threading.Lock(), False
@@ -167,12 +159,9 @@ class _Packing:
                 )
         if skipped := sorted(self.folder.glob("*.skipped")):
             write_text(self.folder / SKIPPED, "".join(path.read_text() for path in skipped))
-        manifest = Manifest(
-            classes=list(self.source.classes),
-            class_names=None if self.source.class_names is None else list(self.source.class_names),
-            labels="cls",
-            splits=splits,
-        )
+        source = self.source
+        names = None if source.class_names is None else [*source.class_names]
+        manifest = Manifest(classes=[*source.classes], class_names=names, labels="cls", splits=splits)
         write_manifest(self.folder, manifest)
         return manifest
 

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +66,7 @@ class ShardSet:
         self._open_file = lru_cache(maxsize=_OPEN_FILES)(self._opened)
 
     @classmethod
-    def open(cls, folder: str | Path | ObjectPath, split: str) -> ShardSet:
+    def open(cls, folder: str | Path | ObjectPath, split: str) -> Self:
         """Open `split` of the data set in `folder`.
 
         Only the manifest, the index and the sizes of the shards are read.
@@ -76,15 +76,25 @@ class ShardSet:
         """
         folder = parse_place(folder)
         manifest = read_manifest(folder)
+        if split not in manifest.splits:
+            known = shown(", ".join(manifest.splits) or "none")
+            raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
+        entry = manifest.splits[split]
+        if not entry.samples:
+            raise DataError(f"split '{split}' of '{folder}' is empty: pack it again from a source with images or text")
+        cls._refuse_kind(folder, manifest, entry)
+        return cls(folder, split, manifest, read_rows(folder, split, entry))
+
+    @classmethod
+    def _refuse_kind(cls, folder: Path | ObjectPath, manifest: Manifest, entry: SplitEntry) -> None:
+        """Raise DataError for a split of another kind of data."""
         if manifest.text is not None:
             raise DataError(f"'{folder}' holds text, but images are needed: name images, or a task of text (mlm, span)")
-        entry = filled_split(folder, split, manifest)
         if len(entry.per_class) != len(manifest.classes):
             raise DataError(
-                f"split '{split}' of '{folder}' has {len(entry.per_class)} classes but the manifest names "
+                f"a split of '{folder}' has {len(entry.per_class)} classes but the manifest names "
                 f"{len(manifest.classes)}: rewrite it with `vitpar data index {folder}`"
             )
-        return cls(folder, split, manifest, read_rows(folder, split, entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder, the split and another numbering of the classes: the set is opened again."""
@@ -195,20 +205,6 @@ def _reopened(
     if shards.fingerprint != fingerprint:
         raise DataError(f"'{folder}' was replaced while the command started: start again")
     return shards if renumbered is None else shards.relabelled(*renumbered)
-
-
-def filled_split(folder: Path | ObjectPath, split: str, manifest: Manifest) -> SplitEntry:
-    """Return the manifest's entry of a split.
-
-    Raises DataError for an unknown or empty split.
-    """
-    if split not in manifest.splits:
-        known = shown(", ".join(manifest.splits) or "none")
-        raise DataError(f"no split '{split}' in '{folder}'{nearest(split, manifest.splits)}: it has {known}")
-    entry = manifest.splits[split]
-    if not entry.samples:
-        raise DataError(f"split '{split}' of '{folder}' is empty: pack it again from a source with images or text")
-    return entry
 
 
 Stamp = tuple[int, int | str | None]

@@ -51,17 +51,18 @@ def verify(
     Raises DataError if the data set cannot be opened.
     """
     manifest = read_manifest(folder)
-    labels = Labels() if manifest.text else Labels.parse(manifest.labels)
     for split in manifest.splits:
         shards: ShardSet = TextSet.open(folder, split) if manifest.text else ShardSet.open(folder, split)
-        check = shards.ids if isinstance(shards, TextSet) else partial(_image_check, shards, pixels)
+        check: Callable[[int], object] = shards.ids if isinstance(shards, TextSet) else shards.read
+        if pixels and not isinstance(shards, TextSet):
+            check = partial(_decoded, shards)
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-verify") as pool:
-            numbers = range(len(shards.files))
-            for number, problem in enumerate(pool.map(partial(_shard_problem, shards, labels=labels), numbers), 1):
-                if problem is not None:
-                    yield problem
-                if progress:
-                    progress(f"{split} shards", number, len(shards.files))
+            if manifest.text is None:  # opening text has compared the sizes of its shards
+                look = partial(_shard_problems, shards, Labels.parse(manifest.labels))
+                for number, problems in enumerate(pool.map(look, range(len(shards.files))), 1):
+                    yield from problems
+                    if progress:
+                        progress(f"{split} shards", number, len(shards.files))
             for begin in range(0, len(shards), _ROUND):
                 end = min(begin + _ROUND, len(shards))
                 tasks = [range(start, min(start + _TASK, end)) for start in range(begin, end, _TASK)]
@@ -71,27 +72,21 @@ def verify(
                         progress(split, task.stop, len(shards))
 
 
-def _shard_problem(shards: ShardSet, number: int, labels: Labels) -> Problem | None:
-    """Return the problem of shard `number` as a tar file, found from its headers and labels; None if there is none."""
+def _shard_problems(shards: ShardSet, labels: Labels, number: int) -> list[Problem]:
+    """Return the problem of shard `number` as a tar file, if there is one, found from its headers and labels."""
     path, expected = shards.files[number], shards.rows_of(number)
-    if isinstance(shards, TextSet):  # opening it has compared the size
-        return None
     try:
         rows = scan(path, labels, checksums=False).numbered(shards.classes)
-        same = len(rows) == len(expected) and all(
-            np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")
-        )
-        what = None if same else "its members or their labels differ from the index: index it again"
+        if all(np.array_equal(rows[name], expected[name]) for name in ("label", "offset", "size")):
+            return []
+        what = "its members or their labels differ from the index: index it again"
     except DataError as error:
         what = str(error)
-    return None if what is None else Problem(shards.split, None, path.name, what)
+    return [Problem(shards.split, None, path.name, what)]
 
 
-def _image_check(shards: ShardSet, pixels: bool, i: int) -> None:
-    """Raise DataError if image `i` is damaged."""
-    data = shards.read(i)
-    if pixels:
-        decode(data)
+def _decoded(shards: ShardSet, i: int) -> object:
+    return decode(shards.read(i))
 
 
 def _problems(shards: ShardSet, check: Callable[[int], object], samples: range) -> list[Problem]:

@@ -18,11 +18,10 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.classes import class_names
-from vitpar.data.sources.source import Source, SourceSplit, read_file
+from vitpar.data.sources.source import Source, SourceSplit, read_file, using
 from vitpar.data.tar import unpacked
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8
-from vitpar.text import shown
 
 DIGITS = "digits"
 """Name of the source of scikit-learn's digits."""
@@ -108,13 +107,8 @@ def _used(files: Files, name: str, use: Callable[[bytes], Any]) -> Any:
     """Return `use` of the content of a file. Raises DataError if that fails."""
     if name not in files:
         raise DataError(f"CIFAR file '{name}' is missing: fetch it again")
-    data = files[name]()
-    try:
-        return use(data)
-    except Exception as error:  # damaged pickles raise nearly anything
-        raise DataError(
-            f"CIFAR file '{name}' cannot be read ({shown(error) or type(error).__name__}): fetch it again"
-        ) from None
+    with using(f"CIFAR file '{name}' cannot be read"):
+        return use(files[name]())
 
 
 def _binary(count: int, data: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -7,16 +7,13 @@ and val.zip come with maps, which are files of `path<TAB>label` lines.
 
 import csv
 import os
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from vitpar.data.classes import class_names
 from vitpar.data.images import FILE_SUFFIXES
 from vitpar.data.sources.source import (
     SPLIT_WORDS,
@@ -24,14 +21,16 @@ from vitpar.data.sources.source import (
     Source,
     SourceSplit,
     numbered,
+    read_class_names,
     read_file,
     read_lines,
     reading,
+    using,
     whole_number,
 )
 from vitpar.errors import DataError
-from vitpar.io import open_regular, read_bytes
-from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
+from vitpar.io import open_regular
+from vitpar.limits import MAX_CLASSES
 from vitpar.text import either, shown
 
 
@@ -75,16 +74,12 @@ def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
         if splits and folder / name not in splits.values()
     ]
     splits = splits or {"train": folder}
-    classes = _classes_in(splits["train"])
+    train = splits["train"]
+    classes = _classes_in(train)
     if not classes:
-        if splits["train"] != folder and _has_images(splits["train"]):
-            raise DataError(
-                f"'{splits['train']}' has images but no class folders: sort them into {splits['train'].name}/<class>/, "
-                "or list them in a CSV file with the columns path, label and split"
-            )
         raise DataError(
-            f"no images to pack in '{folder}': it needs train/<class>/ and val/<class>/, or <class>/, "
-            "with images in them, or train.zip, val.zip, train_map.txt and val_map.txt"
+            f"'{train}' has no class folders: sort images into {train.name}/<class>/, list them in a CSV file with the "
+            "columns path, label and split, or give train.zip, val.zip, train_map.txt and val_map.txt"
         )
     source_splits = {}
     for split, place in splits.items():
@@ -93,38 +88,29 @@ def class_folders(folder: Path, splits: dict[str, Path]) -> Source:
         if split != "train" and annotations.is_file():
             source_splits[split] = replace(_annotated(annotations, classes), origin=f"{origin} and {annotations.name}")
             continue
-        unknown = sorted(set(_classes_in(place)) - set(classes))
-        unlabelled = not {*_classes_in(place)} & {*classes} and bool(image_files(place))
+        named = _classes_in(place)
+        unknown, unlabelled = sorted({*named} - {*classes}), not {*named} & {*classes} and bool(image_files(place))
         if split == "test" and unlabelled:
             left_out.append(f"'{place}': its images are not in class folders, so they have no labels")
             continue
-        if unlabelled and not unknown:
-            raise DataError(
-                f"'{place}' has images but no class folders, so they have no labels: sort them into "
-                f"{place.name}/<class>/, or remove it"
-            )
         if unknown:
-            raise DataError(f"class folder '{place / unknown[0]}' has no counterpart in '{splits['train']}'")
-        paths: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(classes):
-            images = image_files(place / name)
-            if not images and split == "train":
-                raise DataError(f"class folder '{place / name}' holds no images: fill it or remove it")
-            paths += images
-            labels += [label] * len(images)
-        if not paths:
-            raise DataError(f"'{place}' holds no images: fill it or remove it")
+            raise DataError(f"class folder '{place / unknown[0]}' has no counterpart in '{train}'")
+        if unlabelled:
+            raise DataError(
+                f"'{place}' has images but no class folders: sort them into {place.name}/<class>/, or remove it"
+            )
+        images = {name: image_files(place / name) for name in classes}
+        empty = next((place / name for name in classes if not images[name] and split == "train"), None)
+        if empty is not None or not any(images.values()):
+            raise DataError(f"'{empty or place}' holds no images: fill it or remove it")
+        paths = [path for found in images.values() for path in found]
+        labels = [label for label, found in enumerate(images.values()) for _ in found]
         source_splits[split] = replace(_split(paths, labels), origin=origin)
     return Source(classes, source_splits, left_out=left_out)
 
 
 def _classes_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if _is_class(entry))
-
-
-def _has_images(folder: Path) -> bool:
-    return any(path.suffix.lower() in FILE_SUFFIXES for path in folder.iterdir())
 
 
 def _annotated(path: Path, classes: list[str]) -> SourceSplit:
@@ -240,10 +226,8 @@ def zipped(folder: Path) -> Source:
 
     Raises DataError.
     """
-    names, classes = folder / "classes.txt", None
-    if names.exists():
-        with reading(names):
-            classes = class_names(read_bytes(names, MAX_JSON_BYTES))
+    names = folder / "classes.txt"
+    classes = read_class_names(names) if names.exists() else None
     limit = MAX_CLASSES if classes is None else len(classes)
 
     def number(word: str) -> int | None:
@@ -259,23 +243,19 @@ def zipped(folder: Path) -> Source:
 
 def _zip_entries(path: Path, map_path: Path, entries: list[str], labels: list[int]) -> SourceSplit:
     with reading(path):
-        try:
-            archive = zipfile.ZipFile(open_regular(path))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, MemoryError, struct.error) as error:
-            raise DataError(f"'{path}' is not a valid zip file ({shown(error)})") from None
+        file = open_regular(path)
+    with using(f"'{path}' is not a valid zip file"):
+        archive = zipfile.ZipFile(file)
     known = archive.NameToInfo
     missing = next((entry for entry in entries if entry not in known), None)
     if missing is not None:
         raise DataError(f"'{path}' has no entry '{shown(missing)}', which '{map_path.name}' lists")
 
     def read(i: int) -> bytes:
-        entry = known[entries[i]]
-        where = f"entry '{shown(entries[i])}' of '{path}'"
+        entry, where = known[entries[i]], f"entry '{shown(entries[i])}' of '{path}'"
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise DataError(f"{where} is compressed by a method other than deflate: zip it again")
-        try:
+        with using(f"cannot read {where}"):
             return archive.read(entry)
-        except (OSError, RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"cannot read {where}: {shown(error)}") from None
 
     return SourceSplit(lambda i: f"{path.name}/{entries[i]}", np.array(labels, dtype=np.int32), read)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span
+from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span, using
 from vitpar.data.tar import members, open_tar, unpacked
 from vitpar.errors import DataError
 from vitpar.text import shown
@@ -54,19 +54,16 @@ def _kit(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     except ImportError:
         raise DataError("ImageNet's archives need SciPy: pip install -e '.[imagenet]'") from None
     files, columns = unpacked(path, (_TABLE, _TRUTH)), {"ILSVRC2012_ID": int, "WNID": str, "words": str}
-    try:
+    with using(f"{_TABLE} and {_TRUTH} in '{path}' cannot be used"):
         table = loadmat(io.BytesIO(files[_TABLE]), variable_names=["synsets"], simplify_cells=True)["synsets"]
         # Rows with children are groups of synsets and have no images.
-        rows = [
-            {name: kind(row[name]) for name, kind in columns.items()} for row in table if not int(row["num_children"])
-        ]
+        kept = (row for row in table if not int(row["num_children"]))
+        rows = [{name: kind(row[name]) for name, kind in columns.items()} for row in kept]
         rows.sort(key=lambda row: row["WNID"])
         place = {row["ILSVRC2012_ID"]: label for label, row in enumerate(rows)}
         truth = [place[int(line)] for line in files[_TRUTH].split()]
         if not all(_SYNSET.fullmatch(row["WNID"]) for row in rows) or len({row["WNID"] for row in rows}) < len(rows):
             raise ValueError("its classes lack WordNet IDs or repeat them")
-    except Exception as error:  # damaged bytes make SciPy raise nearly anything
-        raise DataError(f"{_TABLE} and {_TRUTH} in '{path}' cannot be used ({shown(error)}): fetch it again") from None
     return rows, truth
 
 

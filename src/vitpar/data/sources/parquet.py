@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.data.sources.source import Source, SourceSplit, by_split, numbered, reading, split_of
+from vitpar.data.sources.source import (
+    Source,
+    SourceSplit,
+    by_split,
+    numbered,
+    parquet_library,
+    reading,
+    split_of,
+    using,
+)
 from vitpar.errors import DataError
 from vitpar.io import open_regular, parse_json
 from vitpar.text import either, shown
@@ -83,15 +92,14 @@ class _File:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from pyarrow import parquet, types
-        except ImportError:
-            raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
-        self.path, self._library = path, parquet
+        library = parquet_library()
+        from pyarrow import types
+
+        self.path = path
         with reading(path):
             open_regular(path).close()
-        try:
-            self._meta, schema = parquet.read_metadata(path), parquet.read_schema(path)
+        with using(f"'{path}' cannot be read as Parquet"):
+            self._meta, schema = library.read_metadata(path), library.read_schema(path)
             self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
             label = next((f.name for f in schema if f.name in _LABELS and types.is_integer(f.type)), None)
             if self.image is None or label is None:
@@ -103,24 +111,21 @@ class _File:
             groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
-            column = parquet.read_table(path, columns=[label])[label]
+            column = library.read_table(path, columns=[label])[label]
             self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
             self.classes = _classes(schema.metadata or {}, label)
-        except DataError:
-            raise
-        except Exception as error:  # damaged files make pyarrow raise nearly anything
-            raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
 
     def group(self, number: int) -> Any:
         """Return the images of row group `number`: a pyarrow.ChunkedArray of bytes, or of structs with a field `bytes`.
 
         Raises DataError.
         """
-        try:
-            with self._library.ParquetFile(self.path, metadata=self._meta) as file:  # closed: there may be many
-                return file.read_row_group(number, columns=[self.column])[self.image]
-        except Exception as error:  # damaged files make pyarrow raise nearly anything
-            raise DataError(f"'{self.path}' cannot be read ({shown(error)}): fetch it again") from None
+        # Closed again, since there may be many files.
+        with (
+            using(f"'{self.path}' cannot be read"),
+            parquet_library().ParquetFile(self.path, metadata=self._meta) as file,
+        ):
+            return file.read_row_group(number, columns=[self.column])[self.image]
 
 
 def _has_bytes(arrow_type: Any) -> bool:

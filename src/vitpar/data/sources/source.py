@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.classes import check_class_names
+from vitpar.data.classes import check_class_names, class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8, open_regular, read_all
-from vitpar.limits import MAX_CLASSES
+from vitpar.io import decode_utf8, open_regular, read_all, read_bytes
+from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
 from vitpar.text import count, shown
 
 SPLITS = ("train", "val", "test")
@@ -105,6 +106,29 @@ def reading(path: str | Path) -> Iterator[None]:
         raise DataError(f"cannot read '{name}': {why or error}") from None
 
 
+@contextmanager
+def using(words: str, remedy: str = "fetch it again") -> Iterator[None]:
+    """Convert any error within the context to a DataError: damaged files make libraries raise nearly anything.
+
+    words: beginning of the message, such as "'x.zip' is not a valid zip file".
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{words} ({shown(error) or type(error).__name__}): {remedy}") from None
+
+
+def parquet_library() -> Any:
+    """Return pyarrow.parquet. Raises DataError if it is not installed."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
+    return parquet
+
+
 def read_file(path: str | Path) -> bytes:
     """Return the content of a file, which may be a web page: those can be skipped.
 
@@ -134,6 +158,12 @@ def read_lines(path: Path) -> Iterator[str]:
     with reading(path), open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             yield decode_utf8(line, number).rstrip("\r\n")
+
+
+def read_class_names(path: Path) -> list[str]:
+    """Return the names of classes in a text file, one a line. Raises DataError."""
+    with reading(path):
+        return class_names(read_bytes(path, MAX_JSON_BYTES))
 
 
 def whole_number(text: str) -> int | None:

@@ -243,23 +243,6 @@ def span_lengths(tokens: int, rate: float = 0.15, mean_length: float = 3.0) -> t
     return max(tokens, 2) - noise + number + 1, noise + number + 1
 
 
-def tokens_for_inputs(inputs: int, rate: float = 0.15, mean_length: float = 3.0) -> tuple[int, int]:
-    """Return the longest sequences whose inputs have at most `inputs` ids, and the length of their targets.
-
-    As T5's `compute_input_and_target_lengths`: an encoder of 512 tokens takes sequences of 568, with targets of 114.
-
-    Raises DataError for inputs that are too short.
-    """
-    tokens = inputs
-    if span_lengths(2, rate, mean_length)[0] > inputs:
-        raise DataError(f"inputs of {inputs} tokens are too short for masked spans: use more")
-    while span_lengths(tokens + 1, rate, mean_length)[0] <= inputs:
-        tokens += 1
-    while span_lengths(tokens, rate, mean_length)[0] > inputs:
-        tokens -= 1
-    return tokens, span_lengths(tokens, rate, mean_length)[1]
-
-
 def shift_right(targets: Ids, specials: Specials) -> Ids:
     """Return the inputs of T5's decoder: the pad token, and then all targets but the last; int64 [batch, targets]."""
     inputs = np.full_like(targets, specials.padding)

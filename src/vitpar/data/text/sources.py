@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from vitpar.data.sources.source import by_split
+from vitpar.data.sources.source import by_split, parquet_library, using
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, open_regular, parse_json
 from vitpar.text import count, either, shown
@@ -235,25 +235,17 @@ def _field(line: str, field: str, where: str) -> str:
 
 
 def _parquet(path: Path, field: str) -> Iterator[Piece]:
-    try:
-        import pyarrow.parquet as library
-    except ImportError:
-        raise DataError("Parquet files need pyarrow: pip install -e '.[parquet]'") from None
-    try:
-        with _readable(path) as (stored, _):
-            size, done = stored.seek(0, io.SEEK_END), 0
-        with library.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):
-                raise DataError(
-                    f"'{path}' has no column '{shown(field)}' of text ({shown(', '.join(names))}): name another with "
-                    "--field"
-                )
-            for batch in file.iter_batches(_ROWS, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    done += 1
-                    yield from _cut(text or "", size * done // max(1, file.metadata.num_rows))
-    except DataError:
-        raise
-    except Exception as error:  # damaged files make pyarrow raise nearly anything
-        raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): fetch it again") from None
+    library = parquet_library()
+    with _readable(path) as (stored, _):
+        size, done = stored.seek(0, io.SEEK_END), 0
+    with using(f"'{path}' cannot be read as Parquet"), library.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if field not in names or str(file.schema_arrow.field(field).type) not in ("string", "large_string"):
+            raise DataError(
+                f"'{path}' has no column '{shown(field)}' of text ({shown(', '.join(names))}): name another with "
+                "--field"
+            )
+        for batch in file.iter_batches(_ROWS, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                done += 1
+                yield from _cut(text or "", size * done // max(1, file.metadata.num_rows))

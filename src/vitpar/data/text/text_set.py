@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import TOKENS, Manifest, read_manifest, read_rows
-from vitpar.data.shards.shard_set import DAMAGED, ShardSet, filled_split
+from vitpar.data.shards.manifest import TOKENS, Manifest, SplitEntry
+from vitpar.data.shards.shard_set import DAMAGED, ShardSet
 from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
-from vitpar.object_store import ObjectPath, parse_place
+from vitpar.object_store import ObjectPath
 
 _GAP = 4096  # bytes between two sequences that are read and dropped, since another read takes longer
 _SPAN = 1 << 20  # most bytes of one read
@@ -48,24 +48,16 @@ class TextSet(ShardSet):
             )
 
     @classmethod
-    def open(cls, folder: str | Path | ObjectPath, split: str) -> TextSet:
-        """Open `split` of the text in `folder`.
-
-        Raises DataError as `ShardSet.open` does, and for a data set of images.
-        """
-        folder = parse_place(folder)
-        manifest = read_manifest(folder)
+    def _refuse_kind(cls, folder: Path | ObjectPath, manifest: Manifest, entry: SplitEntry) -> None:
         if manifest.text is None:
             raise DataError(
                 f"'{folder}' holds images, but text is needed: pack text with `vitpar data pack SRC DST --tokens N`"
             )
-        entry = filled_split(folder, split, manifest)
         if not all(shard.file.endswith(TOKENS) for shard in entry.shards):
             raise DataError(
                 f"'{folder}' holds text of a former format: pack it again with `vitpar data pack SOURCE {folder} "
                 f"--tokens {manifest.text.tokens} --overwrite`"
             )
-        return cls(folder, split, manifest, read_rows(folder, split, entry))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -19,7 +19,7 @@ from helpers.galvatron_2022 import vit_huge_32, write_profiles
 from helpers.hostile_files import message_problem
 from helpers.imagenet_archives import tar, write_imagenet
 from helpers.paths import ROOT
-from helpers.run_folders import eval_row, start_line, train_row, write_run
+from helpers.run_folders import eval_row, event, start, train_row, write_run
 from helpers.streamed_shards import answering, write_shards
 from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import encoded, write_tree, write_zips
@@ -249,8 +249,8 @@ def read_profiles(place: Path) -> None:
 
 def make_runs(home: Path) -> None:
     for mesh in ("pp2xtp2", "fsdp4"):
-        log = [start_line(mesh, 4), "warning: the learning rate is large", "resuming from run/step_2: 2 steps done"]
-        write_run(home / mesh, [*map(train_row, range(1, 5)), eval_row(4)], mesh=mesh, log=log, steps=4)
+        events = [start(mesh, 4), event("warning", text="the learning rate is large"), start(mesh, 4, 2)]
+        write_run(home / mesh, [*map(train_row, range(1, 5)), eval_row(4)], mesh=mesh, events=events, steps=4)
 
 
 def read_run(place: Path) -> None:

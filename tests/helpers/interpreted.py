@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +23,9 @@ def errors_of(module: str) -> dict[str, str | None]:
     """Return the error of each case of a module by name, None if it passed. Skips the test without Triton."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton: pip install --no-deps triton")
+    triton, numpy = ([*map(int, version(name).split(".")[:2])] for name in ("triton", "numpy"))
+    if triton < [3, 7] and numpy >= [2, 4]:
+        pytest.skip("the interpreter of Triton before 3.7 needs numpy before 2.4")
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     ours = {"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", f"helpers.{module}"]

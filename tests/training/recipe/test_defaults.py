@@ -135,7 +135,7 @@ def test_stream_defaults_leave_out_unsupported_augmentation() -> None:
     assert (packed.augment.mixup, packed.augment.cutmix, packed.augment.repeats) == (1, 1, 3)
     assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 0, 1)
     assert (recipe.augment.mixup_prob, recipe.augment.random_erasing) == (1, 0.25)
-    with pytest.raises(RecipeError, match=r"augment.mixup is set, which a stream does not support"):
+    with pytest.raises(RecipeError, match=r"augment.mixup is 0.5, which a stream does not support"):
         recipe_for(50_000, {**STREAM, "augment.mixup": 0.5})
 
 

@@ -104,8 +104,13 @@ class Recipe(Section):
             )
         if data is not None and self.stream:
             raise RecipeError(f"both data.path '{shown(data)}' and [stream] are given: keep one")
-        if self.stream and (key := next((key for key in STREAM_CANNOT if self._is_set(key)), None)):
-            raise RecipeError(f"{key} is set, which a stream does not support: leave it out, or index the shards")
+        for key in STREAM_CANNOT if self.stream else ():
+            section, _, name = key.partition(".")
+            settings = getattr(self, section)
+            if (value := getattr(settings, name)) != type(settings).model_fields[name].default:
+                raise RecipeError(
+                    f"{key} is {value}, which a stream does not support: leave it out, or index the shards"
+                )
         supported = {"adamw": ("fused", "triton"), "adam": ("fused",), "sgd": ("fused",)}.get(optimizer.name, ())
         if optimizer.implementation not in ("auto", "foreach", *supported, *(["for-loop"] if supported else [])):
             raise RecipeError(
@@ -151,12 +156,6 @@ class Recipe(Section):
             )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
-
-    def _is_set(self, key: str) -> bool:
-        """Return whether a setting differs from its default."""
-        section, _, name = key.partition(".")
-        settings = getattr(self, section)
-        return bool(getattr(settings, name) != type(settings).model_fields[name].default)
 
     def __repr__(self) -> str:
         changed = self.model_dump(exclude_defaults=True, mode="json").items()

@@ -19,17 +19,21 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vitpar.data.images import BadImage, decode
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.survey import some_sizes
-from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.text import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitpar.data.transforms.sample import EvalTransform
 
 Shape = tuple[int, int, int, int]
 """Shape of decoded images of one size: number, channels, height, width."""

@@ -24,7 +24,7 @@ from vitpar.training.recipe import Recipe
 WEIGHT = "blocks.1.mlp.fc1.weight"
 ZBV = {"parallel.schedule": "zbvzerobubble", "parallel.virtual_stages": 2, "parallel.microbatches": 4}
 AS = r"step 2: collective \d+ of ranks 0 and 1 differs: rank 0 called"
-GATHER = "(allgather_|_allgather_base_)"  # the second in torch 2.15
+GATHER = "alltoall_base_"
 FOUR, THREE = (rf"allreduce_ of float32 \[{length}\]" for length in (4, 3))
 
 
@@ -129,7 +129,7 @@ def test_debug_checks_do_not_change_losses(
         ("fsdp2", "missing", 1, f"after backward of step 2, {WEIGHT} has no gradient on rank 1"),
         ("tp2", "gradient", 0, f"after backward of step 2, the gradient of {WEIGHT} on rank 0 is not finite"),
         ("dp2", "other", 1, rf"{AS} {FOUR}, but rank 1 called {THREE}"),
-        ("tp2", "more", 1, rf"{AS} {GATHER} of .*, but rank 1 called {THREE}"),
+        ("tp2", "more", 1, rf"{AS} {GATHER}, but rank 1 called {THREE}"),
         ("dp2", "last", 1, rf"{AS} nothing more, but rank 1 called {THREE}"),
     ],
 )  # fmt: skip
@@ -154,9 +154,7 @@ def late(device: torch.device, recipe: Recipe, folder: Path) -> str | None:
 def test_rank_missing_from_a_collective_is_named(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
     sentence, _ = ranks(2).run(late, recipe_of(data, "tp2"), tmp_path / "run")
     assert sentence is not None and "\n" not in sentence
-    assert re.match(
-        rf"step 2: rank 1 did not reach collective \d+ of ranks 0 and 1, {GATHER} of .* within 1 s", sentence
-    )
+    assert re.match(rf"step 2: rank 1 did not reach collective \d+ of ranks 0 and 1, {GATHER} within 1 s", sentence)
 
 
 def test_checksum_changes_with_values_and_their_order() -> None:

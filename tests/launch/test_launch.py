@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,6 @@ import pytest
 from helpers.killed_runs import alive
 from vitpar.errors import LaunchError
 from vitpar.launch import ALONE, World, join, leave, report_failure, spawn
-from vitpar.launch.report import PREFIX
 
 # Program of the ranks. It imports torch, which takes seconds, only if the test needs torch.distributed.
 PROGRAM = '''
@@ -181,7 +179,7 @@ def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd)
             "aborted",
             1,
             r"rank 1 was killed by SIGABRT; its last output:\n  loading layer 3\n"
-            r"  malloc\(\): unaligned tcache chunk detected\n  Fatal Python error: Aborted\n  …\n(  .*\n){20}",
+            r"  malloc\(\): unaligned tcache chunk detected\n  Fatal Python error: Aborted\n(  .*\n){9}",
         ),
         ("exit", 3, r"rank 1 ended with exit code 3; its last output:\n  loading layer 3\n"),
         ("lost", 1, r"rank 1 failed: ConnectionError: Connection closed by peer\nTraceback .*"),
@@ -235,7 +233,10 @@ def test_ranks_that_do_not_train_yet_are_stopped_with_the_name_of_the_signal(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     """Schedulers may start such a run again."""
-    rank = "import os, sys, time; open(f'{sys.argv[1]}/pids{os.environ[\"RANK\"]}', 'w').write('1'); time.sleep(100)"
+    rank = (
+        "import os, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "open(f'{sys.argv[1]}/pids{os.environ[\"RANK\"]}', 'w').write('1'); time.sleep(100)"
+    )
     process = parent(2, "-c", rank, str(tmp_path), patient=True)
     stuck_pids(tmp_path, 2)
     process.send_signal(number)
@@ -253,50 +254,8 @@ def test_killed_parent_leaves_no_orphans(program: list[str], tmp_path: Path) -> 
     wait_until(lambda: not alive(pids) and not Path(reports).exists())
 
 
-def test_leftovers_of_a_killed_launcher_are_removed_at_the_next_start(
-    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary, victim = tmp_path / "temporary", tmp_path / "victim"
-    temporary.mkdir()
-    victim.mkdir()
-    (victim / "lock").touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    launchers = []
-    for name in ("killed", "living"):
-        (tmp_path / name).mkdir()
-        launchers.append(parent(2, *program, "stuck", str(tmp_path / name)))
-        stuck_pids(tmp_path / name, 2)
-    killed = launchers[0]
-    folders = set(temporary.iterdir())
-    assert len(folders) == 2 and all(path.name.startswith(PREFIX) for path in folders)
-    try:
-        # Stop all processes before killing any, so that none of them can clean up.
-        for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
-            os.kill(pid, signal.SIGSTOP)
-        for pid in [*stuck_pids(tmp_path / "killed", 2), killed.pid]:
-            os.kill(pid, signal.SIGKILL)
-        killed.wait()
-        assert set(temporary.iterdir()) == folders
-        others = [temporary / f"{PREFIX}{name}" for name in ("link", "new", "file")]
-        others[0].symlink_to(victim)
-        others[1].mkdir()  # the folder of a launcher that has not locked it yet
-        others[2].touch()
-        (linked := temporary / f"{PREFIX}linked").mkdir()
-        (linked / "lock").symlink_to(victim / "lock")
-        assert spawn(1, ["-c", "1"], device="cpu") == 0
-        assert (victim / "lock").exists() and all(os.path.lexists(path) for path in [*others, linked])
-        (left,) = [path for path in folders if path.exists()]
-        reports = f"VITPAR_REPORTS={left}\0".encode()
-        assert reports in Path(f"/proc/{stuck_pids(tmp_path / 'living', 2)[0]}/environ").read_bytes()
-    finally:
-        for process in launchers:
-            process.kill()
-            process.communicate()
-
-
 def test_impossible_numbers_of_ranks_are_refused() -> None:
-    with pytest.raises(LaunchError, match="cannot start 0 workers: start at least 1"):
+    with pytest.raises(LaunchError, match="cannot start 0 workers: start 1 to "):
         spawn(0, [], device="cpu")
     with pytest.raises(LaunchError, match=r"999 ranks need a GPU each but .* are visible"):
         spawn(999, [], device="cuda")

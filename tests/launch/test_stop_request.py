@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from vitpar.launch.stop_request import SAVED, StopRequest, stop_at_once
 
 
 def starting(number: signal.Signals, blocked: bool) -> None:
-    """Receive a signal as a rank that waits for others in C code, or before it does."""
-    from torch.distributed import HashStore
-
+    """Receive a signal as a rank that starts, or before it does."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     if blocked:
         os.kill(os.getpid(), number)
@@ -31,7 +28,7 @@ def starting(number: signal.Signals, blocked: bool) -> None:
         if not child:
             os.kill(os.getppid(), number)
             os._exit(0)
-    HashStore().wait(["never"], timedelta(seconds=100))
+    time.sleep(100)
 
 
 def forked() -> None:

@@ -6,7 +6,11 @@
       └── …
 
 The first rank that fails ends all. Its peers then fail as well, with errors that only say that a connection was closed.
-The launcher therefore looks for the root cause among all failures (`Failure.order`).
+The launcher therefore looks for the root cause among all failures (`_Failure.order`).
+
+`torch.distributed.elastic.multiprocessing.start_processes` would be no smaller: it replaces the handlers of signals,
+ends all ranks at the first exit, before their reports are known, and passes on no pipe by which ranks notice that their
+parent was killed.
 """
 
 from __future__ import annotations
@@ -17,18 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 from vitpar.errors import LaunchError
 from vitpar.io import writing
-from vitpar.launch.report import PARENT_PIPE, Report, reports_folder
+from vitpar.launch.report import ERROR_FILE, Report
 from vitpar.launch.resources import allow_open_files, cpu_share
-from vitpar.launch.stop_request import ASKED, SAVED, StopRequest, signal_words
+from vitpar.launch.stop_request import SAVED, StopRequest, signal_words
 from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
 from vitpar.limits import MAX_RANKS
 from vitpar.terminal import complain, is_terminal
@@ -39,54 +43,12 @@ CONFIRM = 0.1
 """Seconds to wait after a failure, since an earlier one may still be reported."""
 SETTLE = 1.0
 """Seconds to wait while only symptoms are known: peers that lost a connection, exit codes without a report."""
+LATE = 30.0
+"""Seconds to wait for other ranks after one has saved and ended."""
 GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 TAIL = 20
 """Lines of a dead rank's log to show."""
-FATAL = "Fatal Python error: "
-"""Begin of the line that `faulthandler` writes before the stacks."""
-
-
-class Outcome(NamedTuple):
-    """Result of a world that ended."""
-
-    code: int
-    """Exit code."""
-    message: str = ""
-    """Message for the user; empty if there is none."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Failure of a worker."""
-
-    rank: int
-    """Its rank."""
-    time: float
-    """Seconds since the epoch."""
-    report: Report | None
-    """Error that it reported; None if it ended without a report."""
-    code: int | None
-    """Exit code, or minus the number of the signal that killed it, as in subprocess; None while it still runs."""
-
-    @property
-    def is_symptom(self) -> bool:
-        """Whether another rank's failure is the likely cause of this one."""
-        return self.report.peer_lost if self.report else self.code == -signal.SIGABRT
-
-    @property
-    def order(self) -> tuple[int, float]:
-        """Sort key that puts the root cause first.
-
-        Causes come before aborts (NCCL's reaction to a lost peer), and aborts before lost peers; each by time.
-        """
-        return (0 if not self.is_symptom else 2 if self.report else 1, self.time)
-
-
-def _print(message: str) -> None:
-    if is_terminal(sys.stdout):
-        print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
-    complain(message)
 
 
 def spawn(
@@ -98,7 +60,7 @@ def spawn(
     handed: bytes | None = None,
     debug: bool = False,
     patient: bool = False,
-    tell: Callable[[str], None] = _print,
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Run `python <argv>` as `num_workers` ranks on this machine, and return the exit code once all have ended.
 
@@ -108,9 +70,9 @@ def spawn(
     env: environment variables to add to those of this process.
     handed: bytes for the ranks, which read them with `handed_over`.
     debug: whether to show the traceback of a UserError or FaultError before its sentence.
-    patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C only asks the ranks to end, by SIGTERM, and waits for them. A
-    second one ends them. Ranks that the first one ends before they train are an end with SAVED, except after Ctrl-C.
-    tell: receives the message of a world that failed or was stopped.
+    patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C is only passed on to the ranks, which then end by themselves.
+    A second one ends them. Ranks that the first one ends before they train are an end with SAVED, except after Ctrl-C.
+    tell: receives the message of a world that failed or was stopped; None prints it.
 
     | exit code | meaning |
     |---|---|
@@ -123,17 +85,22 @@ def spawn(
     Raises LaunchError if this machine cannot hold the ranks.
     """
     _check_room(num_workers, device)
-    with reports_folder() as folder, StopRequest(only_note=True) as stop:
+    with (
+        tempfile.TemporaryDirectory(prefix="vitpar-ranks-", ignore_cleanup_errors=True) as name,
+        StopRequest(only_note=True) as stop,
+    ):
         if handed is not None:
-            with writing(folder / HANDED):
-                (folder / HANDED).write_bytes(handed)
+            with writing(path := Path(name, HANDED)):
+                path.write_bytes(handed)
         # TCPStore would listen on all interfaces. This socket listens on loopback, and the store takes it over.
         listener = socket.create_server((LOOPBACK, 0))
-        with _Workers(num_workers, argv, listener.getsockname()[1], folder, env or {}) as workers:
+        port = listener.getsockname()[1]
+        with _Workers(num_workers, argv, port, Path(name), env or {}) as workers:
             from torch.distributed import TCPStore  # the import takes seconds, in parallel with the workers
 
             store = TCPStore(
-                *(LOOPBACK, listener.getsockname()[1]),
+                LOOPBACK,
+                port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(minutes=10),
@@ -142,7 +109,9 @@ def spawn(
             code, message = _supervise(workers, stop, debug, patient)
         del store  # not earlier: its loss makes workers print errors
     if message:
-        tell(message)
+        if is_terminal(sys.stdout):
+            print("\x1b[?25h")  # rank 0 may have been stopped in the middle of a progress line, with the cursor hidden
+        (tell or complain)(message)
     return code
 
 
@@ -152,10 +121,8 @@ def handed_over() -> bytes:
 
 
 def _check_room(num_workers: int, device: Device) -> None:
-    if num_workers < 1:
-        raise LaunchError(f"cannot start {num_workers} workers: start at least 1")
-    if num_workers > MAX_RANKS:
-        raise LaunchError(f"cannot start {num_workers} workers: start at most {MAX_RANKS}")
+    if not 1 <= num_workers <= MAX_RANKS:
+        raise LaunchError(f"cannot start {num_workers} workers: start 1 to {MAX_RANKS:,}")
     allow_open_files(num_workers)
     if device == "cuda":
         from torch.cuda import device_count
@@ -167,14 +134,43 @@ def _check_room(num_workers: int, device: Device) -> None:
             )
 
 
+class _Failure(NamedTuple):
+    """Failure of a worker."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch."""
+    report: Report | None
+    """Error that it reported; None if it ended without a report."""
+    code: int
+    """Exit code, or minus the number of the signal that killed it, as in subprocess; 0 while it still runs."""
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key that puts the root cause first.
+
+        Causes come before aborts (NCCL's reaction to a lost peer), and aborts before lost peers; each by time.
+        """
+        symptom = 2 * self.report.peer_lost if self.report else self.code == -signal.SIGABRT
+        return (int(symptom), self.time)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other failures, which may have led to this one."""
+        if self.code == SAVED:
+            return LATE
+        certain = self.order[0] == 0 and (self.report is not None or self.code < 0)
+        return CONFIRM if certain else SETTLE
+
+
 class _Workers:
     """Worker processes: started on construction, ended with all their children when the block ends."""
 
     def __init__(self, num_workers: int, argv: Sequence[str], port: int, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.deaths: dict[int, float] = {}  # rank -> when it was first seen dead, in seconds since the epoch
-        pipe, self.lifeline = os.pipe()
+        self._deaths: dict[int, float] = {}  # rank -> when it was first seen dead, in seconds since the epoch
+        pipe, self._lifeline = os.pipe()
         threads = {"OMP_NUM_THREADS": str(cpu_share(num_workers))} if num_workers > 1 else {}  # alone: torch decides
         shared = {**threads, **os.environ, **env} | {
             "WORLD_SIZE": str(num_workers),
@@ -183,11 +179,10 @@ class _Workers:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that rank 0 must not start a store: the parent has it
             REPORTS: str(folder),
-            PARENT_PIPE: str(pipe),
         }
         try:
             for rank in range(num_workers):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(folder / f"rank{rank}.json")}
                 own |= {"PYTHONUNBUFFERED": "1"} if rank else {}  # no output is lost if a rank is killed
                 # Rank 0 inherits our stdout and stderr.
                 with self.log(rank).open("wb") if rank else contextlib.nullcontext() as output:
@@ -195,15 +190,14 @@ class _Workers:
                         subprocess.Popen(
                             [sys.executable, *argv],
                             env=shared | own,
-                            stdin=subprocess.DEVNULL,
+                            stdin=pipe,
                             stdout=output,
                             stderr=output,
-                            pass_fds=(pipe,),
                             start_new_session=True,  # not reached by the terminal's Ctrl-C, and one group to kill
                         )
                     )
         except BaseException:
-            self.end()
+            self.__exit__()
             raise
         finally:
             os.close(pipe)
@@ -212,7 +206,15 @@ class _Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end()
+        """End all workers and their children: by SIGTERM, and by SIGKILL after GRACE seconds."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        os.close(self._lifeline)
 
     def log(self, rank: int) -> Path:
         """Return the file with the output of `rank`, which is not 0."""
@@ -222,48 +224,29 @@ class _Workers:
         """Return whether any worker is alive."""
         return any(process.poll() is None for process in self.processes)
 
-    def failures(self) -> list[Failure]:
-        """Return the workers that have reported an error or ended with a code other than 0 so far."""
+    def failures(self) -> list[_Failure]:
+        """Return the workers that have reported an error or ended with a code other than 0 so far, the cause first."""
         failures = []
         for rank, process in enumerate(self.processes):
-            code = process.poll()
+            code = process.poll() or 0
             if code:
-                self.deaths.setdefault(rank, time.time() - POLL)
+                self._deaths.setdefault(rank, time.time() - POLL)
             # A report counts before the process ends: a worker may hang while it exits.
-            report = Report.read(self.folder, rank)
+            report = Report.read(self.folder / f"rank{rank}.json")
             if report or code:
-                failures.append(Failure(rank, report.time if report else self.deaths[rank], report, code))
-        return failures
-
-    def ask(self, asked: signal.Signals) -> None:
-        """Ask the ranks to end, by SIGTERM, as `asked` asked the launcher."""
-        with contextlib.suppress(OSError):  # of a full disk: the ranks then name SIGTERM
-            (self.folder / ASKED).write_text(str(int(asked)))
-        for process in self.processes:
-            process.terminate()
-
-    def end(self) -> None:
-        """End all workers and their children: by SIGTERM, and by SIGKILL after GRACE seconds."""
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        while self.running() and time.monotonic() < deadline:
-            time.sleep(POLL)
-        self._signal(signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-        os.close(self.lifeline)
+                failures.append(_Failure(rank, report.time if report else self._deaths[rank], report, code))
+        return sorted(failures, key=lambda failure: failure.order)
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to every worker's process group. Groups of dead workers get it too: their children may live."""
         for process in self.processes:
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # macOS: PermissionError for a group of zombies
+            # macOS: PermissionError for a group of zombies
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
 
-def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool) -> Outcome:
-    """Wait until all workers are done, one has failed or the user wants to stop.
+def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool) -> tuple[int, str]:
+    """Wait until all workers are done, one has failed or the user wants to stop; return exit code and message.
 
     Workers may still run on return.
     """
@@ -271,52 +254,44 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
     passed_on = False
     while not (stop.again if patient else stop.asked):
         if stop.asked and not passed_on:
-            workers.ask(stop.asked)
+            for process in workers.processes:
+                process.send_signal(stop.asked)
             passed_on = True
         running = workers.running()  # read before the failures: once no worker runs, every failure is known
-        failures = sorted(workers.failures(), key=lambda failure: failure.order)
-        if failures:
+        if failures := workers.failures():
             noticed = noticed or time.monotonic()
-            certain = not failures[0].is_symptom and (failures[0].report or (failures[0].code or 0) < 0)
-            if not running or time.monotonic() - noticed > (CONFIRM if certain else SETTLE):
-                if passed_on and failures[0].code == -signal.SIGTERM:  # it obeyed our SIGTERM
+            if not running or time.monotonic() - noticed > failures[0].patience:
+                if stop.asked and failures[0].code in (-stop.asked, 128 + stop.asked):  # it obeyed
                     break
                 return _explain(failures, workers, debug)
         elif not running:
-            return Outcome(0)
+            return 0, ""
         time.sleep(POLL)
     assert stop.asked is not None
     obeyed = patient and not stop.again and stop.asked != signal.SIGINT
-    return Outcome(SAVED if obeyed else 128 + stop.asked, f"stopped by {signal_words(stop.asked)}")
+    return SAVED if obeyed else 128 + stop.asked, f"stopped by {signal_words(stop.asked)}"
 
 
-def _explain(failures: list[Failure], workers: _Workers, debug: bool) -> Outcome:
-    """Return the outcome that explains the root cause, which is the first of `failures`."""
-    root = failures[0]
-    if root.report:
-        if root.report.kind != "crash":
-            code = 2 if root.report.kind == "user" else 1
-            return Outcome(code, f"{root.report.traceback if debug else ''}error: {root.report.headline}")
-        return Outcome(1, f"rank {root.rank} failed: {root.report.headline}\n{root.report.traceback.rstrip()}")
-    assert root.code is not None
-    if root.code < 0:
-        hint = " (out of memory?)" if root.code == -signal.SIGKILL else ""
-        name = signal.Signals(-root.code).name
-        return Outcome(1, f"rank {root.rank} was killed by {name}{hint}{_tail(root.rank, workers)}")
-    if [failure.code for failure in failures if not failure.report] == [root.code] * len(workers.processes):
-        return Outcome(root.code)  # all agree and none reported an error: the program chose this code
-    return Outcome(root.code, f"rank {root.rank} ended with exit code {root.code}{_tail(root.rank, workers)}")
+def _explain(failures: list[_Failure], workers: _Workers, debug: bool) -> tuple[int, str]:
+    """Return exit code and message of the root cause, which is the first of `failures`."""
+    rank, _, report, code = failures[0]
+    if report and report.kind == "crash":
+        return 1, f"rank {rank} failed: {report.headline}\n{report.traceback.rstrip()}"
+    if report:
+        return 2 if report.kind == "user" else 1, f"{report.traceback if debug else ''}error: {report.headline}"
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{hint}{_tail(rank, workers)}"
+    if [failure.code for failure in failures if not failure.report] == [code] * len(workers.processes):
+        return code, ""  # all agree and none reported an error: the program chose this code
+    return code, f"rank {rank} ended with exit code {code}{_tail(rank, workers)}"
 
 
 def _tail(rank: int, workers: _Workers) -> str:
     """Return the end of the log of `rank`, to append to a sentence. Empty for rank 0, whose output the user saw."""
-    if rank == 0:
-        return ""
-    lines = workers.log(rank).read_text(errors="replace").splitlines()
-    begin = max(0, len(lines) - TAIL)
-    # What the C library says of an abort stands before Python's stacks of all threads, which may be long.
-    fatal = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
-    cause = [] if fatal is None else lines[max(0, fatal - 2) : min(fatal + 1, begin)]
-    if fatal is not None and fatal + 1 < begin:
-        cause.append("…")
-    return "".join(["; its last output:", *(f"\n  {line}" for line in cause + lines[begin:])]) if lines else ""
+    lines = workers.log(rank).read_text(errors="replace").splitlines() if rank else []
+    # After an abort, the words of the C library and the innermost calls stand around this line of `faulthandler`.
+    fatal = (number for number, line in enumerate(lines) if line.startswith("Fatal Python error: "))
+    end = next(fatal, len(lines)) + TAIL // 2
+    shown = lines[max(0, min(end, len(lines)) - TAIL) : end]
+    return "".join(["; its last output:", *(f"\n  {line}" for line in shown)]) if shown else ""

@@ -13,22 +13,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from types import FrameType, TracebackType
 
-from vitpar.launch.world import REPORTS
-
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""These signals."""
 _EARLY = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers."""
+ASKING = (*_EARLY, signal.SIGINT)
+"""Signals that ask a process to end."""
 SAVED = 75
 """Exit code of a run that was asked to end and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
-ASKED = "asked"
-"""File in the folder of reports with the number of the signal that the launcher got and passes on as SIGTERM."""
 STOPPING = "stopping after this step, then saving: press Ctrl-C again to end now"
 """Notice on stderr at the first Ctrl-C of a run that saves."""
+
+
+_block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, _EARLY)
+_unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _EARLY)
 
 
 def signal_words(number: signal.Signals) -> str:
@@ -39,49 +38,26 @@ def signal_words(number: signal.Signals) -> str:
 def stop_at_once() -> None:
     """Make SIGTERM and SIGUSR1 end this process with SAVED until a StopRequest takes them: nothing is lost before it.
 
-    For schedulers, which may start the job again. Also ends a rank in C code, where handlers of Python do not run.
+    For schedulers, which may start the job again.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
     for number in _EARLY:
-        signal.signal(number, _nothing)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # Children have the pipe, and other reasons to be ended. A signal waits until a child has left it.
-    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_leave_pipe)
+        signal.signal(number, _stop)
     _unblock()
-
-    def wait() -> None:
-        while (number := os.read(reader, 1)[0]) not in _EARLY:
-            pass
-        os.write(2, f"stopped by {signal.Signals(number).name} before the first step\n".encode())
-        os._exit(SAVED)
-
-    threading.Thread(target=wait, name="vitpar-stop", daemon=True).start()
+    # Children have other reasons to be ended. A signal waits until a child can tell.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget)
 
 
-def _block() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
+def _stop(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"stopped by {signal.Signals(number).name} before the first step\n".encode())
+    os._exit(SAVED)
 
 
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _EARLY)
-
-
-def _leave_pipe() -> None:
-    _take_over()
-    _unblock()
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    pass
-
-
-def _take_over() -> None:
-    """End what `stop_at_once` began."""
+def _forget() -> None:
+    """Undo `stop_at_once` in a child, unless a StopRequest has taken over."""
     for number in _EARLY:
-        if signal.getsignal(number) is _nothing:
-            signal.set_wakeup_fd(-1)
+        if signal.getsignal(number) is _stop:
             signal.signal(number, signal.SIG_DFL)
+    _unblock()
 
 
 class StopRequest:
@@ -103,8 +79,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             self._former = {}
             return self
-        _take_over()
-        self._former = {number: signal.signal(number, self._note) for number in ASKING}
+        former = {number: signal.signal(number, self._note) for number in ASKING}
+        self._former = {number: signal.SIG_DFL if handler is _stop else handler for number, handler in former.items()}
         _unblock()
         return self
 
@@ -117,9 +93,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked is None:
             self.asked = signal.Signals(number)
-            with suppress(KeyError, OSError):  # a rank of another launcher, or a signal to this rank alone
-                self.asked = signal.Signals(int(Path(os.environ[REPORTS], ASKED).read_text()))
-            if self._notice and self.asked == signal.SIGINT:
+            if self._notice and number == signal.SIGINT:
                 os.write(2, f"\n{self._notice}\n".encode())  # not print: the signal may interrupt a print
             return
         self.again = True

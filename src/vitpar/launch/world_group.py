@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """Value that JSON can express, NaN and the infinities included. Tuples arrive as lists, mappings as dicts."""
@@ -52,19 +52,13 @@ def barrier() -> None:
 
 def all_gather_json(mine: Json) -> list[Any]:
     """Return the value of each rank, in the order of ranks. Collective."""
-    padded, sizes = _padded(mine)
-    received = torch.empty(len(sizes), len(padded), dtype=torch.uint8)
-    dist.all_gather(list(received), padded, group=cpu_group())
-    return [_decoded(message[:size]) for message, size in zip(received, sizes.tolist(), strict=True)]
+    return _exchange([mine] * dist.get_world_size())
 
 
 def gather_json(mine: Json) -> list[Any] | None:
     """Return the value of each rank, in the order of ranks, on rank 0; None elsewhere. Collective."""
-    padded, sizes = _padded(mine)
-    here = dist.get_rank() == 0
-    received = torch.empty(len(sizes) if here else 0, len(padded), dtype=torch.uint8)
-    dist.gather(padded, list(received) if here else None, 0, group=cpu_group())
-    return [_decoded(row[:size]) for row, size in zip(received, sizes.tolist(), strict=True)] if here else None
+    everyone = _exchange([mine] + [None] * (dist.get_world_size() - 1))
+    return None if dist.get_rank() else everyone
 
 
 def scatter_json(parts: Sequence[Json] | None) -> Any:
@@ -72,38 +66,24 @@ def scatter_json(parts: Sequence[Json] | None) -> Any:
 
     parts: one for each rank, on rank 0; None elsewhere.
     """
-    sent = nn.utils.rnn.pad_sequence([*map(_encoded, parts)], batch_first=True) if parts else None
-    width = torch.tensor([0 if sent is None else sent.shape[1]])
-    dist.broadcast(width, 0, group=cpu_group())
-    received = torch.empty(int(width), dtype=torch.uint8)
-    dist.scatter(received, None if sent is None else list(sent), 0, group=cpu_group())
-    return _decoded(received)
+    return _exchange(parts or [None] * dist.get_world_size())[0]
 
 
 def broadcast_json(mine: Json) -> Any:
     """Return the value of rank 0 on every rank; values of other ranks are ignored. Collective."""
-    here = dist.get_rank() == 0
-    data = _encoded(mine) if here else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, 0, group=cpu_group())
-    data = data if here else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, 0, group=cpu_group())
-    return _decoded(data)
+    return scatter_json(None if dist.get_rank() else [mine] * dist.get_world_size())
 
 
-def _padded(mine: Json) -> tuple[Tensor, Tensor]:
-    """Return this rank's message, padded to the longest, and the bytes of every rank's message."""
-    data, sizes = _encoded(mine), torch.empty(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather(list(sizes.split(1)), torch.tensor([len(data)]), group=cpu_group())
-    return nn.functional.pad(data, (0, int(sizes.max()) - len(data))), sizes
-
-
-def _encoded(value: Json) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")), "ascii"), dtype=torch.uint8)
-
-
-def _decoded(message: Tensor) -> Any:
-    return json.loads(message.numpy().tobytes().rstrip(b"\0"))  # padding
+def _exchange(values: Sequence[Json]) -> list[Any]:
+    """Send a value to each rank, and return what each rank sends to this one. Collective."""
+    texts = {id(value): json.dumps(value, separators=(",", ":")).encode() for value in values}
+    sent = [texts[id(value)] for value in values]
+    sizes, incoming = torch.tensor([len(text) for text in sent]), torch.empty(len(sent), dtype=torch.int64)
+    dist.all_to_all_single(incoming, sizes, group=cpu_group())
+    data = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
+    received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, data, incoming.tolist(), sizes.tolist(), group=cpu_group())
+    return [json.loads(text.numpy().tobytes()) for text in received.split(incoming.tolist())]
 
 
 def all_reduce_(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

@@ -20,6 +20,7 @@ from helpers.killed_runs import alive, lines, ranks_of, wait_for
 from helpers.ranks import exits, two_ranks
 from helpers.trained import recipe_text
 from vitpar.launch import ALONE, find_world, join
+from vitpar.runs.folder import RunRecord
 from vitpar.training.faults import watchdog
 from vitpar.training.faults.watchdog import Note, Watchdog, behind, verdict
 from vitpar.training.recipe import read_recipe
@@ -70,6 +71,8 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
     for text in dumps.values():
         assert "(most recent call first):" in text and any(name in text for name in waits), text
     assert "error: the run hangs" in (place / name / "log.txt").read_text()
+    record = RunRecord(place / name)
+    assert record.state == "failed" and record.note.startswith("the run hangs: rank 1 on ")
 
 
 @pytest.mark.slow

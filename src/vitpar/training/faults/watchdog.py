@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -91,8 +91,6 @@ class Watchdog:
         """Whether the first step is done. The trainer sets it."""
         self.folder: Path | None = None
         """Folder of the stacks; None until it is known."""
-        self.doing: Callable[[], str] = str
-        """Returns the collective that this rank is at, or an empty string if that is not known."""
 
     def __enter__(self) -> Watchdog:
         if not self._minutes:
@@ -140,11 +138,8 @@ class Watchdog:
     def _note(self, sentence: str = "") -> str:
         self._number += 1
         phase, step = self._place
-        doing = self.doing()
         place = f"{phase} {step}" if step else phase
-        return json.dumps(
-            Note(self._number, f"{place} (at {doing})" if doing else place, platform.node(), _calls(), sentence)
-        )
+        return json.dumps(Note(self._number, place, platform.node(), _calls(), sentence))
 
     def _watch(self) -> None:
         """Write and read notes until the run ends, or has to. Runs in the thread."""
@@ -214,7 +209,7 @@ class Watchdog:
             os._exit(1)
 
     def _write(self, sentence: str) -> None:
-        """Write the stacks of this rank and, on rank 0, the sentence to log.txt."""
+        """Write the stacks of this rank and, on rank 0, the sentence to log.txt and metrics.jsonl."""
         if self.folder is None:
             return
         with suppress(OSError):
@@ -228,6 +223,9 @@ class Watchdog:
             if sentence and self._rank == 0:
                 with (self.folder.parent / "log.txt").open("a") as log:
                     log.write(log_line(f"error: {sentence}"))
+                event = {"kind": "event", "event": "error", "step": self._place[1], "text": sentence}
+                with (self.folder.parent / "metrics.jsonl").open("a") as rows:
+                    rows.write(f"{json.dumps(event)}\n")
 
 
 def verdict(notes: Sequence[Note], silent: Mapping[int, float], minutes: float) -> str:

@@ -21,9 +21,9 @@ from vitpar.launch.store import meeting_place
 from vitpar.planner.measure.device import _resident
 
 
-def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
-    """Return what a rank says of itself."""
-    return {"machine": name, "processes": processes, "cores": list(cores)}
+def says(name: str, *cores: list[int], processes: int = 1) -> tuple[str, int, list[int]]:
+    """Return what a rank says of itself. cores: first and last of each run of cores."""
+    return name, processes, [core for first, last in cores for core in range(first, last + 1)]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
     ],
 )
 def test_cores_are_divided_among_the_ranks_that_may_use_them(
-    ranks: list[dict[str, object]], rank: int, cores: float
+    ranks: list[tuple[str, int, list[int]]], rank: int, cores: float
 ) -> None:
     assert _placed(ranks, rank).cores == pytest.approx(cores)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
 from vitpar.launch.report import watch_parent
-from vitpar.launch.resources import allow_open_files, cpu_share, keep_freed_memory
+from vitpar.launch.resources import cpu_share, keep_freed_memory
 from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
 from vitpar.launch.world import ALONE, Device, World, find_world
 
@@ -39,7 +39,6 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     Raises LaunchError if this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
     watch_parent()
-    allow_open_files(world.size)
     share_cores(world)
 
     import torch.distributed as dist

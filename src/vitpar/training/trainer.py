@@ -87,8 +87,6 @@ class Trainer:
         self._teacher_fingerprint = teacher_fingerprint(self.recipe)
         self.state = TrainingState(self.model, self.optimizer, self.ema, self.scaler)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None
-        if self.checks:
-            self.watchdog.doing = self.checks.doing
         self._make_folder()
         every = self.lr.run.length(self.recipe.train.log_every)
         self.signals = LayerSignals(self.model, self.optimizer, every)

@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -91,8 +91,6 @@ class Watchdog:
         """Whether the first step is done. The trainer sets it."""
         self.folder: Path | None = None
         """Folder of the stacks; None until it is known."""
-        self.doing: Callable[[], str] = str
-        """Returns the collective that this rank is at, or an empty string if that is not known."""
 
     def __enter__(self) -> Watchdog:
         if not self._minutes:
@@ -123,7 +121,8 @@ class Watchdog:
 
         The run then reports the hang instead of a timeout.
         """
-        if self._minutes:
+        # Groups that compare their collectives keep theirs: torch would print a warning.
+        if self._minutes and dist.get_debug_level() != dist.DebugLevel.DETAIL:
             # upstream: public in torch 2.15, not in 2.13; there the private name warns.
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in dist.distributed_c10d._world.pg_map:
@@ -140,11 +139,8 @@ class Watchdog:
     def _note(self, sentence: str = "") -> str:
         self._number += 1
         phase, step = self._place
-        doing = self.doing()
         place = f"{phase} {step}" if step else phase
-        return json.dumps(
-            Note(self._number, f"{place} (at {doing})" if doing else place, platform.node(), _calls(), sentence)
-        )
+        return json.dumps(Note(self._number, place, platform.node(), _calls(), sentence))
 
     def _watch(self) -> None:
         """Write and read notes until the run ends, or has to. Runs in the thread."""

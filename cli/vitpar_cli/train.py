@@ -191,6 +191,10 @@ def train(
 
         show_dry_run(run, as_json=as_json)
     else:
+        if run.recipe.faults.debug_checks:
+            from vitpar.training.faults.debug_checks import check_collectives
+
+            check_collectives()  # before the ranks join
         ranks, where = run.plan.world_size, run.device_type
         run_in_world(ranks, where, _train, run, as_json, quiet, sys.argv, saves=True, store=plans.store)
 

@@ -78,16 +78,14 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
         (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set .* or unset RANK to start locally"),
         (without(TORCHRUN, "LOCAL_RANK") | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_RANK is not set .* or unset RANK to"),
         (without(KUBERNETES, "MASTER_ADDR"), "MASTER_ADDR is not set .* or unset RANK to start locally"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number of at most 20 digits: unset it or"),
-        (TORCHRUN | {"RANK": "8"}, "torchrun gave rank 8 in a world of 8, where ranks go from 0 to 7: start all"),
-        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0: give a port from 1 to 65535"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but RANK is not set: start the ranks with torchrun"),
-        (SLURM | {"WORLD_SIZE": "4"}, "WORLD_SIZE is 4 but slurm started 11 ranks: unset WORLD_SIZE"),
-        (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID is 3 but .* lists 3 machines"),
+        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', which is not a whole number: unset it or correct it"),
+        (TORCHRUN | {"RANK": "\x1b[2J"}, r"RANK is '\\x1b\[2J', which is not a whole number"),
+        *(
+            (TORCHRUN | {name: value}, "torchrun gave rank .* which is impossible: start all ranks with one launcher")
+            for name, value in (("RANK", "8"), ("LOCAL_RANK", "4"), ("MASTER_PORT", "65536"), ("WORLD_SIZE", "9" * 30))
+        ),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
-        (TORCHRUN | {"WORLD_SIZE": "65537"}, "torchrun gave a world of 65537 ranks: start at most 65536, or correct"),
-        ({"WORLD_SIZE": "\x1b[2J" + "4" * 300}, r"WORLD_SIZE is \\x1b\[2J4{194}… but RANK is not set"),
     ],
 )
 def test_contradictory_world_is_refused(env: dict[str, str], message: str) -> None:

@@ -1,29 +1,24 @@
 """Cores, memory and open files of a rank: shared with others, kept after use, and limited."""
 
-import io
 import os
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from helpers.ranks import in_forks
 from vitpar.errors import LaunchError
-from vitpar.launch import ALONE, World, join, local_ranks, resources, spawn
+from vitpar.launch import ALONE, join, local_ranks, resources
 from vitpar.launch.local_ranks import _left, _placed
 from vitpar.launch.resources import ENOUGH, LEAST, LEAST_A_RANK, allow_open_files, freed_memory_given_back
-from vitpar.launch.store import meeting_place
 from vitpar.planner.measure.device import _resident
 
 
-def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
-    """Return what a rank says of itself."""
-    return {"machine": name, "processes": processes, "cores": list(cores)}
+def says(name: str, *cores: list[int], processes: int = 1) -> tuple[str, int, list[int]]:
+    """Return what a rank says of itself. cores: first and last of each run of cores."""
+    return name, processes, [core for first, last in cores for core in range(first, last + 1)]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def says(name: str, *cores: list[int], processes: int = 1) -> dict[str, object]:
     ],
 )
 def test_cores_are_divided_among_the_ranks_that_may_use_them(
-    ranks: list[dict[str, object]], rank: int, cores: float
+    ranks: list[tuple[str, int, list[int]]], rank: int, cores: float
 ) -> None:
     assert _placed(ranks, rank).cores == pytest.approx(cores)
 
@@ -114,7 +109,6 @@ NEEDED = {ranks: LEAST + LEAST_A_RANK * ranks for ranks in (2, 5000)}
         (2, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
         (2, (1024, resource.RLIM_INFINITY), (ENOUGH, resource.RLIM_INFINITY)),
         (5000, (1024, 100_000), (NEEDED[5000], 100_000)),
-        (1, (20, 30), (30, 30)),
     ],
 )
 def test_open_file_limit_is_raised(
@@ -131,36 +125,3 @@ def test_too_low_a_hard_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(resources.resource, "getrlimit", lambda which: (20, NEEDED[2] - 1))
     with pytest.raises(LaunchError, match=r"2 ranks need 54 open files in a process, but .* 53: .*`ulimit -n 54`"):
         allow_open_files(2)
-
-
-WORLD = World(0, 2, 0, 2, "openmpi", "127.0.0.1", 29999)
-WAYS: dict[str, Callable[[], Any]] = {
-    "spawn": lambda: spawn(2, ["-c", "1"], device="cpu"),
-    "join": lambda: join(WORLD, "cpu"),
-    "meet": lambda: meeting_place(WORLD),
-}
-CHECK = ("check", "--mesh", "dp2", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu")
-
-
-def limited() -> dict[str, str]:
-    """Return the error of every way into a world, and what a command prints, in a process of at most 20 open files."""
-    from vitpar_cli.main import main
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
-    said = {}
-    for name, enter in WAYS.items():
-        with pytest.raises(LaunchError) as refused:
-            enter()
-        said[name] = str(refused.value)
-    sys.argv = ["vitpar", *CHECK]
-    with redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ended:
-        main()
-    return {**said, "command": errors.getvalue(), "exit code": str(ended.value.code)}
-
-
-def test_every_way_into_a_world_checks_the_limit() -> None:
-    (said,) = in_forks(limited, [{}])
-    sentence = "2 ranks need 54 open files in a process, but the limit is 20: raise it"
-    assert all(said[name].startswith(sentence) for name in WAYS), said
-    assert said["exit code"] == "2"
-    assert said["command"].startswith(f"error: {sentence}") and said["command"].count("\n") == 1

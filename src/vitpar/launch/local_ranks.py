@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from vitpar.launch.resources import cores
-from vitpar.launch.world_group import Json, all_gather_json
+from vitpar.launch.world_group import all_gather_json
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 _PROCESSES = Path("/proc/self/ns/pid")
@@ -37,47 +36,23 @@ def local_ranks() -> LocalRanks:
 
     Launchers may bind each rank to cores of its own, or none, so ranks compare the cores that they may use.
     """
-    mine: dict[str, Json] = {"machine": _name(_BOOT), "processes": _namespace(), "cores": _ranges(cores())}
-    return _placed(all_gather_json(mine), dist.get_rank())
+    try:
+        machine, processes = _BOOT.read_text(), _PROCESSES.stat().st_ino
+    except OSError:  # not Linux
+        machine, processes = platform.node(), 0
+    return _placed(all_gather_json([machine, processes, cores()]), dist.get_rank())
 
 
-def _placed(ranks: Sequence[Any], rank: int) -> LocalRanks:
+def _placed(ranks: Sequence[tuple[str, int, Sequence[int]]], rank: int) -> LocalRanks:
     """Return the ranks of the machine of `rank`.
 
-    ranks: what each rank says of itself.
+    ranks: machine, namespace of processes, and cores of each rank.
     """
-    own = ranks[rank]
-    here = [number for number, other in enumerate(ranks) if other["machine"] == own["machine"]]
-    near = tuple(number for number in here if ranks[number]["processes"] == own["processes"])
-    users: dict[int, int] = {}
-    for number in here:
-        for first, last in ranks[number]["cores"]:
-            for core in range(first, last + 1):
-                users[core] = users.get(core, 0) + 1
-    share = sum(1 / users[core] for first, last in own["cores"] for core in range(first, last + 1))
-    return LocalRanks(near, len(here), share)
-
-
-def _name(boot: Path) -> str:
-    try:
-        return boot.read_text().strip()
-    except OSError:  # not Linux
-        return platform.node()
-
-
-def _namespace() -> int:
-    try:
-        return _PROCESSES.stat().st_ino
-    except OSError:
-        return 0
-
-
-def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Return sorted numbers as [first, last] of each run without a gap, which is short for hundreds of cores."""
-    breaks = [place for place, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1]
-    return [
-        [numbers[start], numbers[stop - 1]] for start, stop in zip([0, *breaks], [*breaks, len(numbers)], strict=True)
-    ]
+    machine, processes, own = ranks[rank]
+    here = [number for number, other in enumerate(ranks) if other[0] == machine]
+    near = tuple(number for number in here if ranks[number][1] == processes)
+    users = Counter(core for number in here for core in ranks[number][2])
+    return LocalRanks(near, len(here), sum(1 / users[core] for core in own))
 
 
 def available_memory() -> int | None:

@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
-from vitpar.launch.report import reporting, watch_parent
-from vitpar.launch.resources import allow_open_files, cpu_share, keep_freed_memory
+from vitpar.launch.report import watch_parent
+from vitpar.launch.resources import cpu_share, keep_freed_memory
 from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
 from vitpar.launch.world import ALONE, Device, World, find_world
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of gloo."""
-PROBE_S = 30.0
-"""Seconds for the ranks of a `probe` to meet, and for their all-reduce."""
 _undo = ExitStack()
 """Callbacks that restore what `join` and `share_cores` changed: the environment, and torch's number of threads."""
 
@@ -41,7 +39,6 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     Raises LaunchError if this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
     watch_parent()
-    allow_open_files(world.size)
     share_cores(world)
 
     import torch.distributed as dist
@@ -175,14 +172,10 @@ def _cpu_threads(world: World) -> int | None:
 
 def _set_environment(values: Mapping[str, str]) -> None:
     for name, value in values.items():
-        _undo.callback(_set_back, name, os.environ.get(name))
-        os.environ[name] = value
-
-
-def _set_back(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
+        if name in os.environ:
+            _undo.callback(os.environ.update, {name: os.environ[name]})
+        else:
+            _undo.callback(os.environ.pop, name, None)
         os.environ[name] = value
 
 
@@ -195,24 +188,3 @@ def _use_loopback() -> None:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback and LOOPBACK not in os.environ:
         _set_environment({LOOPBACK: loopback})
-
-
-def probe() -> None:
-    """Join the world found, add up one number per rank, and leave.
-
-    It is the smallest program that shows that worlds work here. Raises RuntimeError if the sum is wrong.
-    """
-    with reporting():
-        world = find_world()
-        assert world is not None, "start it through spawn"
-        join(world, "cpu", timeout=PROBE_S)
-
-        import torch
-        import torch.distributed as dist
-
-        total = torch.tensor([world.rank + 1])
-        dist.all_reduce(total)
-        expected = world.size * (world.size + 1) // 2
-        if total.item() != expected:
-            raise RuntimeError(f"{world.size} ranks added up to {total.item()} instead of {expected}")
-        leave()

@@ -79,16 +79,15 @@ def allow_open_files(ranks: int) -> None:
     Raises LaunchError if the hard limit does not allow it. The store would not accept the last connections, and all
     ranks would wait for each other.
     """
-    least = LEAST + LEAST_A_RANK * ranks if ranks > 1 else 0
+    least = LEAST + LEAST_A_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = float("inf") if hard == resource.RLIM_INFINITY else hard
-    if most < least:
+    if 0 <= hard < least:  # RLIM_INFINITY is negative
         raise LaunchError(
             f"{ranks} ranks need {least} open files in a process, but the limit is {hard}: raise it (`ulimit -n "
             f"{least}`), or start fewer ranks"
         )
-    wanted = int(min(most, max(least, ENOUGH)))
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = max(least, ENOUGH) if hard < 0 else min(hard, max(least, ENOUGH))
+    if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

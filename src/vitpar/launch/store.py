@@ -54,9 +54,9 @@ def meeting_place(world: World, seconds: float = MEET_S) -> Store | None:
     Raises LaunchError if they cannot meet, or if another program has the port.
     """
     watch_parent()
+    allow_open_files(world.size)
     if world.size == 1:
         return None
-    allow_open_files(world.size)
 
     from torch.distributed import DistError
 

@@ -39,8 +39,6 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 20000, 12000
 # SLURM numbers the batch script, the interactive shell and its other helpers from here up: they are no steps of srun.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-_MOST_DIGITS = 20
-"""Longest number that is parsed."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,13 @@ class World:
     """Port where the ranks meet. Unused in a world of one."""
 
     def __post_init__(self) -> None:
-        if self.size > MAX_RANKS:
+        fits = 0 <= self.rank < self.size <= MAX_RANKS and 0 <= self.local_rank < self.local_size <= self.size
+        if not fits or not 0 <= self.master_port < 65536:
             raise LaunchError(
-                f"{self.launcher} gave a world of {self.size} ranks: start at most {MAX_RANKS}, or correct its "
-                f"variables"
+                f"{self.launcher} gave rank {self.rank} of {self.size}, local rank {self.local_rank} of "
+                f"{self.local_size} and port {self.master_port}, which is impossible: start all ranks with one "
+                f"launcher, at most {MAX_RANKS:,}, or correct its variables"
             )
-        if not 0 <= self.rank < self.size:
-            raise LaunchError(
-                f"{self.launcher} gave rank {self.rank} in a world of {self.size}, where ranks go from 0 to "
-                f"{self.size - 1}: start all ranks with one launcher, or correct its variables"
-            )
-        if not 0 <= self.local_rank < self.local_size <= self.size:
-            raise LaunchError(
-                f"{self.launcher} gave local rank {self.local_rank} of {self.local_size} on this machine in a world of "
-                f"{self.size}, which is impossible: start all ranks with one launcher, or correct its variables"
-            )
-        if not (0 if self.size == 1 else 1) <= self.master_port < 65536:
-            raise LaunchError(f"MASTER_PORT is {self.master_port}: give a port from 1 to 65535")
 
     @property
     def single_machine(self) -> bool:
@@ -115,25 +103,19 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
         whole = "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env
         return _from_torchrun(env) if whole or REPORTS in env else _from_environment(env)
     if "OMPI_COMM_WORLD_RANK" in env:
-        return _agreeing(_from_openmpi(env), env)
+        return _from_openmpi(env)
     if _slurm_step(env) is not None and _slurm_tasks(env) > 1:
-        return _agreeing(_from_slurm(env), env)
-    if "WORLD_SIZE" in env:
-        raise LaunchError(
-            f"WORLD_SIZE is {shown(env['WORLD_SIZE'])} but RANK is not set: start the ranks with torchrun, srun or "
-            f"mpirun, or unset WORLD_SIZE"
-        )
+        return _from_slurm(env)
     return None
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    launcher: Launcher = "vitpar" if REPORTS in env else "torchrun"
     return World(
         rank=_integer(env, "RANK"),
         size=_integer(env, "WORLD_SIZE"),
         local_rank=_integer(env, "LOCAL_RANK"),
         local_size=_integer(env, "LOCAL_WORLD_SIZE"),
-        launcher=launcher,
+        launcher="vitpar" if REPORTS in env else "torchrun",
         master_addr=_text(env, "MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT"),
     )
@@ -232,13 +214,7 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
         return _integer(env, "SLURM_NTASKS_PER_NODE")
     counts = re.findall(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?", listing)
     tasks = [int(number) for number, machines in counts for _ in range(int(machines or 1))]
-    node = _integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0
-    if node >= len(tasks):
-        raise LaunchError(
-            f"SLURM_NODEID is {node} but SLURM_STEP_TASKS_PER_NODE '{shown(listing)}' lists {len(tasks)} machines: "
-            f"start the ranks with srun and leave its variables alone"
-        )
-    return tasks[node]
+    return tasks[_integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0]
 
 
 def first_host(listing: str) -> str:
@@ -260,16 +236,6 @@ def first_host(listing: str) -> str:
     return hosts.split()[0]
 
 
-def _agreeing(world: World, env: Mapping[str, str]) -> World:
-    """Return `world`, after verifying that a WORLD_SIZE exported by the user agrees with it."""
-    if env.get("WORLD_SIZE", str(world.size)) != str(world.size):
-        raise LaunchError(
-            f"WORLD_SIZE is {shown(env['WORLD_SIZE'])} but {world.launcher} started {world.size} ranks: "
-            f"unset WORLD_SIZE"
-        )
-    return world
-
-
 def _port(env: Mapping[str, str], seed: int) -> int:
     """Return MASTER_PORT if it is set, else a port that every rank of the job derives alike."""
     return _integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else FIRST_PORT + seed % NUM_PORTS
@@ -286,9 +252,6 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 def _integer(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
-    if not text.isascii() or not text.isdecimal() or len(text) > _MOST_DIGITS:
-        raise LaunchError(
-            f"{name} is '{shown(text)}', which is not a whole number of at most {_MOST_DIGITS} digits: unset it or "
-            f"correct it"
-        )
-    return int(text)
+    if not text.isascii() or not text.isdecimal():
+        raise LaunchError(f"{name} is '{shown(text)}', which is not a whole number: unset it or correct it")
+    return int(text[:20])

@@ -1,16 +1,19 @@
 """`faults.debug_checks`: name the rank, step and tensor of a fault, and change nothing in a healthy run."""
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from helpers import trained
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, exits, two_ranks
 from helpers.run_folder import rows_of
 from vitpar import parse
 from vitpar.errors import FaultError
@@ -118,9 +121,34 @@ def test_debug_checks_do_not_change_losses(
 def test_fault_on_one_rank_is_named_on_every_rank(
     mesh: str, wrong: str, rank: int, sentence: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
 ) -> None:
-    """The faults are a flipped bit, a non-finite value and a missing gradient on one rank."""
+    """The faults are a flipped bit, a non-finite value, and a missing gradient on one rank."""
     for error in ranks(parse(mesh).world_size).run(train, recipe_of(data, mesh), tmp_path / "run", wrong, rank):
         assert error is not None and re.fullmatch(sentence, error), error
+
+
+def differing(place: Path, data: Path) -> None:
+    """Train a rank of dp2 by the command; rank 1 calls another collective in step 2."""
+    from vitpar.training.trainer import Trainer
+    from vitpar_cli.main import main
+
+    step = Trainer.step
+
+    def spoilt(self: Trainer, number: int, batch: Any) -> Any:
+        if number == 2:
+            dist.all_reduce(torch.ones(4 - self.rank))
+        return step(self, number, batch)
+
+    Trainer.step = spoilt  # type: ignore[method-assign]
+    os.chdir(place)
+    sizes = ("--model", "vit_nano_patch4_16", "--batch-size", "8", "--steps", "3", "--device", "cpu")
+    sys.argv = ["vitpar", "train", "--mesh", "dp2", "--data", str(data), *sizes, "--debug-checks"]
+    main()
+
+
+def test_collectives_that_differ_are_named(data: Path, tmp_path: Path) -> None:
+    for rank, (code, errors) in enumerate(exits(differing, two_ranks(), tmp_path, data)):
+        assert code and "Detected mismatch between collectives on ranks" in errors, errors
+        assert f"Rank {rank} is running collective" in errors and "TensorShape=[3]" in errors
 
 
 def test_checksum_changes_with_values_and_their_order() -> None:

@@ -1,17 +1,19 @@
 """Debug checks of every step, to find what is wrong with a plan or a machine. Slow: each one is collective.
 
 Before and after a step: the state of the run (parameters, optimizer state, averages) is finite, and replicas are equal
-bit by bit on the ranks that hold them. After backward: every parameter has a gradient, and it is finite. That ranks
-call the same collectives is torch's to check (``TORCH_DISTRIBUTED_DEBUG=DETAIL``).
+bit by bit on the ranks that hold them. After backward: every parameter has a gradient, and it is finite. torch compares
+the collectives that the ranks of a group call (`check_collectives`).
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +31,12 @@ Part = tuple[str, tuple[int, ...]]
 """Name of a tensor, and this rank's coordinates on those axes of its mesh that shard it."""
 
 
+def check_collectives() -> None:
+    """Make torch compare the collectives of ranks, in groups that this process and those that it starts make later."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+
+
 class DebugChecks:
     """Debug checks of one run. All ranks make it and use it together.
 
@@ -41,7 +49,7 @@ class DebugChecks:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Check before and after `step`."""
+        """Check before, during and after `step`."""
         self._kept(f"before step {step}")
         yield
         self._kept(f"after step {step}")

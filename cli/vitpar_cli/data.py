@@ -18,11 +18,8 @@ from vitpar_cli.packing import packing_progress
 from vitpar_cli.recipe_options import AsJson, Assignments, RecipeFile
 
 ABOUT = "Pack images or text into shards, index and verify shards, and say what they hold."
-app = typer.Typer(
-    no_args_is_help=True,
-    help=f"{ABOUT}\n\nExample: vitpar data pack digits data_shards/digits",
-    short_help=ABOUT,
-)
+EXAMPLE = "Example: vitpar data pack digits data_shards/digits"
+app = typer.Typer(no_args_is_help=True, help=f"{ABOUT}\n\n{EXAMPLE}", short_help=ABOUT)
 app.command("pack")(pack_command)
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder with shards and their index.")]
 SPLIT = "Files of a split, such as train=imagenet-*.tar; repeatable.  \\[default: by train, val and test in file names]"

@@ -112,8 +112,8 @@ def test_views_are_crops_of_one_decoded_image(train, monkeypatch, device, worker
         train, [TRAIN, small, small], batch_size=7, rows=rows, workers=workers, device=torch.device(device)
     )
     batch = next(iter(loader))
-    first = sorted(SampleOrder(0, 21).batch(0, 7)[1][rows].tolist())
-    assert sorted(read[:3]) == first, "each image is read once"
+    # Threads may read images of later batches before the last one of this batch.
+    assert all(read.count(i) == 1 for i in SampleOrder(0, 21).batch(0, 7)[1][rows].tolist()), "each image is read once"
     assert torch.equal(batch.images, next(iter(TrainLoader(train, TRAIN, batch_size=7, rows=rows))).images)
     others = [one.made() if device == "meta" else one for one in batch.further]
     samples, keys = SampleOrder(0, 21).batch(0, 7)[1][rows], batch.keys.numpy()[rows]

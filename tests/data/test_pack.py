@@ -149,19 +149,9 @@ def flip_a_bit(folder):
 
 BAD = [
     # what writes the source, a change of it, settings, message
-    (
-        write_zips,
-        replaced("train_map.txt", b"ant/0.png\t0\nbee/1.png\tx\n"),
-        {},
-        r"line 2 of '.*train_map",
-    ),
+    (write_zips, replaced("train_map.txt", b"ant/0.png\t0\nbee/1.png\tx\n"), {}, r"line 2 of '.*train_map"),
     (write_zips, replaced("val_map.txt", b"ant/0.png\t3\n"), {}, r"line 1 of '.*val_map.txt' is .*t3': it needs"),
-    (
-        write_zips,
-        replaced("val_map.txt", b"ant/0.png\t-1\n"),
-        {},
-        r"line 1 of '.*val_map.txt' is .*-1': it needs an image",
-    ),
+    (write_zips, replaced("val_map.txt", b"ant/0.png\t-1\n"), {}, r"line 1 of '.*val_map.txt' is .*-1': it needs"),
     (write_zips, replaced("val_map.txt", b"\nant/0.png 0\n"), {}, r"line 2 of .* is 'ant/0.png 0': it needs"),
     (write_zips, replaced("val_map.txt", b"\n"), {}, r"val_map.txt' lists no images"),
     (write_zips, replaced("val_map.txt"), {}, r"cannot read '.*val_map.txt': No such file"),
@@ -173,12 +163,7 @@ BAD = [
     (write_tree, lambda d: (d / "val/dog").mkdir(), {}, r"class folder '.*val/dog' has no counterpart in '.*train'"),
     (write_tree, replaced("train/ant/0.png", b"hello"), {}, r"'.*ant/0.png' is not a supported image type"),
     (write_tree, replaced("val/ant/0.png", encoded(1)[:20]), {}, r"ant/0.png' is damaged \(its header cannot"),
-    (
-        write_tree,
-        lambda d: (d / "train").rename(d / "x") and (d / "train").mkdir(),
-        {},
-        "train' has no class fol",
-    ),
+    (write_tree, lambda d: (d / "train").rename(d / "x") and (d / "train").mkdir(), {}, "train' has no class fol"),
     (write_tree, shutil.rmtree, {}, r"no folder or file '.*source' to pack: use a folder with images"),
     (write_tree, None, {"val_fraction": 0.3}, "already has a val split: remove the val fraction 0.3"),
     (write_tree, None, {"val_fraction": 1.5}, "val fraction 1.5 is out of range"),

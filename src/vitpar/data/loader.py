@@ -137,7 +137,8 @@ class Loader:
             closing(in_threads(given, self._tasks, self.workers, _compute_alone if computes else None)) as filled,
         ):
             for number, job in enumerate(filled, start=1):
-                if computes:  # threads have changed the default of threads that start later, besides their own number
+                # Threads have changed the default of threads that start later, besides their own number.
+                if computes and self.workers:
                     torch.set_num_threads(torch.get_num_threads())
                 self.skipped += Skipped(len(job.skipped), tuple(job.skipped + job.broken), len(job.broken))
                 samples = self.start + number * self.batch_size

@@ -11,7 +11,7 @@ import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,8 @@ _HEADER, _FOOTER = 12, 4  # bytes before and after the protocol buffer of a reco
 _IMAGE, _LABEL, _NAME = b"image/encoded", b"image/class/label", b"image/class/synset"
 
 
-class _Record(NamedTuple):
-    """Place and label of an image in a TFRecord file."""
-
-    path: Path
-    """The file."""
-    example: slice
-    """Bytes of the protocol buffer in the file."""
-    image: slice
-    """Bytes of the encoded image in the file."""
-    label: int
-    """Label as stored."""
-    name: str | None
-    """Name of the class; None if the record does not have it."""
+_Record = tuple[Path, slice, slice, int, str | None]
+"""The file, the bytes of the protocol buffer and of the image in it, the label as stored, and the name of its class."""
 
 
 def tfrecords(folder: Path) -> Source:
@@ -54,10 +43,10 @@ def tfrecords(folder: Path) -> Source:
     if empty is not None:
         raise DataError(f"the TFRecords of '{empty}' in '{folder}' hold no images: remove them or fetch them again")
     names = dict[int, str | None]()
-    for record in (one for records in splits.values() for one in records):
-        if names.setdefault(record.label, record.name) != record.name:
-            both = " and ".join(f"'{shown(name)}'" for name in (names[record.label], record.name))
-            raise DataError(f"label {record.label} has the names {both} in '{record.path}': correct the records")
+    for path, _, _, label, name in (record for records in splits.values() for record in records):
+        if names.setdefault(label, name) != name:
+            both = " and ".join(f"'{shown(one)}'" for one in (names[label], name))
+            raise DataError(f"label {label} has the names {both} in '{path}': correct the records")
     first = 1 if min(names) == 1 else 0
     classes = numbered([label - first for label in names])
     for label, name in names.items():
@@ -67,7 +56,8 @@ def tfrecords(folder: Path) -> Source:
 
 def _split(records: list[_Record], first: int) -> SourceSplit:
     def name(i: int) -> str:
-        return f"{records[i].path}/byte {records[i].example.start - _HEADER}"
+        path, example, *_ = records[i]
+        return f"{path}/byte {example.start - _HEADER}"
 
     def read(i: int) -> bytes:
         path, example, image, *_ = records[i]
@@ -76,7 +66,7 @@ def _split(records: list[_Record], first: int) -> SourceSplit:
             raise DataError(f"the record '{name(i)}' is damaged: fetch it again")
         return data[image.start - example.start : image.stop - example.start]
 
-    return SourceSplit(name, np.array([record.label - first for record in records], np.int32), read)
+    return SourceSplit(name, np.array([label - first for *_, label, _ in records], np.int32), read)
 
 
 def _records(path: Path) -> Iterator[_Record]:
@@ -133,7 +123,7 @@ def _record(path: Path, data: mmap.mmap, example: slice) -> _Record:
             raise ValueError("its label is not a single integer")
     if image.start == image.stop:
         raise ValueError("its image is empty")
-    return _Record(path, example, image, label, name and decode_utf8(data[name]).strip())
+    return path, example, image, label, name and decode_utf8(data[name]).strip()
 
 
 def _fields(data: mmap.mmap, message: slice, wanted: int) -> list[Any]:

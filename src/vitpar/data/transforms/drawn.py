@@ -78,14 +78,13 @@ class DrawnBatch:
         return images
 
 
-def _padded_crops(transform: Any, stored: Tensor, samples: Tensor, *crops: Tensor) -> Tensor:
+def _padded_crops(transform: Any, stored: Tensor, samples: Tensor, top: Tensor, left: Tensor, flips: Tensor) -> Tensor:
     """Return crops with black borders, uint8 [n, 3, size, size].
 
     stored: uint8 [images, 3, height, width].
     samples: number of the stored image of each crop, int64 [n].
-    crops: as `draw_crops` returns them.
+    top, left, flips: as `draw_crops` returns them.
     """
-    top, left, _, _, flips = crops
     place = torch.arange(transform.size, device=stored.device)
     columns = left[:, None] + torch.where(flips[:, None] > 0, transform.size - 1 - place, place)
     return _pixels(stored, samples, top[:, None] + place, columns)
@@ -94,7 +93,7 @@ def _padded_crops(transform: Any, stored: Tensor, samples: Tensor, *crops: Tenso
 def _resized_crops(transform: Any, stored: Tensor, samples: Tensor, *crops: Tensor) -> Tensor:
     """Return crops of any height and width, resized with one of DEVICE_KERNELS. Arguments are those of `_padded_crops`.
 
-    Pillow and torch resample rows first, and round in between.
+    crops: as `draw_crops` returns them. Pillow and torch resample rows first, and round in between.
     """
     top, left, height, width, flips = crops
     size, kernel = transform.size, transform.interpolation

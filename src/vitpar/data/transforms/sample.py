@@ -143,8 +143,10 @@ class TrainTransform:
     def stored(self, samples: NDArray[np.int64], draws: Draws, height: int, width: int) -> Work:
         """Return how the crops of stored images of one size are made, by their numbers, int64 [n]."""
         sides = (np.full(len(samples), side) for side in (height, width))
-        name = "resized crop" if self.padding is None else "padded crop"
-        return [(name, (samples, *draw_crops(self, draws, *sides)))]
+        top, left, tall, wide, flips = draw_crops(self, draws, *sides)
+        if self.padding is None:
+            return [("resized crop", (samples, top, left, tall, wide, flips))]
+        return [("padded crop", (samples, top, left, flips))]
 
     @property
     def changes(self) -> bool:

@@ -151,7 +151,7 @@ def train(
             "faults.debug_checks",
             "--debug-checks",
             to=lambda on: on or None,
-            help="Check state and gradients, and compare replicas over the ranks, at every step (slow).",
+            help="Check state, gradients and collectives, and compare replicas, at every step (slow).",
         ),
     ] = False,
     assignments: o.Assignments = None,

@@ -36,7 +36,7 @@ class Need:
     keys: tuple[str, ...]
     """Dotted keys of a recipe."""
     what: str
-    """What they need, in words."""
+    """Their needs, in words."""
     met: Callable[[Any], bool]
     """Function of a recipe: whether they have an effect."""
 

@@ -88,6 +88,5 @@ class _Stream(io.TextIOWrapper):
 
 def _discard(number: int) -> None:
     """Send what is written to the descriptor `number` to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, number)
-    os.close(null)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), number)

@@ -1,6 +1,7 @@
 """`vitpar train`: train a Vision Transformer."""
 
 import json
+import os
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -192,9 +193,7 @@ def train(
         show_dry_run(run, as_json=as_json)
     else:
         if run.recipe.faults.debug_checks:
-            from vitpar.training.faults.debug_checks import check_collectives
-
-            check_collectives()  # before the ranks join
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # `join` reads it
         ranks, where = run.plan.world_size, run.device_type
         run_in_world(ranks, where, _train, run, as_json, quiet, sys.argv, saves=True, store=plans.store)
 

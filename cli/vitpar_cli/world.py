@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from vitpar import tasks
+from vitpar.launch import World, joined
 from vitpar.launch.world import Device
 from vitpar.models import own
 from vitpar.own_files import NAMED
@@ -24,8 +25,6 @@ from vitpar.terminal import complain, is_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from vitpar.launch import World
 
 WORKER = ("-P", "-m", "vitpar_cli.worker")
 """Arguments of Python for a rank. -P: do not import modules from the current folder."""
@@ -73,9 +72,9 @@ def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: 
 
     job, world = Job(work, arguments, sys.argv), find_world()
     if world is None and ranks > 1:
-        debug = bool(os.environ.get("VITPAR_DEBUG"))
         if is_terminal(sys.stderr):
             complain(f"starting {ranks:,} ranks")  # each imports torch, which takes seconds
+        debug = bool(os.environ.get("VITPAR_DEBUG"))
         raise typer.Exit(spawn(ranks, WORKER, device=device, handed=job.to_bytes(), debug=debug, patient=saves))
     code = job.run(world or ALONE)
     if world is not None or are_hanging():
@@ -103,7 +102,5 @@ def _joined(
     world: World, device: Device, store: Store | None, work: Callable[..., int], arguments: tuple[object, ...]
 ) -> int:
     """Call `work` on the device of this rank of `world` after joining it."""
-    from vitpar.launch import joined
-
     with joined(world, device, store) as own_device:
         return work(own_device, *arguments)

@@ -166,23 +166,11 @@ def _limits() -> dict[str, int | None]:
     }
 
 
-_PROBE = """
-from vitpar.launch import find_world, finish, join, reporting
-with reporting():
-    join(find_world(), "cpu", timeout=30.0)
-    import torch
-    torch.distributed.all_reduce(total := torch.ones(1))
-    assert total.item() == 2.0
-    finish(0)
-"""
-"""Smallest program that shows that worlds work here."""
-
-
 def _local_world() -> dict[str, Any]:
     start = time.monotonic()
     try:
-        messages: list[str] = []
-        code = spawn(2, ["-c", _PROBE], device="cpu", tell=messages.append)
+        probe, messages = "from vitpar.launch.process_group import probe; probe()", list[str]()
+        code = spawn(2, ["-c", probe], device="cpu", tell=messages.append)
         error = "".join(messages) or (f"the ranks ended with exit code {code}" if code else None)
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
-from vitpar.launch.report import watch_parent
+from vitpar.launch.report import finish, reporting, watch_parent
 from vitpar.launch.resources import cpu_share, keep_freed_memory
 from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
 from vitpar.launch.world import ALONE, Device, World, find_world
@@ -63,6 +63,7 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
     # In a world of one nothing is sent between GPUs, so NCCL need not start.
     nccl = device == "cuda" and world.size > 1
     limit = timedelta(seconds=timeout)
+    dist.set_debug_level_from_env()  # torch read it when it was imported
     with meeting(world):
         # A world of one needs no network: no port can be in use, and no firewall in the way.
         store = store or meeting_place(world, min(timeout, MEET_S)) or dist.HashStore()
@@ -188,3 +189,17 @@ def _use_loopback() -> None:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback and LOOPBACK not in os.environ:
         _set_environment({LOOPBACK: loopback})
+
+
+def probe() -> None:
+    """Join a world that was found and add up one number per rank: the smallest program that shows that worlds work."""
+    with reporting():
+        world = find_world()
+        assert world is not None, "start it through spawn"
+        join(world, "cpu", timeout=30.0)
+
+        import torch
+
+        torch.distributed.all_reduce(total := torch.ones(1))
+        assert total.item() == world.size
+        finish(0)

@@ -2,18 +2,16 @@
 
 Before and after a step: the state of the run (parameters, optimizer state, averages) is finite, and replicas are equal
 bit by bit on the ranks that hold them. After backward: every parameter has a gradient, and it is finite. torch compares
-the collectives that the ranks of a group call (`check_collectives`).
+the collectives that the ranks of a group call, if TORCH_DISTRIBUTED_DEBUG is DETAIL.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,12 +27,6 @@ from vitpar.training.saving.saver import TrainingState
 
 Part = tuple[str, tuple[int, ...]]
 """Name of a tensor, and this rank's coordinates on those axes of its mesh that shard it."""
-
-
-def check_collectives() -> None:
-    """Make torch compare the collectives of ranks, in groups that this process and those that it starts make later."""
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.set_debug_level_from_env()
 
 
 class DebugChecks:

@@ -5,15 +5,15 @@ from collections import Counter
 from helpers.paths import ROOT
 
 MOST = {
-    "cli": 7_001,
+    "cli": 6_996,
     "experiments": 8_980,
-    "src/vitpar": 1_653,
+    "src/vitpar": 1_641,
     "src/vitpar/bench": 648,
     "src/vitpar/check": 1_125,
     "src/vitpar/checkpoint": 1_008,
     "src/vitpar/data": 7_821,
     "src/vitpar/kernels": 398,
-    "src/vitpar/launch": 1_541,
+    "src/vitpar/launch": 1_556,
     "src/vitpar/models": 8_072,
     "src/vitpar/pages": 944,
     "src/vitpar/parallel": 3_256,
@@ -21,7 +21,7 @@ MOST = {
     "src/vitpar/runs": 2_086,
     "src/vitpar/strategy": 3_359,
     "src/vitpar/tasks": 2_251,
-    "src/vitpar/training": 9_994,
+    "src/vitpar/training": 9_986,
     "src/vitpar/weights": 2_179,
     "tests": 40_641,
 }

@@ -8,7 +8,7 @@ model is a small ViT or Swin; batch sizes are one or several. All uniform plans 
 equal size) are priced one by one, with every schedule and number of micro-batches. The search runs with its default
 effort and three memory budgets: one that few uniform plans fit, one that a quarter of them fit, and one that all fit.
 Searches on slow networks follow (`CASES`), among them pairs of which one has fewer options.
-Exit code 1: a choice was slower than a uniform plan or than one with fewer options, or more than 1 % slower than before.
+Exit code 1: a choice was slower than a uniform plan or one with fewer options, or more than 1 % slower than before.
 Earlier rows: experiments/results/raw/search_2core_2026-11-29.json.
 """
 

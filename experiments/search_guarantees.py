@@ -1,13 +1,15 @@
 """Search plans on random clusters, and compare each choice with every uniform plan.
 
     python experiments/search_guarantees.py --json rows.json              # 200 clusters, about 20 minutes on two cores
-    python experiments/search_guarantees.py --clusters 40 --before rows.json   # and compare with earlier rows
+    python experiments/search_guarantees.py --clusters 100 --before ROWS   # and compare with earlier rows
 
 A cluster has 2 to 24 devices, odd numbers among them, on 1 to 3 nodes. Links are random or of 10 or 25 Gb/s a node; the
 model is a small ViT or Swin; batch sizes are one or several. All uniform plans (one strategy for all layers, stages of
 equal size) are priced one by one, with every schedule and number of micro-batches. The search runs with its default
 effort and three memory budgets: one that few uniform plans fit, one that a quarter of them fit, and one that all fit.
-Exit code 1: a choice was slower than a uniform plan, or more than 1 % slower than before.
+Searches on slow networks follow (`CASES`), among them pairs of which one has fewer options.
+Exit code 1: a choice was slower than a uniform plan or one with fewer options, or more than 1 % slower than before.
+Earlier rows: experiments/results/raw/search_2core_2026-11-29.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -27,14 +30,16 @@ from bench.harness import Report, table
 from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
+from vitpar.planner.automatic import make_search, run_search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import memory_bytes, price
-from vitpar.planner.profile.cluster import Cluster, HostRates, Network, Wire
+from vitpar.planner.profile.cluster import Cluster, HostRates, Network, Wire, find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import FLAGS, Space
-from vitpar.strategy import Plan, validate
+from vitpar.planner.sources import usual_budget
+from vitpar.strategy import SCHEDULES, Plan, validate
 
 SHARES = (0.03, 0.25, 1.0)
 """Share of the uniform plans that fit each budget."""
@@ -146,7 +151,7 @@ def rows_of(number: int) -> list[dict[str, Any]]:
     """Return a row for each budget of the cluster of the seed `number`."""
     drawn = draw(number)
     needs, speeds = priced(drawn)
-    found = []
+    found = list[dict[str, Any]]()
     for share, budget in zip(SHARES, budgets(needs), strict=True):
         result = Search(drawn.space, drawn.costs).best(budget)
         uniform = max(speed for speed, need in zip(speeds, needs, strict=True) if need <= budget)
@@ -167,6 +172,44 @@ def rows_of(number: int) -> list[dict[str, Any]]:
     return found
 
 
+THIRTEEN = {"embed_dim": 384, "num_heads": 6, "depth": 13, "patch_size": 16, "image_size": 224, "num_classes": 1000}
+LESS = ("ckpt", "ckpt.selective", "sp", "zero1", "zero2", "offload", "2d", "2.5d", "3d")
+CASES: dict[str, tuple[str, int, int, float, int, tuple[str, ...], dict[str, Any]]] = {
+    "2x8, 10 Gb/s, ViT-L": ("vit_large_patch16_224", 2, 8, 10, 1024, (), {}),
+    "4x8, 10 Gb/s, ViT-L": ("vit_large_patch16_224", 4, 8, 10, 1024, (), {}),
+    "9x4, 100 Gb/s, BERT-L": ("bert_large", 9, 4, 100, 144, (), {}),
+    "9x4, 100 Gb/s, BERT-L, 1f1b": ("bert_large", 9, 4, 100, 144, tuple(SCHEDULES)[1:], {}),
+    "5x2, 100 Gb/s, 13 blocks": ("vit_custom", 5, 2, 100, 96, (), THIRTEEN),
+    "5x2, 100 Gb/s, 13 blocks, fewer options": ("vit_custom", 5, 2, 100, 96, LESS, THIRTEEN),
+    "4x9, 100 Gb/s, T5-L": ("t5_large", 4, 9, 100, 144, (), {}),
+    "4x9, 100 Gb/s, T5-L, 1f1b": ("t5_large", 4, 9, 100, 144, tuple(SCHEDULES)[1:], {}),
+}
+"""Searches by name: model, nodes, A100s a node, Gb/s a node, batch size, flags and schedules left out, shape."""
+FEWER = tuple((f"{name.rpartition(', ')[0]}", name) for name in CASES if name.endswith(("1f1b", "fewer options")))
+"""Pairs of cases of which the second has fewer options."""
+
+
+def case_row(name: str) -> dict[str, Any]:
+    """Return the row of one of `CASES`."""
+    model, nodes, devices, gigabits, batch_size, without, shape = CASES[name]
+    cluster = find_cluster(f"{nodes}x{devices}xA100-80GB")
+    assert cluster.inter is not None
+    network = cluster.inter.model_copy(update={"bandwidth": gigabits * 1e9 / 8, "nics_per_node": 1})
+    hardware, config = cluster.model_copy(update={"inter": network}).hardware(), model_config(model, **shape)
+    profile = estimate_model(config, "bf16", hardware, tensors(config, hardware.ranks), compiled=True)
+    costs = LayerCosts(config, hardware, profile)
+    begun = time.process_time()
+    result = run_search(make_search(costs, (batch_size,), 2, without=without), usual_budget(costs))
+    best = result.plans[0]
+    return {
+        "case": name,
+        "plan": str(best.plan),
+        "speed": best.images_per_second,
+        "gap": float(result.gap),
+        "seconds": time.process_time() - begun,
+    }
+
+
 def main() -> int:
     """Search on all clusters and print the table."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,17 +222,21 @@ def main() -> int:
     options = made.parse_args()
     report, rows = Report(options.json), list[dict[str, Any]]()
     with ProcessPoolExecutor(options.processes) as pool:
+        cases = list(pool.map(case_row, CASES))
+        print("\n".join(f"{r['case']}: {r['speed']:.1f}, gap {r['gap']:.1%}, {r['seconds']:.1f} s" for r in cases))
         for done, found in enumerate(pool.map(rows_of, range(options.clusters)), start=1):
             rows += found
-            report.keep("rows", rows)
+            report.keep("rows", [*cases, *rows])
             print(f"\r{done} of {options.clusters} clusters", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print("\n".join(table(COLUMNS, [summary([row for row in rows if row["share"] == share]) for share in SHARES])))
     faults = [
         f"{name(row)}: slower than a uniform plan" for row in rows if slower(row["speed"], row["uniform"], TOLERANCE)
     ]
+    speeds = {row["case"]: row["speed"] for row in cases}
+    faults += [f"{every}: slower than {few}" for every, few in FEWER if slower(speeds[every], speeds[few], TOLERANCE)]
     if options.before:
-        faults += changes(rows, json.loads(options.before.read_text())["rows"])
+        faults += changes([*cases, *rows], json.loads(options.before.read_text())["rows"])
     print("\n".join(faults) or "No choice was slower than a uniform plan.")
     return 1 if faults else 0
 
@@ -239,7 +286,7 @@ def changes(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) ->
 
 def name(row: dict[str, Any]) -> str:
     """Return the name of a row."""
-    return f"cluster {row['cluster']}, {row['share']:.0%}"
+    return f"cluster {row['cluster']}, {row['share']:.0%}" if "share" in row else row["case"]
 
 
 def slower(speed: float, other: float, tolerance: float) -> bool:

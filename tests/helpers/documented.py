@@ -112,14 +112,15 @@ def run_block(
     )
     assert shell.stdout is not None
     os.set_blocking(shell.stdout.fileno(), False)
-    output, until = "", time.monotonic() + limit
+    output, stopped, until = "", "", time.monotonic() + limit
     try:
         while shell.poll() is None and time.monotonic() < until:
             output += (shell.stdout.read() or b"").decode()
             command, _, printed = output.rpartition(MARK)[2].partition("\n")
-            if any(re.search(words, command) and re.search(shown, printed) for words, shown in stops.items()):
+            ready = any(re.search(words, command) and re.search(shown, printed) for words, shown in stops.items())
+            if ready and command != stopped:
                 os.killpg(shell.pid, signal.SIGINT)
-                stops = {}
+                stopped = command
             time.sleep(0.05)
         output += (shell.stdout.read() or b"").decode()
     finally:

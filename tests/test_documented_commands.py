@@ -153,7 +153,9 @@ def check(block: Block, text: str, place: Path, programs: Path, environment: dic
     ran = [part.partition("\n") for part in output.split(MARK)[1:]]
     # A trap for Ctrl-C names the command that it ended once more.
     ran = [
-        one for before, one in zip([None, *ran], ran, strict=False) if before is None or one[0] != before[0] or one[2]
+        one
+        for before, one in zip([None, *ran], ran, strict=False)
+        if before is None or one[0] != before[0] or one[2].strip()
     ]
     wanted = next((code for words, code in CODES.items() if re.search(words, ran[-1][0])), 0)
     assert code == wanted, f"{block.name}: exit code {code}\n{output}"

@@ -23,7 +23,7 @@ MOST = {
     "src/vitpar/tasks": 2_251,
     "src/vitpar/training": 9_986,
     "src/vitpar/weights": 2_179,
-    "tests": 40_642,
+    "tests": 40_644,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 

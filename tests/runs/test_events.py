@@ -32,6 +32,7 @@ def test_a_resumed_run_has_the_end_and_warnings_of_its_last_part() -> None:
 
 def test_rows_of_strangers_are_left_out() -> None:
     odd = [{"event": "start", "plan": 3}, {"event": ["done"]}, {"event": "save", "step": "x"}, {"event": "other"}]
+    odd.append(start("dp2", 60) | {"parameters": 10**400})
     found = events_of([*odd, *(event("warning", text=str(number) * LONGEST) for number in range(99))])
     assert (found.starts, found.saves, found.end) == ([], [], "")
     assert len(found.warnings) == MOST_WARNINGS and found.warnings[-1] == "98" * (LONGEST // 2)

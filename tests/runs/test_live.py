@@ -3,6 +3,7 @@
 import fcntl
 import http.client
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -97,6 +98,7 @@ def test_a_board_has_all_runs_of_its_folder_and_leads_to_no_others(boarded: Live
     assert "0, 0, 1 loss 2 ± 0 top-1 60.0 % ± 10.0 %" in page.text, "runs that differ in their seed alone"
     before = asked(boarded, path="/version")[1]
     write_run(tmp_path / "runs" / "new", [train_row(1)])
+    write_run(tmp_path / "runs" / os.fsdecode(b"b\xe4r"), [train_row(1)])  # a name that is not UTF-8
     assert asked(boarded, path="/version")[1] != before and "/?run=new" in asked(boarded)[1]
     status, html = asked(boarded, path="/?run=a+%26+b&run=c")
     assert status == 200 and "2 runs" in Page(html).text and "train.seed 0 1" in Page(html).text

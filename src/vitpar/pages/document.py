@@ -87,7 +87,8 @@ def document(title: str, body: str, style: str, script: str, library: str, versi
     live = f' data-version="{escape(version)}"' if version else ""
     theme = switch("theme", "theme", {"auto": "auto", "light": "light", "dark": "dark"})
     body = f'<div class="theme">{theme}</div>{body}<script>{script}</script>'
-    return f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
+    page = f'<!doctype html><html lang="en"{live}><head>{head}</head><body>{body}</body></html>\n'
+    return page.encode(errors="replace").decode()  # names of files need not be UTF-8
 
 
 def switch(name: str, words: str, choices: Mapping[str, str], chosen: str | None = None) -> str:

@@ -46,9 +46,8 @@ def _row(run: RunRecord) -> list[str]:
     loss, rate, steps, total = run.loss, run.images_per_second, run.metrics.steps, run.total_steps
     note = f' title="{escape(shown(run.note))}"' if run.note else ""
     return [
-        f'<input type="checkbox" name="run" value="{escape(run.name)}" id="board/{escape(run.name)}" '
-        f'aria-label="compare {name}">',
-        f'<a href="/?{escape(urlencode({"run": run.name}))}">{name}</a>',
+        f'<input type="checkbox" name="run" value="{name}" id="board/{name}" aria-label="compare {name}">',
+        f'<a href="/?{escape(urlencode({"run": run.name}, errors="replace"))}">{name}</a>',
         f'<span class="state {run.state}"{note}>{run.state}</span>',
         _sorted_by(steps, f"{steps:,}" if total in (None, steps) else f"{steps:,} of {total:,}"),
         _sorted_by(loss, "–" if loss is None else f"{loss:.4f}"),
@@ -74,7 +73,7 @@ def _seeds(runs: Iterable[RunRecord]) -> list[str]:
     rows = []
     for numbers in seed_groups(complete):
         group = [complete[number] for number in numbers]
-        query = escape(urlencode([("run", run.name) for run in group[:MOST_RUNS]]))
+        query = escape(urlencode([("run", run.name) for run in group[:MOST_RUNS]], errors="replace"))
         metrics = [LOSS, *filter(None, [group[0].metric])]
         results = []
         for metric in metrics:

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 MOST_WARNINGS = 20
 """Number of the newest warnings that are kept."""
 LONGEST = 4096
 """Characters of a text that are kept."""
+Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
 @dataclass(frozen=True)
 class RunStart:
     """Start of a run, or of its continuation."""
 
-    step: int
+    step: Count
     """Steps that were done before it."""
     model: str
     """Name of the model."""
-    parameters: int
+    parameters: Count
     """Parameters of the global model."""
     plan: str
     """Plan, as a strategy string."""
     device: str
     """Device of rank 0."""
-    train_samples: int
+    train_samples: Count
     """Samples of the training set."""
-    val_samples: int
+    val_samples: Count
     """Samples of the validation set."""
-    steps: int
+    steps: Count
     """Steps of the complete run."""
-    batch_size: int
+    batch_size: Count
     """Samples of a step."""
     changed: str = ""
     """Settings that differ from those before, in words; empty if there are none."""

@@ -1,7 +1,7 @@
 """Preparation of a run: everything that settings, data and plan decide, resolved and checked before its ranks start.
 
-`prepare` is the only place that orders these checks. None of them needs torch, so a wrong setting is answered at once.
-Commands that do not train use its parts: `on_device`, `choose_plan`, `open_data`.
+`prepare` is the only place that orders these checks. Commands that do not train use its parts: `on_device`,
+`choose_plan`, `open_data`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ def trainer_of(recipe: Recipe, run_dir: Path, **more: Any) -> Trainer:
     for_run = {name: more.pop(name) for name in ("resume", "allow_change") if name in more}
     run = prepared(recipe, run_dir=run_dir, **for_run)
     trainer = Trainer(run, CPU, reporter=Reporter(), **more)
-    trainer.open()
     return trainer
 
 

@@ -55,7 +55,7 @@ class Watch:
 
     def _step(self, number: int, batch: Any) -> Any:
         self._number = number
-        before, scaled = self._kept(), self.trainer.state.loss_scale
+        before, scale = self._kept(), self.trainer.state.loss_scale
         result = self._real(number, batch)
         after = self._kept()
         equal = [torch.equal(old, new) for old, new in zip(before, after, strict=False)]
@@ -63,7 +63,13 @@ class Watch:
         finite = all(bool(value.isfinite().all()) for value in after)
         dropped = all(p.grad is None for _, p in self.trainer.model.named_parameters() if local(p).numel())
         self.seen.append(
-            {"same": same, "changed": not any(equal), "finite": finite, "dropped": dropped, "scale": scaled and scaled.scale}
+            {
+                "same": same,
+                "changed": not any(equal),
+                "finite": finite,
+                "dropped": dropped,
+                "scale": scale and scale.scale,
+            }
         )
         return result
 

@@ -104,7 +104,10 @@ class Watchdog:
             self._store = dist.PrefixStore(f"vitpar/hang/{broadcast_json(os.urandom(8).hex())}", store)
             self._store.set(str(self._rank), self._note())
             barrier()  # so that every rank finds the notes of the others
-        threading.Thread(target=self._watch, name="vitpar-watchdog", daemon=True).start()
+        watched = range(self._world if self._rank == 0 else 1)
+        # Read here: a link may be cut before the thread reads for the first time.
+        arguments = watched, self._exchange(watched)
+        threading.Thread(target=self._watch, args=arguments, name="vitpar-watchdog", daemon=True).start()
         return self
 
     def __exit__(
@@ -142,11 +145,12 @@ class Watchdog:
         place = f"{phase} {step}" if step else phase
         return json.dumps(Note(self._number, place, platform.node(), _calls(), sentence))
 
-    def _watch(self) -> None:
-        """Write and read notes until the run ends, or has to. Runs in the thread."""
+    def _watch(self, watched: Sequence[int], notes: list[bytes]) -> None:
+        """Write and read notes until the run ends, or has to. Runs in the thread.
+
+        watched: ranks whose notes this one reads. notes: theirs.
+        """
         place, idle = self._place, 0.0
-        watched = range(self._world) if self._rank == 0 else range(1)
-        notes = [self._note().encode()] * len(watched)
         quiet = [0.0] * len(watched)
         # Count polls instead of reading the clock: a process suspended for an hour has not waited for an hour.
         while not self._ended.wait(self._every):

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark['device']}, {benchmark['device_name']}"
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
-    yield "batch", batch_words(batch, config.sample)
+    yield "batch", batch_words(asdict(batch), config.sample)
     attention = f", attention by {benchmark['attention']}" if benchmark["attention"] else ""
     yield "precision", benchmark["precision"] + (", blocks compiled" if benchmark["compile"] else "") + attention
     data, warm = benchmark["data"], benchmark["warm_up"]

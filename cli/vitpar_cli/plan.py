@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,7 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
 
 if TYPE_CHECKING:
-    from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.describe import PlanSummary
     from vitpar.planner.goodput import Conditions
     from vitpar.planner.report.data import Prediction
     from vitpar.strategy import Plan
@@ -135,21 +133,18 @@ def plan(
     from vitpar_cli.search_view import show_prediction
 
     state, frozen = state_bytes(merged, config), merged.frozen(config)
-    summary = summarize(config, made, merged.train.batch_size, state, frozen, frozen_bytes(merged))
+    train = merged.train
+    summary = summarize(config, made, train.batch_size, train.precision, state, frozen, frozen_bytes(merged))
     prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions, images_per_second)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
     if as_json:
-        record = _to_json(config, made, merged.train.precision, summary)
-        record |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
-        typer.echo(
-            json.dumps(
-                record if prediction is None else {**record, "predicted": prediction_to_json(prediction, origin())}
-            )
-        )
+        summary |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
+        summary |= {} if prediction is None else {"predicted": prediction_to_json(prediction, origin())}
+        typer.echo(json.dumps(summary))
     else:
-        show(config, made, merged.train.precision, summary, state_words(merged))
+        show(config, made, summary, state_words(merged))
         if modules:
             show_modules(by_module)
         if prediction is not None:
@@ -221,36 +216,3 @@ def _closed(plan: "Plan") -> "Plan":
         role = "pp" if plan.pp is None else roles[0]
         raise StrategyError(f"the degree of '{role}' in '{shown(plan)}' is open: give it a number, or --world-size N")
     return plan
-
-
-def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
-    """Return everything that is printed, as data for JSON.
-
-    "ranks" is the place of every rank of the world; "places" of a strategy is the place of every rank of a stage on the
-    strategy's axes.
-    """
-    from vitpar.strategy import place_of_rank
-    from vitpar.strategy.layout import place
-    from vitpar.strategy.plan_json import plan_to_json
-    from vitpar_cli.rank_grid import shown_axis
-
-    fields = {
-        "model": config.name,
-        "num_classes": config.num_classes,
-        "strategy": str(plan),
-        "world_size": plan.world_size,
-        "precision": precision,
-        "plan": plan_to_json(plan),
-        **asdict(summary),
-        "ranks": [
-            dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
-        ],
-    }
-    strategies = {str(strategy): strategy for strategy in plan.distinct}
-    for record in fields["strategies"]:
-        strategy = strategies[record["strategy"]]
-        record["places"] = [
-            {shown_axis(strategy, axis): index for axis, index in place(strategy, rank).items()}
-            for rank in range(strategy.size)
-        ]
-    return fields

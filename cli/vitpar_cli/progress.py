@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -247,7 +248,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
     samples = f"{header.train_samples:,} training and {header.val_samples:,} validation {header.task.SAMPLE}s"
     yield "data", f"{recipe.data_name}: {samples}"
-    yield "batch", batch_words(batch, header.task.SAMPLE)
+    yield "batch", batch_words(asdict(batch), header.task.SAMPLE)
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder

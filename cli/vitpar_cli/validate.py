@@ -147,9 +147,7 @@ def _validate(
     rows = [measured_row(one, done, profile.pace, one.mfu(costs)) for one, done in zip(prices, known, strict=False)]
 
     def found() -> dict[str, Any]:
-        summary = accuracy(rows, profile.pace)
-        others = summary["others_share"]
-        return about | summary | {"others_share": load if others is None else others, "rows": rows}
+        return about | accuracy(rows, profile.pace, load) | {"rows": rows}
 
     favourite, begun = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
     for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=begun + 1):

@@ -97,16 +97,17 @@ def memory_error(row: Row) -> float | None:
     return None if most is None else row["predicted_memory_bytes"] / most - 1
 
 
-def accuracy(rows: Sequence[Row], pace: float = 0.0) -> dict[str, Any]:
+def accuracy(rows: Sequence[Row], pace: float = 0.0, load: float | None = None) -> dict[str, Any]:
     """Return the accuracy of the predictions in `rows`, at least one, as `vitpar validate --json` prints it.
 
     `slowdown` is the mean time of the cores for the same work, relative to that during profiling; 1 if not known.
-    `others_share` is the mean share of the cores that other programs used; None if not known. `repeat` is the
+    `others_share` is the mean share of the cores that other programs used, or else `load`. `repeat` is the
     difference of second runs to the first, which limits how accurate a prediction can be known to be; None unless all
     plans ran twice. `rank_correlation` is Spearman's, of the orders by time. `chosen_slower_than_best` is the relative
     time by which the plan predicted to be fastest is slower than the fastest.
 
     pace: as for `measured_row`.
+    load: share of the cores that programs used before; None if not known.
     """
     repeats, slowdowns = list[float](), list[float]()
     for row in rows:
@@ -120,7 +121,7 @@ def accuracy(rows: Sequence[Row], pace: float = 0.0) -> dict[str, Any]:
         "time_error": _mean_and_largest(map(time_error, rows)),
         "clocked_time_error": _mean_and_largest(row["predicted_seconds"] / row["clocked_seconds"] - 1 for row in rows),
         "slowdown": statistics.mean(slowdowns),
-        "others_share": statistics.fmean(others) if others else None,
+        "others_share": statistics.fmean(others) if others else load,
         "repeat": _mean_and_largest(repeats) if len(repeats) == len(rows) else None,
         "memory_error": _mean_and_largest(map(memory_error, rows)) if any(map(fullest, rows)) else None,
         "rank_correlation": spearman(predicted, seconds),

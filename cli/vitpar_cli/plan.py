@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +21,6 @@ from vitpar_cli.outputs import origin, warn
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
-    from vitpar.planner.report.data import Prediction
     from vitpar.strategy import Plan
     from vitpar.training.recipe import Recipe
 
@@ -126,7 +125,6 @@ def plan(
     refuse_teacher(merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
-    from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
     from vitpar_cli.plan_view import show, show_modules
@@ -141,14 +139,14 @@ def plan(
     by_module = layer_modules(config, made) if modules else []
     if as_json:
         summary |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
-        summary |= {} if prediction is None else {"predicted": prediction_to_json(prediction, origin())}
+        summary |= {} if prediction is None else {"predicted": prediction[0]}
         typer.echo(json.dumps(summary))
     else:
         show(config, made, summary, state_words(merged))
         if modules:
             show_modules(by_module)
         if prediction is not None:
-            show_prediction(prediction, origin())
+            show_prediction(*prediction, origin())
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -161,8 +159,8 @@ def _predict(
     budget: float | None,
     conditions: "Conditions | None",
     images_per_second: float | None,
-) -> "Prediction":
-    """Predict the time and memory of a plan.
+) -> "tuple[dict[str, Any], LayerCosts]":
+    """Predict the time and memory of a plan, and return also the costs on the devices that it uses.
 
     recipe: recipe as requested, before its precision is resolved.
     costs: costs on all devices of the cluster, or on the profiled machine.
@@ -174,7 +172,7 @@ def _predict(
     Raises PlannerError and StrategyError.
     """
     from vitpar.planner.cost.price import price
-    from vitpar.planner.report.data import Prediction
+    from vitpar.planner.report.data import gain_records, origin_to_json, plan_record
     from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import estimated_costs, usual_budget
     from vitpar.planner.training_time import training_length, training_time
@@ -202,8 +200,15 @@ def _predict(
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
     hosts = profiled.host_input(images_per_second, cluster, machine.ranks)
-    training = training_time(priced, training_length(recipe, conditions, hosts))
-    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe, costs.whole)))
+    found = {
+        **origin_to_json(origin(), costs),
+        "memory_budget_bytes": limit,
+        "fits": priced.memory_bytes <= limit,
+        "training": training_time(priced, training_length(recipe, conditions, hosts)),
+        "what_would_help": gain_records(gains((priced,), costs, limit, moments(recipe, costs.whole))),
+        **plan_record(priced, costs),
+    }
+    return found, costs
 
 
 def _closed(plan: "Plan") -> "Plan":

@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -155,8 +154,7 @@ def search(
         return
 
     from vitpar.planner.automatic import run_search
-    from vitpar.planner.report.comparison import comparison_to_json
-    from vitpar.planner.report.data import findings, trace
+    from vitpar.planner.report.data import search_record, trace
     from vitpar.planner.report.page import page
     from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import unprofiled
@@ -168,26 +166,27 @@ def search(
     images = batches or (merged.train.batch_size,)
     costs = request.costs(merged, cluster)
     searching, limit = request.search(merged, costs, images, SECONDS), request.budget(costs)
+    state = moments(merged, costs.whole)
     with SearchProgress(shown=not as_json) as progress:
         result = run_search(searching, limit, progress)
         best = result.plans[0]
-        search_findings = replace(
-            findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
+        found = search_record(
+            *(searching, result, limit, origin()),
+            train=_train_command(best, costs, out, request, model, bool(sizes)),
             training=training_time(best, request.length(merged, cluster, costs)),
-            gains=gains(result.plans, costs, limit, moments(merged, costs.whole), searching),
+            gains=gains(result.plans, costs, limit, state, searching),
         )
-        rows = list(request.table(*wanted, progress)) if len(images) > 1 else []
-    chosen = validate(best.plan, costs.config, best.batch_size)
+        found["batch_sizes"] = list(request.table(*wanted, progress)) if len(images) > 1 else []
     if out is not None:
-        write_plan(out, chosen)
+        write_plan(out, validate(best.plan, costs.config, best.batch_size))
     if report is not None:
-        write(report, page(search_findings, moments(merged, costs.whole), rows))
+        write(report, page(found, costs, state))
     if trace_file is not None:
-        write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
+        write(trace_file, json.dumps(trace(best, costs, origin())) + "\n")
     if as_json:
-        typer.echo(json.dumps(search_findings.to_json() | {"batch_sizes": comparison_to_json(rows)}))
+        typer.echo(json.dumps(found))
     else:
-        show(search_findings, rows, out, report, trace_file)
+        show(found, costs, (out, report, trace_file))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not request.without & {*name.split("+")}]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import UserError
 from vitpar.training.recipe import Recipe
@@ -14,7 +14,6 @@ from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import profiled
 
 if TYPE_CHECKING:
-    from vitpar.planner.comparison import Compared
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
     from vitpar.planner.search.best import Search
@@ -100,15 +99,15 @@ class SearchRequest:
         clusters: Sequence[str | None],
         batch_sizes: Sequence[int] | None,
         progress: SearchProgress,
-    ) -> Iterator[Compared]:
+    ) -> Iterator[dict[str, Any]]:
         """Yield the best plan of each combination, or why it has none.
 
         batch_sizes: None for the recipe's
 
         Raises UserError for names and options that no combination could use.
         """
-        from vitpar.planner.comparison import Combination, Compared, compared
         from vitpar.planner.profile.cluster import find_cluster
+        from vitpar.planner.report.comparison import compared
 
         named = {cluster: find_cluster(cluster).name for cluster in clusters if cluster}
         for model in models:
@@ -125,11 +124,13 @@ class SearchRequest:
             for batch_size in images:
                 done += 1
                 if why:
-                    pixels = image_size or recipe.model.image_size or 0
-                    where = Combination(recipe.model.name, pixels, named[cluster] if cluster else "", batch_size)
-                    yield Compared(where, None, why)
+                    place = recipe.model.name, image_size or recipe.model.image_size or 0, named.get(cluster or "", "")
+                else:
+                    place = costs.config.name, costs.config.image_size, costs.hardware.name
+                where = dict(zip(("model", "image_size", "cluster"), place, strict=True)) | {"batch_size": batch_size}
+                if why:
+                    yield where | {"why": why}
                     continue
-                where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
-                progress.about = f"{done} of {total}: {where}"
+                progress.about = f"{done} of {total}: {place[0]}, {place[1]} pixels on {place[2]}, batch {batch_size:,}"
                 searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
                 yield compared(where, searching, self.budget(costs), self.length(recipe, cluster, costs), progress)

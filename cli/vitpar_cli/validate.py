@@ -248,7 +248,7 @@ def _show(found: dict[str, Any], prices: "list[Price]", costs: "LayerCosts") -> 
     print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
     doubt, mfu = uncertainty(best, costs), best.mfu(costs)
     text = {"time": off("time_error")}
-    text |= {"expected": doubt.source} if doubt else {}
+    text |= {"expected": doubt["source"]} if doubt else {}
     text |= {} if mfu is None else {"MFU": f"{mfu * 100:.1f} % predicted for the fastest"}
     text |= {"memory": off("memory_error")} if found["memory_error"] else {}
     text["order"] = (

@@ -152,7 +152,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
     )
     limit = budget or usual_budget(costs)
-    with SearchProgress(shown=not options.quiet) as progress:
+    with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
     best = result.plans[0]
     plan = recipe.under(best.plan).plan(config)

@@ -1,7 +1,6 @@
 """`vitpar board`: serve a table of runs that leads to their pages."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -12,8 +11,8 @@ PORT = 8123
 
 
 def board(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free one.")] = PORT,
+    folder: Path = typer.Argument(Path("runs"), metavar="[DIR]", help="Folder that holds runs."),
+    port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Port; 0 for any free one."),
 ) -> None:
     """Serve a page on 127.0.0.1 with all runs of a folder, which follows them while they train.
 
@@ -24,8 +23,8 @@ def board(
     Example: vitpar board
     """
     from vitpar import __version__
-    from vitpar.pages.plotly import library
     from vitpar.runs.live import serve
+    from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
     with serve(folder, port, f"vitpar {__version__}: {command_line()}") as server:

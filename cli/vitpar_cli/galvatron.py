@@ -28,9 +28,7 @@ def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, which is not in the file.")],
     model: o.ModelName = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="PLAN", help="Write the plan as JSON, for --mesh."),
     assignments: o.Assignments = None,
     as_json: o.AsJson = False,
 ) -> None:
@@ -115,17 +113,17 @@ def profiles_command(
         str, typer.Option("--memory", metavar="SIZE", help="Memory of a GPU, such as 40GB, which is not in the files.")
     ],
     model: o.ModelName = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the hardware profile.")] = 1,
-    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs per node of the hardware profile.")] = 8,
+    nodes: int = typer.Option(1, "--nodes", min=1, help="Nodes of the hardware profile."),
+    devices: int = typer.Option(8, "--devices", min=1, help="GPUs per node of the hardware profile."),
     precision: o.Precision = None,
     recipe: o.RecipeFile = None,
-    hardware_out: Annotated[
-        Path, typer.Option("--hardware-out", metavar="FILE", help="The hardware profile to write.")
-    ] = Path("hardware.json"),
-    model_out: Annotated[Path, typer.Option("--model-out", metavar="FILE", help="The model profile to write.")] = Path(
-        "model.json"
+    hardware_out: Path = typer.Option(
+        Path("hardware.json"), "--hardware-out", metavar="FILE", help="The hardware profile to write."
     ),
-    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes of the model.")] = 1000,
+    model_out: Path = typer.Option(
+        Path("model.json"), "--model-out", metavar="FILE", help="The model profile to write."
+    ),
+    num_classes: int = typer.Option(1000, "--num-classes", min=1, help="Classes of the model."),
     assignments: o.Assignments = None,
 ) -> None:
     """Convert Galvatron's profiles of a machine and a model to vitpar's, for `vitpar search`.

@@ -1,9 +1,8 @@
 """`vitpar plan`: show the effect of a strategy on a model without running it."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -26,61 +25,50 @@ if TYPE_CHECKING:
 
 
 def plan(
-    strategy: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="STRATEGY",
-            help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
-            "\\[default: the recipe's]",
-        ),
-    ] = None,
+    strategy: str | None = typer.Argument(
+        None,
+        metavar="STRATEGY",
+        help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
+        "\\[default: the recipe's]",
+    ),
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
-    num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
-    ] = None,
+    num_classes: int | None = typer.Option(
+        None, "--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]"
+    ),
     data: o.DataDir = None,
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Number of ranks; fills an open degree.")
-    ] = None,
+    world_size: int | None = typer.Option(None, "--world-size", min=1, help="Number of ranks; fills an open degree."),
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
     schedule: o.Schedule = None,
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
-        ),
-    ] = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option("--hardware", metavar="FILE", help="Predict from this hardware profile."),
-    ] = None,
-    model_profile: Annotated[
-        Path | None,
-        typer.Option("--model-profile", metavar="FILE", help="Predict from this model profile."),
-    ] = None,
+    cluster: str | None = typer.Option(
+        None,
+        "--cluster",
+        metavar="NAME",
+        help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
+    ),
+    hardware: Path | None = typer.Option(
+        None, "--hardware", metavar="FILE", help="Predict from this hardware profile."
+    ),
+    model_profile: Path | None = typer.Option(
+        None, "--model-profile", metavar="FILE", help="Predict from this model profile."
+    ),
     memory: profiled.MemorySize = None,
     mtbf: profiled.Mtbf = None,
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
     images_per_second: profiled.InputRate = None,
-    modules: Annotated[
-        bool,
-        typer.Option("--modules", help="Also show how tp splits each module, and what it sends."),
-    ] = False,
+    modules: bool = typer.Option(False, "--modules", help="Also show how tp splits each module, and what it sends."),
     as_json: o.AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the plan as JSON."),
     assignments: o.Assignments = None,
 ) -> None:
     """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
@@ -138,7 +126,7 @@ def plan(
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
     if as_json:
-        summary |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
+        summary |= {"modules": by_module} if modules else {}
         summary |= {} if prediction is None else {"predicted": prediction[0]}
         typer.echo(json.dumps(summary))
     else:

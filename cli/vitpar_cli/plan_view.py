@@ -12,7 +12,6 @@ from rich.text import Text
 from vitpar.models import ModelConfig
 from vitpar.models.description import layer_of
 from vitpar.planner.describe import Summary
-from vitpar.planner.modules import LayerModules
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import (
@@ -57,21 +56,21 @@ def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:
         console.print(_two_columns(rows, width))
 
 
-def show_modules(layers: Sequence[LayerModules]) -> None:
+def show_modules(layers: Sequence[Summary]) -> None:
     """Print how tensor parallelism splits the modules of each kind of layer."""
     console = Console(highlight=False)
     if not layers:
         console.print("\nno layer has tensor parallelism, so all modules are complete on every rank")
     for layer in layers:
-        console.print(Text(f"\nmodules of {layer_words(consecutive(layer.layers))}: {layer.strategy}", "bold"))
+        console.print(Text(f"\nmodules of {layer_words(consecutive(layer['layers']))}: {layer['strategy']}", "bold"))
         table = data_table("module", "style", "weight", "bias")
         table.padding = (0, 1, 0, 0)
         for heading in ("before", "after"):  # words that must not break, but leave room for names if there are none
-            sent = any(getattr(row, heading) for row in layer.modules)
+            sent = any(row[heading] for row in layer["modules"])
             table.add_column(heading, min_width=len("reduce-scatter") if sent else None)
-        for row in layer.modules:
-            placements = (words.replace(", ", "\n") for words in (row.weight, row.bias))  # a line for each axis
-            table.add_row(row.module, row.style, *placements, row.before, row.after)
+        for row in layer["modules"]:
+            placements = (words.replace(", ", "\n") for words in (row["weight"], row["bias"]))  # a line for each axis
+            table.add_row(row["module"], row["style"], *placements, row["before"], row["after"])
         console.print(table)
     if layers:
         console.print("[dim]before and after: collectives around the product, in forward / in backward[/]")

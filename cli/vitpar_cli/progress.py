@@ -25,14 +25,12 @@ from rich.text import Text
 from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
-from vitpar_cli.outputs import print_words
+from vitpar_cli.outputs import CADENCE, print_words
 from vitpar_cli.plan_words import batch_words, millions, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
 from vitpar_cli.sparkline import Sparkline
 
-CADENCE = 10.0
-"""Minimum seconds between two plain lines of progress."""
 BAR = 16
 """Columns of the bar. A terminal without room for it has none."""
 PLAIN_WIDTH = 100

@@ -14,34 +14,28 @@ from vitpar_cli.outputs import command_line, local_weights, progress_bar, refuse
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/mine.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Page to write.  \\[default: report.html]")
-    ] = None,
-    images: Annotated[
-        int | None,
-        typer.Option(
-            "--images",
-            min=1,
-            metavar="N",
-            help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
-            "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
-            "are computed with the run's weights, on one device.",
-        ),
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Page to write.  \\[default: report.html]"),
+    images: int | None = typer.Option(
+        None,
+        "--images",
+        min=1,
+        metavar="N",
+        help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
+        "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
+        "are computed with the run's weights, on one device.",
+    ),
     data: Annotated[
         Path | None,
         o.setting(
             "data.path", "--data", to=str, metavar="DIR", help="Data of --images.  \\[default: what it was trained on]"
         ),
     ] = None,
-    live: Annotated[
-        bool,
-        typer.Option("--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."),
-    ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option("--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"),
-    ] = None,
+    live: bool = typer.Option(
+        False, "--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."
+    ),
+    port: int | None = typer.Option(
+        None, "--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"
+    ),
     device: o.DeviceName = None,
     model: o.OwnModel = None,
     task: o.OwnTask = None,
@@ -61,9 +55,9 @@ def report(
     """
     asked = o.request(report, locals())
     from vitpar import __version__
-    from vitpar.pages.plotly import library
     from vitpar.runs.folder import RunRecord, refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
+    from vitpar.runs.pages.plotly import library
 
     for path in runs:
         refuse_other_folders(path)

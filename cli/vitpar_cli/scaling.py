@@ -28,10 +28,9 @@ def scaling(
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
     num_classes: profiled.NumClasses = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"),
-    ] = None,
+    ranks: str | None = typer.Option(
+        None, "--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"
+    ),
     batch_size: Annotated[
         int | None,
         o.setting(

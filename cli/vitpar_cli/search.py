@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -26,83 +26,68 @@ if TYPE_CHECKING:
 
 def search(
     memory: profiled.MemorySize = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the best plan as JSON."),
     recipe: o.RecipeFile = None,
     hardware: profiled.HardwareFile = None,
     model_profile: profiled.ModelFile = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME[,NAME…]",
-            help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME[,NAME…]",
-            help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your "
-            "own as FILE.py:NAME, whose file is run. Several make a table.",
-            rich_help_panel=o.PANELS["model"],
-        ),
-    ] = None,
-    image_sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--image-size",
-            metavar="N[,N…]",
-            help="Pixels a side, instead of the model's. Several make a table.",
-            rich_help_panel=o.PANELS["model"],
-        ),
-    ] = None,
+    cluster: str | None = typer.Option(
+        None,
+        "--cluster",
+        metavar="NAME[,NAME…]",
+        help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
+    ),
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        metavar="NAME[,NAME…]",
+        help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your "
+        "own as FILE.py:NAME, whose file is run. Several make a table.",
+        rich_help_panel=o.PANELS["model"],
+    ),
+    image_sizes: str | None = typer.Option(
+        None,
+        "--image-size",
+        metavar="N[,N…]",
+        help="Pixels a side, instead of the model's. Several make a table.",
+        rich_help_panel=o.PANELS["model"],
+    ),
     num_classes: profiled.NumClasses = None,
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
     data: o.DataDir = None,
     epochs: o.Epochs = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
-    ] = None,
-    batch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--batch-size",
-            metavar="N[,N…]",
-            help="Images per step; with several, a table shows each, and the best is chosen.",
-        ),
-    ] = None,
-    microbatches: Annotated[
-        str | None,
-        typer.Option(
-            "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
-        ),
-    ] = None,
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"
+    ),
+    batch_sizes: str | None = typer.Option(
+        None,
+        "--batch-size",
+        metavar="N[,N…]",
+        help="Images per step; with several, a table shows each, and the best is chosen.",
+    ),
+    microbatches: str | None = typer.Option(
+        None, "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
+    ),
     precision: o.Precision = None,
-    roles: Annotated[str, typer.Option("--roles", metavar="NAMES", help="Roles that plans may use.")] = "pp,dp,fsdp,tp",
-    without: Annotated[
-        str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
-    ] = "",
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--seconds",
-            min=0.1,
-            help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
-        ),
-    ] = None,
+    roles: str = typer.Option("pp,dp,fsdp,tp", "--roles", metavar="NAMES", help="Roles that plans may use."),
+    without: str = typer.Option(
+        "", "--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe."
+    ),
+    seconds: float | None = typer.Option(
+        None,
+        "--seconds",
+        min=0.1,
+        help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
+    ),
     mtbf: profiled.Mtbf = None,
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
     images_per_second: profiled.InputRate = None,
     report: profiled.ReportFile = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."),
-    ] = None,
+    trace_file: Path | None = typer.Option(
+        None, "--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."
+    ),
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
@@ -148,7 +133,7 @@ def search(
 
     wanted = models or (None,), sizes or (None,), clusters or (None,), batches
     if tabled:
-        with SearchProgress(shown=not as_json) as progress:
+        with SearchProgress() as progress:
             rows = list(request.table(*wanted, progress))
         show_comparison(rows, origin(), as_json)
         return
@@ -167,7 +152,7 @@ def search(
     costs = request.costs(merged, cluster)
     searching, limit = request.search(merged, costs, images, SECONDS), request.budget(costs)
     state = moments(merged, costs.whole)
-    with SearchProgress(shown=not as_json) as progress:
+    with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
         best = result.plans[0]
         found = search_record(

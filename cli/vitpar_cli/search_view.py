@@ -1,19 +1,16 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vitpar.terminal import is_terminal
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import ProgressLines, print_words
+from vitpar_cli.outputs import Status, print_words
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -26,37 +23,15 @@ SHOWN = 5
 """Number of plans that are listed after the best one."""
 
 
-class SearchProgress:
-    """Progress of a search on stderr: a live line on a terminal, otherwise an occasional plain line.
+class SearchProgress(Status):
+    """Progress of a search on stderr."""
 
-    shown: whether to show the live line.
-    """
-
-    def __init__(self, shown: bool) -> None:
-        console = Console(stderr=True)
-        live = is_terminal(sys.stderr)
-        self._status = console.status("searching …") if shown and live else None
-        self._lines = None if live else ProgressLines(eager=False)
-        self.about = ""  # the row of a table that is searched for, shown instead of the numbers of plans
-
-    def __enter__(self) -> Self:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._status:
-            self._status.stop()
+    about = ""
+    """Row of a table that is searched for, shown instead of the numbers of plans."""
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
         best_so_far = f", best so far {best.images_per_second:,.0f} samples/s" if best else ""
-        line = self.about or f"{done} of {total} kinds of plans{best_so_far}"
-        if self._status:
-            self._status.update(line)
-        elif self._lines:
-            self._lines(line)
+        self.tell(self.about or f"{done} of {total} kinds of plans{best_so_far}")
 
 
 def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 
 def validate(
-    plans: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"),
-    ] = None,
+    plans: list[str] | None = typer.Argument(
+        None, metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"
+    ),
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
@@ -45,22 +44,15 @@ def validate(
     model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Approximate seconds per run of a plan.")] = 2.0,
+    seconds: float = typer.Option(2.0, "--seconds", min=0.01, help="Approximate seconds per run of a plan."),
     device: o.DeviceName = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON, after each run.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a stopped validation: keep the runs in the file of --out.")
-    ] = False,
-    correct: Annotated[
-        Path | None,
-        typer.Option(
-            "--correct",
-            metavar="FOLDER",
-            help="Write both profiles to FOLDER, corrected by the measurements.",
-        ),
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write all rows as JSON, after each run."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Continue a stopped validation: keep the runs in the file of --out."
+    ),
+    correct: Path | None = typer.Option(
+        None, "--correct", metavar="FOLDER", help="Write both profiles to FOLDER, corrected by the measurements."
+    ),
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:

@@ -14,7 +14,6 @@ from helpers.html_pages import Page, charts_of
 from vitpar import __version__
 from vitpar.errors import DataError, PlannerError, UserError
 from vitpar.models import model_config
-from vitpar.pages import plotly
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
@@ -22,6 +21,7 @@ from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import accuracy, measured_row, spearman
+from vitpar.runs.pages import plotly
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan

@@ -12,8 +12,6 @@ import pytest
 from helpers.colours import KINDS, closest
 from helpers.html_pages import Page, charts_of
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
-from vitpar.pages.figures import COLOURS
-from vitpar.pages.maps import placement, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
@@ -35,6 +33,8 @@ from vitpar.planner.report.timeline import SENDS, messages, timeline
 from vitpar.planner.report.uncertainty import band_source, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
+from vitpar.runs.pages.figures import COLOURS
+from vitpar.runs.pages.maps import placement, rank_grid
 from vitpar.strategy import parse, validate
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.pages.figures import SERIES, series_colour
-from vitpar.pages.plotly import Figure, Key
 from vitpar.runs.metrics import Column
+from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.plotly import Figure, Key
 from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
 AXES = ("step", "samples", "hours")

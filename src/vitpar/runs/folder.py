@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,8 @@ MOST_METRICS = 20
 """Maximum number of a task's metrics that are read."""
 MOST_COMMANDS = 20
 """Maximum number of the newest commands of a run that are read."""
+RECENT = 200
+"""Number of the newest rows of metrics that a list of runs reads: their mean rate is shown."""
 SEED = "train.seed"
 WARM_UP_ROWS = 1
 """Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
@@ -212,6 +214,37 @@ class RunRecord:
                 status = (self.path / name).stat()
                 stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
         return "-".join(stamps)
+
+
+def runs_in(folder: Path) -> list[RunRecord]:
+    """Return the runs in `folder` with their newest metrics, the newest first; `folder` itself if it is a run.
+
+    Raises DataError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
+    places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
+    return sorted((RunRecord(path, newest=RECENT) for path in places), key=lambda run: (run.age_seconds, run.name))
+
+
+def summary(run: RunRecord) -> dict[str, Any]:
+    """Return the state and newest numbers of a run as `vitpar runs --json` prints them; None for what is unknown."""
+    metric = run.metric
+    return {
+        "name": run.name,
+        "state": run.state,
+        "model": run.recipe.get("model.name"),
+        "data": run.recipe.get("data.path"),
+        "plan": run.plan_words,
+        "steps": run.metrics.steps,
+        "total_steps": run.total_steps,
+        "loss": run.loss,
+        "metric": metric and asdict(metric),
+        "value": metric and run.last(metric.name),
+        "images_per_second": run.images_per_second,
+        "age_seconds": run.age_seconds,
+        "note": run.note,
+    }
 
 
 def _readable(path: Path, read: Any) -> Any:

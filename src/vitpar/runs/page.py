@@ -10,13 +10,13 @@ import numpy as np
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
-from vitpar.pages.document import facts, switch, table, toggles
-from vitpar.pages.figures import SERIES, series_colour
-from vitpar.pages.plotly import Charts, Key
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
 from vitpar.runs.metrics import Column
+from vitpar.runs.pages.document import facts, switch, table, toggles
+from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.plotly import Charts, Key
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.strategy import Plan
@@ -43,7 +43,7 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
 
     made_by: version and command that made it.
     extra: HTML of further sections.
-    version: as for ``vitpar.pages.document.document``.
+    version: as for ``vitpar.runs.pages.document.document``.
     above: HTML above the title.
 
     Raises DataError for a run whose metrics cannot be read.

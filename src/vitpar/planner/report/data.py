@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vitpar.pages.figures import rows_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
@@ -21,6 +20,7 @@ from vitpar.planner.search.gains import Gain, shares
 from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.result import Result
+from vitpar.runs.pages.figures import rows_of
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.text import size

@@ -7,10 +7,6 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from vitpar.pages import figures as f
-from vitpar.pages.document import facts, table
-from vitpar.pages.maps import placement
-from vitpar.pages.plotly import Charts, Figure
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title, price, schedule_words
 from vitpar.planner.report.comparison import comparison_table
@@ -36,6 +32,10 @@ from vitpar.planner.report.timeline import messages, timeline
 from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form
 from vitpar.planner.training_time import hours_name, training_words
+from vitpar.runs.pages import figures as f
+from vitpar.runs.pages.document import facts, table
+from vitpar.runs.pages.maps import placement
+from vitpar.runs.pages.plotly import Charts, Figure
 from vitpar.strategy import Plan
 from vitpar.text import size
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from vitpar_cli.outputs import command_line
+from vitpar_cli.outputs import origin, origin_words
 
 PORT = 8123
 """Port by default, of live reports too."""
@@ -22,11 +22,10 @@ def board(
 
     Example: vitpar board
     """
-    from vitpar import __version__
     from vitpar.runs.live import serve
     from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
-    with serve(folder, port, f"vitpar {__version__}: {command_line()}") as server:
+    with serve(folder, port, origin_words(origin())) as server:
         typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
         server.run()

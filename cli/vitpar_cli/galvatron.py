@@ -11,7 +11,7 @@ from vitpar.errors import RecipeError
 from vitpar.sizes import parse_size
 from vitpar.terminal import say
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, refuse_unwritable
+from vitpar_cli.outputs import origin, origin_words, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 
 MERGING = "Layers that merge patches have the strategy of embed in Galvatron. In vitpar they belong to the next block."
@@ -52,10 +52,8 @@ def import_command(
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
-        said = origin()
         record = {
-            "vitpar": said.version,
-            "command": said.command,
+            **origin(),
             "plan": plan_to_json(read.plan),
             "strategy": str(read.plan),
             "batch_size": read.batch_size,
@@ -63,7 +61,7 @@ def import_command(
         typer.echo(json.dumps({**record, "blocks": read.num_blocks, "notes": list(read.notes)}))
         return
     typer.echo(f"{read.plan}")
-    typer.echo(origin())
+    typer.echo(origin_words(origin()))
     parts = count(read.plan.microbatches or 1, "micro-batch")
     typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} per step")
     for note in read.notes:
@@ -142,7 +140,7 @@ def profiles_command(
     model_profile = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
     model_profile.save(model_out)
-    typer.echo(origin())
+    typer.echo(origin_words(origin()))
     kinds = merged.config(num_classes).kinds
     blocks = next(layer for layer in model_profile.layers if kinds[layer.layer].is_block)
     sizes = [str(timing.size) for timing in blocks.forward.timings]

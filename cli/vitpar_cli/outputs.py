@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import typer
 from rich import box
@@ -27,24 +27,20 @@ from vitpar.terminal import complain, is_terminal, wrap
 from vitpar.text import printable
 from vitpar.training import hub_weights
 
-if TYPE_CHECKING:
-    from vitpar.planner.report.data import Provenance
-
 CADENCE = 10.0
 """Minimum seconds between two lines of progress if stderr is not a terminal."""
 
 
-def origin() -> Provenance:
-    """Return the version of vitpar and the command line."""
+def origin() -> dict[str, str]:
+    """Return the version of vitpar and the command line as it was typed, for JSON."""
     from vitpar import __version__
-    from vitpar.planner.report.data import Provenance
 
-    return Provenance(__version__, command_line())
+    return {"vitpar": __version__, "command": shlex.join(["vitpar", *sys.argv[1:]])}
 
 
-def command_line() -> str:
-    """Return the command line as it was typed."""
-    return shlex.join(["vitpar", *sys.argv[1:]])
+def origin_words(found: Mapping[str, Any]) -> str:
+    """Return the version and command of a result, as in `vitpar 0.1.0: vitpar plan dp2`."""
+    return f"vitpar {found['vitpar']}: {found['command']}"
 
 
 def refuse_undrawable(report: Path | None) -> None:

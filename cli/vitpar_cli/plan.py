@@ -134,7 +134,7 @@ def plan(
         if modules:
             show_modules(by_module)
         if prediction is not None:
-            show_prediction(*prediction, origin())
+            show_prediction(*prediction)
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 

@@ -9,7 +9,16 @@ from vitpar.errors import DataError
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.board import PORT
-from vitpar_cli.outputs import command_line, local_weights, progress_bar, refuse_unwritable, report_bad, warn, write
+from vitpar_cli.outputs import (
+    local_weights,
+    origin,
+    origin_words,
+    progress_bar,
+    refuse_unwritable,
+    report_bad,
+    warn,
+    write,
+)
 
 
 def report(
@@ -54,7 +63,6 @@ def report(
     Example: vitpar report runs/mine --live
     """
     asked = o.request(report, locals())
-    from vitpar import __version__
     from vitpar.runs.folder import RunRecord, refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
     from vitpar.runs.pages.plotly import library
@@ -64,7 +72,7 @@ def report(
     if len(runs) > MOST_RUNS:
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
     _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model, "--task": task}, port)
-    made_by = f"vitpar {__version__}: {command_line()}"
+    made_by = origin_words(origin())
     library()  # refuses to work without it
     if live:
         from vitpar.runs.live import serve

@@ -87,7 +87,7 @@ def scaling(
         return profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, number)
 
     whole = costs(None)
-    most, said = whole.hardware.ranks, origin()
+    most = whole.hardware.ranks
     chosen = tuple(sorted(set(profiled.numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
@@ -105,7 +105,7 @@ def scaling(
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
         bytes_of_state = moments(merged, here.whole)
         known[number, batch] = best_on(number, batch, space, here, budget, bytes_of_state, length)
-    found = origin_to_json(said, whole)
+    found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
@@ -118,7 +118,7 @@ def scaling(
         return
     console = Console(highlight=False)
     print_words(console, title, "bold")
-    print_origin(console, said)
+    print_origin(console, found)
     for note in scaling_notes(found):
         print_words(console, note, "yellow")
     for regime, meaning in WORDS.items():

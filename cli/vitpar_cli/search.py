@@ -135,7 +135,7 @@ def search(
     if tabled:
         with SearchProgress() as progress:
             rows = list(request.table(*wanted, progress))
-        show_comparison(rows, origin(), as_json)
+        show_comparison(rows, as_json)
         return
 
     from vitpar.planner.automatic import run_search

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import Status, print_words
+from vitpar_cli.outputs import Status, origin, origin_words, print_words
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.data import Provenance
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
@@ -59,17 +58,16 @@ def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> 
         console.print(f"written    {path}", soft_wrap=True)
 
 
-def show_comparison(rows: Sequence[Record], origin: "Provenance", as_json: bool) -> None:
+def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
     from vitpar.planner.report.comparison import comparison_notes, comparison_table
 
     notes = comparison_notes(rows)
     if as_json:
-        about = {"vitpar": origin.version, "command": origin.command, "notes": notes}
-        typer.echo(json.dumps(about | {"rows": rows}))
+        typer.echo(json.dumps(origin() | {"notes": notes, "rows": rows}))
         return
     console, setups = Console(highlight=False), dict[str, list[Record]]()
-    print_origin(console, origin)
+    print_origin(console, origin())
     for note in notes:
         print_words(console, note, "yellow")
     for row in rows:
@@ -86,7 +84,7 @@ def show_choice(found: Record, costs: "LayerCosts") -> None:
     console.print()
 
 
-def show_prediction(found: Record, costs: "LayerCosts", origin: "Provenance") -> None:
+def show_prediction(found: Record, costs: "LayerCosts") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.cost.memory import Memory
     from vitpar.planner.remedies import less_memory
@@ -96,7 +94,7 @@ def show_prediction(found: Record, costs: "LayerCosts", origin: "Provenance") ->
     console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]
     console.print()
     print_words(console, f"predicted for {model_words(costs, count(plan.world_size, 'rank'))}", "bold")
-    print_origin(console, origin)
+    print_origin(console, found)
     fits = "yes"
     if not found["fits"]:
         fullest = Memory(**{name: part for name, part in _fullest(found).items() if name != "total"})
@@ -118,7 +116,7 @@ def _show_best(console: Console, found: Record, costs: "LayerCosts") -> None:
     plan, training = plan_of(best), found["training"]
     console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
     print_words(console, model_words(costs, count(plan.world_size, "rank")))
-    console.print(f"vitpar {found['vitpar']}: {found['command']}", style="dim", markup=False, soft_wrap=True)
+    print_origin(console, found)
     pipeline = ""
     if plan.pipeline_degree > 1:
         blocks = "" if isinstance(plan.split, str) else f", blocks per stage {','.join(map(str, plan.split))}"
@@ -232,6 +230,6 @@ def model_words(costs: "LayerCosts", ranks: str) -> str:
     return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
 
 
-def print_origin(console: Console, origin: "Provenance") -> None:
-    """Print the version of vitpar and the command that made the output."""
-    console.print(str(origin), style="dim", markup=False, soft_wrap=True)
+def print_origin(console: Console, found: Record) -> None:
+    """Print the version of vitpar and the command that made a result."""
+    console.print(origin_words(found), style="dim", markup=False, soft_wrap=True)

@@ -229,7 +229,7 @@ def _show(found: dict[str, Any], prices: "list[Price]", costs: "LayerCosts") -> 
     best = min(prices, key=lambda price: price.seconds)
     ranks = count(best.plan.world_size, "rank")
     console.print(f"[bold]{model_words(costs, ranks)}, batch {best.batch_size:,}[/bold]", soft_wrap=True)
-    print_origin(console, origin())
+    print_origin(console, found)
     rows = sorted(zip(prices, found["rows"], strict=True), key=lambda pair: pair[1]["measured_seconds"])
     lines = []
     for price, row in rows:

@@ -26,7 +26,7 @@ from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar_cli.outputs import CADENCE, ProgressLines
+from vitpar_cli.outputs import CADENCE, ProgressLines, origin
 from vitpar_cli.profiled import costs_of
 from vitpar_cli.recipes import recipes
 from vitpar_cli.scaling import scaling
@@ -217,7 +217,7 @@ def test_load_by_other_programs_is_reported(
     rows = [measured_row(predicted, measured, 0.0)]
     found = accuracy(rows, load=load)
     assert found["others_share"] == (load if others is None else others)
-    show_accuracy(found | {"rows": rows}, [predicted], costs)
+    show_accuracy(origin() | found | {"rows": rows}, [predicted], costs)
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
     assert sentence in words if sentence else "cores" not in words

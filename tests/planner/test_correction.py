@@ -46,9 +46,7 @@ def test_correction_recovers_known_factors() -> None:
     found = correction([row(c, s, 1.5 * c + 0.8 * s, 30) for c, s in parts])
     assert found.computing == pytest.approx(1.5) and found.sending == pytest.approx(0.8)
     assert found.memory_bytes == 30 and found.plans == 4
-
-
-def test_indistinguishable_plans_get_one_common_factor() -> None:
+    # Plans that do not distinguish the two get one factor.
     found = correction([row(1, 1, 3)] * 2)
     assert found.computing == found.sending == pytest.approx(1.5) and found.memory_bytes == 0
     assert correction([row(1000, 0, 1, -5)]).computing == LEAST

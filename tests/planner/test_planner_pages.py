@@ -9,7 +9,7 @@ from playwright.sync_api import Browser
 
 from helpers.browser import CUT, DRAWN, Tab, shown
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
-from vitpar.planner.report.data import Provenance, listed, origin_to_json, plan_of, search_record, title_of
+from vitpar.planner.report.data import listed, origin_to_json, plan_of, search_record, title_of
 from vitpar.planner.report.page import page, scaling_page
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
@@ -116,7 +116,7 @@ def test_scaling_shows_plans_under_the_pointer(found: dict[str, Any], chrome: Br
     best = found["plans"][0] | {"efficiency": 1.0, "at_most_better_by": 0.0}
     none = {"ranks": 4, "batch_size": 64, "efficiency": None}
     points = [none if ranks == 4 else best | {"ranks": ranks} for ranks in (1, 4, 8)]
-    about = origin_to_json(Provenance(HOSTILE, HOSTILE), costs_of())
+    about = origin_to_json({"vitpar": HOSTILE, "command": HOSTILE}, costs_of())
     html = scaling_page(HOSTILE, {**about, "weak": points, "strong": points})
     tab = shown(chrome, html, tmp_path, width=390)
     assert tab.run(CUT) == [] and tab.run(OVERLAPS) == []

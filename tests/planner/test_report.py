@@ -18,16 +18,7 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.bands import BANDS, VITPAR
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile
-from vitpar.planner.report.data import (
-    figures,
-    listed,
-    noise_words,
-    plan_of,
-    plan_record,
-    search_record,
-    title_of,
-    trace,
-)
+from vitpar.planner.report import data
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, messages, timeline
 from vitpar.planner.report.uncertainty import band_source, uncertainty
@@ -72,12 +63,12 @@ def test_profile_spread_propagates_to_the_step() -> None:
 
 def test_estimates_carry_the_band_of_their_runs() -> None:
     costs = costs_of()
-    record = plan_record(priced("dp8", costs), costs)
+    record = data.plan_record(priced("dp8", costs), costs)
     found, band = record["uncertainty"], BANDS[False, True]
     assert (found["share"], found["runs"]) == (band.share, band.runs)
     assert found["source"].startswith(f"± {100 * band.share:.0f} %: ")
     assert f"{band.runs} {band.description}" in found["source"] and "none is of vitpar" in found["source"]
-    assert "error of estimates" in noise_words(record)
+    assert "error of estimates" in data.noise_words(record)
     assert "none is from more than one GPU" in band_source(VITPAR)
     bare = costs_of(measured={})
     assert uncertainty(priced("dp8", bare), bare) is None, "no spread is not a spread of nothing"
@@ -85,12 +76,12 @@ def test_estimates_carry_the_band_of_their_runs() -> None:
 
 def test_plans_within_the_uncertainty_are_marked() -> None:
     costs = costs_of()
-    best, close, far = (plan_record(priced(words, costs), costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
+    best, close, far = (data.plan_record(priced(words, costs), costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
     apart = abs(close["images_per_second"] / best["images_per_second"] - 1)
     doubtful = best | {"uncertainty": {"share": apart * 1.01}}
-    marked = [" ".join(figures(one, doubtful)) for one in (best, close, far)]
+    marked = [" ".join(data.figures(one, doubtful)) for one in (best, close, far)]
     assert ["≈" in words for words in marked] == [False, True, False]
-    assert "≈" not in " ".join(figures(close, best | {"uncertainty": {"share": apart * 0.99}}))
+    assert "≈" not in " ".join(data.figures(close, best | {"uncertainty": {"share": apart * 0.99}}))
 
 
 @pytest.mark.parametrize(
@@ -123,11 +114,11 @@ def test_timeline_without_a_pipeline_shows_the_communication(words: str, microba
 
 def test_trace_names_its_plan_and_rows() -> None:
     costs = costs_of()
-    found = trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
+    found = data.trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
     events: Any = found["traceEvents"]
     about: Any = found["otherData"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["pp 0", "pp 1"]
-    assert about["plan"] == "pp2xdp4 1f1b, 4 micro-batches" and about["command"] == ORIGIN.command
+    assert about["plan"] == "pp2xdp4 1f1b, 4 micro-batches" and about["command"] == ORIGIN["command"]
     assert (about["batch_size"], about["precision"], about["vitpar"]) == (768, "bf16", "1.2.3")
 
 
@@ -153,14 +144,14 @@ def found() -> dict[str, Any]:
     costs = costs_of()
     searching = Search(Space(CONFIG, 8, (256,), "bf16", roles=("pp", "dp", "tp")), costs)
     result = searching.best(20e9)
-    return search_record(searching, result, 20e9, ORIGIN, train="vitpar train --mesh plan.json")
+    return data.search_record(searching, result, 20e9, ORIGIN, train="vitpar train --mesh plan.json")
 
 
 def test_report_page_names_the_source_of_its_figures(found: dict[str, Any]) -> None:
     html = page(found, costs_of(), 2)
     words = Page(html).text
     for said in (
-        *("vitpar 1.2.3", ORIGIN.command, "bf16", "batch 256", "MFU", f"{BANDS[False, True].runs} published runs"),
+        *("vitpar 1.2.3", ORIGIN["command"], "bf16", "batch 256", "MFU", f"{BANDS[False, True].runs} published runs"),
         "vitpar train --mesh plan.json",
     ):
         assert said in words, said
@@ -178,13 +169,13 @@ def test_the_chart_has_every_plan_of_the_table(found: dict[str, Any]) -> None:
     searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=("ckpt",)), costs_of())
     result = searching.best(20e9)
     searching.frontier(result.plans[0], until=0.0)
-    short = search_record(searching, result, 20e9, ORIGIN)
+    short = data.search_record(searching, result, 20e9, ORIGIN)
     small = short | {"memory_budget_bytes": 5e9}
     for one in (found, short, small, short | {"frontier": short["frontier"][:1]}):
-        html, plans = page(one, costs_of(), 2), listed(one)
+        html, plans = page(one, costs_of(), 2), data.listed(one)
         _, *families = charts_of(html)["Samples/s by memory"]["traces"]
         marks = [mark for family in families for mark in zip(*(family[k] for k in ("text", "x", "y")), strict=True)]
-        expected = [(title_of(p), p["memory_bytes"], p["images_per_second"]) for p in plans]
+        expected = [(data.title_of(p), p["memory_bytes"], p["images_per_second"]) for p in plans]
         assert len(marks) == len(expected) > 5
         for mark, plan in zip(sorted(marks), sorted(expected), strict=True):
             assert mark == (plan[0], pytest.approx(plan[1] / 1e9), pytest.approx(plan[2])), plan
@@ -193,7 +184,7 @@ def test_the_chart_has_every_plan_of_the_table(found: dict[str, Any]) -> None:
         hollow = sum("-open" in symbol for family in families for symbol in family["marker"]["symbol"])
         assert hollow == sum(p["memory_bytes"] > one["memory_budget_bytes"] for p in plans)
         assert text_of(html.partition("<h2>Plans</h2>")[2]).count("samples/s") >= 1 and "No plan" not in html
-    plans = [plan_of(one) for one in short["frontier"]]
+    plans = [data.plan_of(one) for one in short["frontier"]]
     assert all(searching.space.covers(plan) for plan in plans if plan.is_uniform)
 
 

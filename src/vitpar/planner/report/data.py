@@ -7,7 +7,7 @@ plan.json.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from vitpar.planner.cost.layer import LayerCosts
@@ -35,24 +35,10 @@ MOST_GAIN = 0.0005
 """Change of the time per image below which a change of the machine counts as none."""
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """The program that made an output."""
-
-    version: str
-    """Version of vitpar."""
-    command: str
-    """Command line as it was typed."""
-
-    def __str__(self) -> str:
-        return f"vitpar {self.version}: {self.command}"
-
-
-def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, Any]:
-    """Return the model, machine, precision, command and version of a prediction."""
+def origin_to_json(origin: Record, costs: LayerCosts) -> dict[str, Any]:
+    """Return the model, machine and precision of a prediction with its `origin`: version and command."""
     return {
-        "vitpar": origin.version,
-        "command": origin.command,
+        **origin,
         "model": costs.config.name,
         "precision": costs.model.precision,
         "compiled": costs.model.compiled,
@@ -86,7 +72,7 @@ def search_record(
     search: Search,
     result: Result,
     budget: float,
-    origin: Provenance,
+    origin: Record,
     *,
     train: str = "",
     training: Record | None = None,
@@ -270,7 +256,7 @@ def gain_table(gains: Iterable[Record], best: Record) -> Table:
     ]
 
 
-def trace(price: Price, costs: LayerCosts, origin: Provenance) -> dict[str, Any]:
+def trace(price: Price, costs: LayerCosts, origin: Record) -> dict[str, Any]:
     """Return the spans of one step in the Trace Event Format, for chrome://tracing and Perfetto.
 
     Times are in microseconds. Each row of the timeline is a process.

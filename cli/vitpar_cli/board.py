@@ -22,10 +22,15 @@ def board(
 
     Example: vitpar board
     """
+    serve_pages(folder, port)
+
+
+def serve_pages(runs: Path | list[Path], port: int) -> None:
+    """Serve the board of a folder, or the report of runs, until Ctrl-C."""
     from vitpar.runs.live import serve
     from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
-    with serve(folder, port, origin_words(origin())) as server:
+    with serve(runs, port, origin_words(origin())) as server:
         typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
         server.run()

@@ -11,13 +11,12 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
-from vitpar.sizes import parse_size
 from vitpar.terminal import complain
 from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
-from vitpar_cli.search_request import SECONDS, SearchRequest
+from vitpar_cli.search_request import SECONDS, SearchRequest, words
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -103,8 +102,9 @@ def search(
 
     Example: vitpar search --cluster 8xH100,4x8xA100,8xL40S --model vit_large_patch16_224 --batch-size 1024,4096
     """
-    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(_words(cluster or ""))
-    models = tuple(filter(None, map(o.own_model, _words(model or ""))))
+    options = dict(locals())
+    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(words(cluster or ""))
+    models = tuple(filter(None, map(o.own_model, words(model or ""))))
     sizes = profiled.numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE) if image_sizes else ()
     batches = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else None
     tabled = max(len(clusters), len(models), len(sizes)) > 1
@@ -113,20 +113,7 @@ def search(
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
     refuse_undrawable(report)
-    request = SearchRequest(
-        o.request(search, locals()),
-        hardware,
-        model_profile,
-        num_classes,
-        ranks,
-        None if memory is None else parse_size(memory),
-        profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None,
-        _words(roles),
-        frozenset(word.lstrip("+") for word in _words(without)),
-        seconds,
-        profiled.conditions(mtbf, hour_price, stall, restart),
-        images_per_second,
-    )
+    request = SearchRequest(o.request(search, options), options)
     merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
     from vitpar_cli.search_view import SearchProgress, show, show_comparison
@@ -174,7 +161,7 @@ def search(
         show(found, costs, (out, report, trace_file))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
-        if missing := [name for name in useful if not request.without & {*name.split("+")}]:
+        if missing := [name for name in useful if not request.limits["without"] & {*name.split("+")}]:
             complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
 
 
@@ -205,20 +192,15 @@ def _train_command(
     It uses the file `out` if there is one, and otherwise options for all settings that the strategy does not contain.
     """
     plan = best.plan
-    words = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
+    command = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
     if out is None:
         settings = ParallelSection.of(plan).model_dump(exclude_unset=True, exclude={"mesh"})
         for name, value in settings.items():
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-    words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
+            command += [f"--{name.replace('_', '-')}", text]
+    command += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
     given = {"model.name": model, "model.image_size": costs.config.image_size if resized else None}
     asked = request.asked | given
-    words += o.words(asked, without=("train.precision",))
+    command += o.words(asked, without=("train.precision",))
     needed = asked.path is None and not asked.names_data and (model or asked.value("task.name"))
-    return shlex.join(words) + (" --data DIR" if needed else "")
-
-
-def _words(text: str) -> list[str]:
-    """Return the words of a comma-separated list such as `dp, tp`."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return shlex.join(command) + (" --data DIR" if needed else "")

@@ -31,10 +31,6 @@ LOG, METRICS = "log.txt", "metrics.jsonl"
 """Files that every run has from its start."""
 RunState = Literal["running", "complete", "stopped", "failed"]
 """State of a run: a process trains it; it reached its last step; it was asked to stop; it ended otherwise."""
-MOST_METRICS = 20
-"""Maximum number of a task's metrics that are read."""
-MOST_COMMANDS = 20
-"""Maximum number of the newest commands of a run that are read."""
 RECENT = 200
 """Number of the newest rows of metrics that a list of runs reads: their mean rate is shown."""
 SEED = "train.seed"
@@ -99,7 +95,7 @@ class RunRecord:
         described = self.environment.get("metrics")
         if not isinstance(described, list):
             return Classify.METRICS
-        known = [metric for one in described[:MOST_METRICS] if (metric := Metric.read(one))]
+        known = [metric for one in described if (metric := Metric.read(one))]
         return tuple({metric.name: metric for metric in known}.values())
 
     @cached_property
@@ -153,7 +149,7 @@ class RunRecord:
             return "an earlier vitpar trained it, which wrote no events: its restarts, saves and warnings are unknown"
         if self.state == "failed":
             return "it ended without a message: was it killed?"
-        return events.warnings[-1] if events.warnings else ""
+        return events.warning
 
     @property
     def age_seconds(self) -> float:
@@ -193,7 +189,7 @@ class RunRecord:
         pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
         return {
             after: shlex.join(["vitpar", *map(str, words[1:])])
-            for after, words in pairs[-MOST_COMMANDS:]
+            for after, words in pairs
             if isinstance(after, int) and isinstance(words, list) and words
         }
 

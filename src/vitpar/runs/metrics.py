@@ -31,8 +31,6 @@ TRAIN = (
 """Columns of rows about training steps."""
 GROUPED = ("grad_norms", "update_ratios")
 """Objects in rows about training steps, with a number for each group of layers."""
-MOST_GROUPS, MOST_NAME = 32, 64
-"""Maximum number of groups in a file, and of characters in the name of one; others are left out."""
 EVAL = ("step", "loss")
 """Columns of rows about evaluations. Those of the task's metrics follow, here and in `TRAIN`."""
 
@@ -99,7 +97,7 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
     kinds = {"train": dict.fromkeys((*TRAIN, *names)), "eval": dict.fromkeys((*EVAL, *names))}
     columns = {kind: {name: array("d") for name in known} for kind, known in kinds.items()}
     events = list[dict[str, Any]]()
-    damaged, memory, most = 0, np.empty(0), len(columns["train"]) + MOST_GROUPS * len(GROUPED)
+    damaged, memory = 0, np.empty(0)
     for row in found_rows:
         kind = row.get("kind") if row is not None else None
         step = _number(row.get("step")) if row is not None else np.nan
@@ -110,7 +108,7 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
         elif isinstance(kind, str) and kind in columns:
             groups = _by_group(row) if kind == "train" else {}
             for name in groups:
-                if name not in columns[kind] and len(columns[kind]) < most:
+                if name not in columns[kind]:
                     columns[kind][name] = array("d", [np.nan] * len(columns[kind]["step"]))
             for name, column in columns[kind].items():
                 column.append(_number(groups.get(name, row.get(name))))
@@ -131,7 +129,6 @@ def _by_group(row: Mapping[str, Any]) -> dict[str, Any]:
         for key in GROUPED
         if isinstance(groups := row.get(key), dict)
         for name, value in groups.items()
-        if len(name) <= MOST_NAME
     }
 
 

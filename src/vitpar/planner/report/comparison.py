@@ -7,7 +7,7 @@ from typing import Any
 
 from vitpar.errors import PlannerError
 from vitpar.planner.automatic import run_search
-from vitpar.planner.report.data import Record, Table, plan_record, provenance, remarks, title_of
+from vitpar.planner.report.data import Record, Table, plan_record, provenance, sources, title_of
 from vitpar.planner.search.best import Progress, Search
 from vitpar.planner.training_time import TrainingLength, condition_words, figure, training_time
 from vitpar.text import size
@@ -81,5 +81,5 @@ def limit_words(record: Record) -> str:
 
 def comparison_notes(rows: Sequence[Record]) -> list[str]:
     """Return notes on the origin and uncertainty of all figures, each once."""
-    found = (remarks(row["notes"], row["training"], row) for row in rows if "plan" in row)
-    return list(dict.fromkeys(note for notes in found for note in notes))
+    found = ((*row["notes"], *sources(row), row["training"]["assumed"]) for row in rows if "plan" in row)
+    return list(dict.fromkeys(note for notes in found for note in notes if note))

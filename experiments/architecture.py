@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("training.recipe",)),
     ("", ("training.optim", "training.tracking")),
     ("model and state", ("copying", "weights")),
-    ("", ("parallel", "data", "checkpoint", "pages")),
+    ("", ("parallel", "data", "checkpoint", "runs.pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
     ("ground", ("intervals", "io", "kernels", "records", "sharded", "sizes")),

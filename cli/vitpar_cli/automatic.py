@@ -128,8 +128,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     Raises PlannerError and RecipeError.
     """
     from vitpar.planner.automatic import make_search, run_search
-    from vitpar.planner.report.data import Findings, speed_words
-    from vitpar.planner.search.reasons import reasons
+    from vitpar.planner.report.data import plan_record, search_record, speed_words
     from vitpar.planner.sources import estimated_costs, planned_teacher, usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.state_memory import moments
@@ -153,15 +152,14 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
     )
     limit = budget or usual_budget(costs)
-    with SearchProgress(shown=not options.quiet) as progress:
+    with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
     best = result.plans[0]
     plan = recipe.under(best.plan).plan(config)
     if not options.quiet:
         training = training_time(best, training_length(recipe))
-        why = reasons(searching, best, limit)
-        show_choice(Findings(result, limit, (), why, costs, origin(), training=training))
-    words = f"{speed_words(best, costs)}, {size(best.memory_bytes)} of {size(limit)} per rank"
+        show_choice(search_record(searching, result, limit, origin(), training=training, frontier=False), costs)
+    words = f"{speed_words(plan_record(best, costs))}, {size(best.memory_bytes)} of {size(limit)} per rank"
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,7 +16,7 @@ from vitpar.training.recipe.machine import on_device
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import classes_of
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import warn
+from vitpar_cli.outputs import Status, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -33,15 +33,14 @@ def bench(
     mesh: o.Mesh = None,
     recipe: o.RecipeFile = None,
     data: o.DataDir = None,
-    synthetic: Annotated[
-        bool,
-        typer.Option("--synthetic", help="Use random samples.  \\[default: without --recipe and --data]"),
-    ] = False,
+    synthetic: bool = typer.Option(
+        False, "--synthetic", help="Use random samples.  \\[default: without --recipe and --data]"
+    ),
     model: o.ModelName = None,
     task: o.TaskName = None,
-    num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=2, help="Number of classes without data.  \\[default: 10]")
-    ] = None,
+    num_classes: int | None = typer.Option(
+        None, "--num-classes", min=2, help="Number of classes without data.  \\[default: 10]"
+    ),
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
@@ -50,16 +49,14 @@ def bench(
     split: o.Split = None,
     precision: o.Precision = None,
     compile_blocks: o.Compile = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps per repeat.")] = 10,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed repeats of --steps steps.")] = 5,
-    warmup: Annotated[
-        int | None,
-        typer.Option("--warmup", min=1, help="Untimed steps at the start.  \\[default: until step times are steady]"),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", metavar="DIR", help="Write a trace of every rank to DIR, and show the top kernels."),
-    ] = None,
+    steps: int = typer.Option(10, "--steps", min=1, help="Steps per repeat."),
+    repeats: int = typer.Option(5, "--repeats", min=1, help="Timed repeats of --steps steps."),
+    warmup: int | None = typer.Option(
+        None, "--warmup", min=1, help="Untimed steps at the start.  \\[default: until step times are steady]"
+    ),
+    profile: Path | None = typer.Option(
+        None, "--profile", metavar="DIR", help="Write a trace of every rank to DIR, and show the top kernels."
+    ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
@@ -130,7 +127,7 @@ def _bench(
     from vitpar.bench import Settings
     from vitpar.bench import bench as measure
     from vitpar.planner.out_of_memory import explain_memory
-    from vitpar_cli.bench_view import Status, show
+    from vitpar_cli.bench_view import show
 
     facts = recipe, config, chosen.plan, device
     with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:

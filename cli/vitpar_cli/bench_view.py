@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
-import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 Numbers = dict[str, Any]
 """Part of a result of ``vitpar.bench.bench``."""
-CADENCE = 10.0
-"""Minimum seconds between two plain lines of progress."""
 PLAIN_WIDTH = 100
 """Width of the output in columns if there is no terminal."""
 NAMES = 12
@@ -36,35 +32,6 @@ FIGURES = 54
 """Columns of the table of kernels other than the name."""
 SHORT = 1e-5
 """Seconds up to which a phase counts as empty, so that its share of the limit is meaningless."""
-
-
-class Status:
-    """Status on stderr: one live line on a terminal, otherwise an occasional plain line."""
-
-    def __init__(self, shown: bool) -> None:
-        console = Console(stderr=True)
-        self._shown, self._live = shown, console.is_terminal and not console.is_dumb_terminal
-        self._said = time.monotonic()
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self._write("\r\x1b[K" if self._live else "")
-
-    def tell(self, words: str) -> None:
-        """Show the current activity, in words."""
-        if self._live:
-            self._write(f"\r\x1b[K{words} …")
-        elif time.monotonic() - self._said > CADENCE:
-            self._said = time.monotonic()
-            self._write(f"{words}\n")
-
-    def _write(self, text: str) -> None:
-        if self._shown:
-            print(text, end="", file=sys.stderr, flush=True)
 
 
 def show(benchmark: Numbers, config: ModelConfig, plan: Plan, traces: Path | None) -> None:
@@ -98,7 +65,7 @@ def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark['device']}, {benchmark['device_name']}"
     if plan.pipeline_degree > 1:
         yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
-    yield "batch", batch_words(batch, config.sample)
+    yield "batch", batch_words(asdict(batch), config.sample)
     attention = f", attention by {benchmark['attention']}" if benchmark["attention"] else ""
     yield "precision", benchmark["precision"] + (", blocks compiled" if benchmark["compile"] else "") + attention
     data, warm = benchmark["data"], benchmark["warm_up"]

@@ -1,19 +1,18 @@
 """`vitpar board`: serve a table of runs that leads to their pages."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from vitpar_cli.outputs import command_line
+from vitpar_cli.outputs import origin, origin_words
 
 PORT = 8123
 """Port by default, of live reports too."""
 
 
 def board(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free one.")] = PORT,
+    folder: Path = typer.Argument(Path("runs"), metavar="[DIR]", help="Folder that holds runs."),
+    port: int = typer.Option(PORT, "--port", min=0, max=65535, help="Port; 0 for any free one."),
 ) -> None:
     """Serve a page on 127.0.0.1 with all runs of a folder, which follows them while they train.
 
@@ -23,11 +22,15 @@ def board(
 
     Example: vitpar board
     """
-    from vitpar import __version__
-    from vitpar.pages.plotly import library
+    serve_pages(folder, port)
+
+
+def serve_pages(runs: Path | list[Path], port: int) -> None:
+    """Serve the board of a folder, or the report of runs, until Ctrl-C."""
     from vitpar.runs.live import serve
+    from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
-    with serve(folder, port, f"vitpar {__version__}: {command_line()}") as server:
+    with serve(runs, port, origin_words(origin())) as server:
         typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
         server.run()

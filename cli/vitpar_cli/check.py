@@ -35,25 +35,21 @@ ROWS_SHOWN = {True: 1, False: 4}
 
 def check(
     mesh: o.Mesh = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            "--recipe",
-            metavar="FILE",
-            help="TOML recipe whose training is checked.  \\[default: a tiny ViT with all features on]",
-        ),
-    ] = None,
+    recipe: Path | None = typer.Option(
+        None,
+        "--recipe",
+        metavar="FILE",
+        help="TOML recipe whose training is checked.  \\[default: a tiny ViT with all features on]",
+    ),
     model: o.ModelName = None,
     task: o.TaskName = None,
-    num_classes: Annotated[
-        int | None,
-        typer.Option(
-            "--num-classes",
-            min=2,
-            help="Classes of the model; tokens of the vocabulary for mlm and span.  "
-            f"\\[default: the data's, or {CLASSES}, or {VOCABULARY} tokens]",
-        ),
-    ] = None,
+    num_classes: int | None = typer.Option(
+        None,
+        "--num-classes",
+        min=2,
+        help="Classes of the model; tokens of the vocabulary for mlm and span.  "
+        f"\\[default: the data's, or {CLASSES}, or {VOCABULARY} tokens]",
+    ),
     batch_size: Annotated[
         int | None,
         o.setting(
@@ -70,13 +66,9 @@ def check(
     split: o.Split = None,
     precision: o.Precision = None,
     compile_blocks: o.Compile = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            "--tolerance",
-            help="Allowed relative error.  \\[default: a multiple of each tensor's rounding noise]",
-        ),
-    ] = None,
+    tolerance: float | None = typer.Option(
+        None, "--tolerance", help="Allowed relative error.  \\[default: a multiple of each tensor's rounding noise]"
+    ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,

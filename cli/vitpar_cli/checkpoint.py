@@ -4,9 +4,8 @@ import json
 import shlex
 from contextlib import suppress
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.progress import track
 from vitpar.terminal import say
 from vitpar.text import count
 from vitpar_cli.outputs import data_table, progress_bar, warn
+from vitpar_cli.recipe_options import AsJson
 
 if TYPE_CHECKING:
     from vitpar.checkpoint.folder import Checkpoint
@@ -33,18 +33,10 @@ Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="New folder for 
 ShardSize = Annotated[
     str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-class ExportFormat(StrEnum):
-    """Libraries whose names and files `export` writes."""
-
-    vitpar = "vitpar"
-    timm = "timm"
-    transformers = "transformers"
-    onnx = "onnx"
-
-
+ExportFormat = Literal["vitpar", "timm", "transformers", "onnx"]
+"""Libraries whose names and files `export` writes."""
 _GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
 _WORST = 10  # maximum tensors that `diff` lists
 
@@ -226,20 +218,14 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
 def export_command(
     path: Path_,
     out: Out,
-    format: Annotated[
-        ExportFormat, typer.Option("--format", help="Names and files of this library.")
-    ] = ExportFormat.vitpar,
-    shard_size: Annotated[
-        str | None,
-        typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB.  \\[default: 5GB]"),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--no-averages", help="Export the parameters instead of their running averages.")
-    ] = False,
-    adapters: Annotated[
-        bool,
-        typer.Option("--adapters", help="Export the low-rank adapters (LoRA) alone, as files of peft for the library."),
-    ] = False,
+    format: ExportFormat = typer.Option("vitpar", "--format", help="Names and files of this library."),
+    shard_size: str | None = typer.Option(
+        None, "--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB.  \\[default: 5GB]"
+    ),
+    plain: bool = typer.Option(False, "--no-averages", help="Export the parameters instead of their running averages."),
+    adapters: bool = typer.Option(
+        False, "--adapters", help="Export the low-rank adapters (LoRA) alone, as files of peft for the library."
+    ),
 ) -> None:
     """Write the parameters of a checkpoint for vitpar, timm or transformers as safetensors, or the model as ONNX.
 
@@ -261,25 +247,25 @@ def export_command(
         _export_adapters(path, out, format, averages=False if plain else None, shard_size=shard_size)
         return
     checkpoint = None if (path / WEIGHTS_INDEX).is_file() else _opened(path)
-    if checkpoint is None and format is ExportFormat.vitpar:
+    if checkpoint is None and format == "vitpar":
         raise CheckpointError(f"'{path}' holds weights of vitpar already: name a library with --format")
     if checkpoint is None and plain:
         raise CheckpointError(f"--no-averages has no effect: '{path}' has one set of parameters")
-    if shard_size is not None and format in (ExportFormat.timm, ExportFormat.onnx):
-        raise CheckpointError(f"--shard-size has no effect with --format {format.value}: leave it out")
+    if shard_size is not None and format in ("timm", "onnx"):
+        raise CheckpointError(f"--shard-size has no effect with --format {format}: leave it out")
     averages, shard_bytes = False if plain else None, int(parse_size(shard_size or "5GB", "--shard-size"))
     weights = open_weights(path) if checkpoint is None else weights_of(checkpoint, averages)
     notes: list[str] = []
     with progress_bar("writing") as moved:
-        if checkpoint is not None and format is ExportFormat.vitpar:
+        if checkpoint is not None and format == "vitpar":
             files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)
-        elif format is ExportFormat.onnx:
+        elif format == "onnx":
             from vitpar.weights.onnx import FILE, export_onnx
 
             error = export_onnx(weights, out)
             files, notes = [out / FILE], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
         else:
-            library: Format = "timm" if format is ExportFormat.timm else "transformers"
+            library: Format = "timm" if format == "timm" else "transformers"
             done = export_weights(weights, out, library, shard_bytes=shard_bytes, progress=moved)
             files, notes = done.files, done.notes
     what = str(path) if checkpoint is None else f"step {checkpoint.facts.step:,}"
@@ -301,8 +287,8 @@ def _export_adapters(
     from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
     from vitpar.weights.folder import RECIPE, weights_of, write_files
 
-    if format is ExportFormat.onnx or shard_size is not None:
-        given = "--format onnx" if format is ExportFormat.onnx else "--shard-size"
+    if format == "onnx" or shard_size is not None:
+        given = "--format onnx" if format == "onnx" else "--shard-size"
         raise CheckpointError(f"{given} has no effect with --adapters: leave it out")
     if (path / WEIGHTS_INDEX).is_file():
         raise CheckpointError(f"'{path}' holds weights, into which adapters are merged: name the run or a checkpoint")
@@ -313,8 +299,8 @@ def _export_adapters(
     frozen = read_recipe(checkpoint.path / RECIPE).frozen(config)
     trained = {*parameter_names(config.whole)} - frozen
     library: Format | None = None
-    if format is not ExportFormat.vitpar:
-        library = "timm" if format is ExportFormat.timm else "transformers"
+    if format != "vitpar":
+        library = "timm" if format == "timm" else "transformers"
     files = write_files(out, adapter_files(config, weights.read, trained, library))
     names = count(len(config.modules), "linear layer")
     typer.echo(f"adapters of {names} at step {checkpoint.facts.step:,} written to {out}: {count(len(files), 'file')}")
@@ -329,33 +315,26 @@ def import_command(
         ),
     ],
     out: Out,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="NAME", help="timm model name, needed if no config.json gives the number of heads."
-        ),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option("--classes", min=1, help="Number of classes; a different number gives a new classifier."),
-    ] = None,
-    image_size: Annotated[
-        int | None, typer.Option("--image-size", min=1, help="Interpolate positions for images of this size in pixels.")
-    ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Load a .pth or .bin with more than tensors, which runs code from it.")
-    ] = False,
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            "--prefix",
-            help="Beginning of the names of the model's tensors, such as teacher.backbone.  \\[default: found]",
-        ),
-    ] = None,
-    adapters: Annotated[
-        Path | None,
-        typer.Option("--adapters", metavar="DIR", help="Merge the low-rank adapters (LoRA) that peft saved there."),
-    ] = None,
+    model: str | None = typer.Option(
+        None, "--model", metavar="NAME", help="timm model name, needed if no config.json gives the number of heads."
+    ),
+    classes: int | None = typer.Option(
+        None, "--classes", min=1, help="Number of classes; a different number gives a new classifier."
+    ),
+    image_size: int | None = typer.Option(
+        None, "--image-size", min=1, help="Interpolate positions for images of this size in pixels."
+    ),
+    trust: bool = typer.Option(
+        False, "--trust", help="Load a .pth or .bin with more than tensors, which runs code from it."
+    ),
+    prefix: str | None = typer.Option(
+        None,
+        "--prefix",
+        help="Beginning of the names of the model's tensors, such as teacher.backbone.  \\[default: found]",
+    ),
+    adapters: Path | None = typer.Option(
+        None, "--adapters", metavar="DIR", help="Merge the low-rank adapters (LoRA) that peft saved there."
+    ),
     shard_size: ShardSize = "5GB",
     as_json: AsJson = False,
 ) -> None:

@@ -29,11 +29,9 @@ LABEL = "Source of labels: .cls or .json files of the images, or folders."
 @app.command("index")
 def index_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the .tar files.")],
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=PATTERN", help=SPLIT)] = None,
-    label: Annotated[str, typer.Option(metavar="cls|json:FIELD|folder", help=LABEL)] = "cls",
-    classes: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Class names, one per line, in label order.")
-    ] = None,
+    split: list[str] | None = typer.Option(None, metavar="NAME=PATTERN", help=SPLIT),
+    label: str = typer.Option("cls", metavar="cls|json:FIELD|folder", help=LABEL),
+    classes: Path | None = typer.Option(None, metavar="FILE", help="Class names, one per line, in label order."),
     workers: Workers = None,
 ) -> None:
     """Write an index into a folder of existing WebDataset shards, which are not changed.
@@ -57,7 +55,7 @@ def index_command(
 @app.command("verify")
 def verify_command(
     folder: Folder,
-    pixels: Annotated[bool, typer.Option("--pixels/--no-pixels", help="Also decode every image.")] = True,
+    pixels: bool = typer.Option(True, "--pixels/--no-pixels", help="Also decode every image."),
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -84,9 +82,9 @@ def verify_command(
 def info_command(
     folder: Folder,
     as_json: AsJson = False,
-    preview: Annotated[
-        Path | None, typer.Option("--preview", metavar="FILE.png", help="Draw samples as the recipe augments them.")
-    ] = None,
+    preview: Path | None = typer.Option(
+        None, "--preview", metavar="FILE.png", help="Draw samples as the recipe augments them."
+    ),
     recipe: RecipeFile = None,
     assignments: Assignments = None,
 ) -> None:

@@ -42,14 +42,14 @@ def option(name: str, *flags: str, **settings: Any) -> Any:
 
 def pack_command(
     source: Annotated[str, typer.Argument(metavar="SRC", help=OPTIONS["source"])],
-    destination: Annotated[Path | None, typer.Argument(metavar="DST", help="Folder to create.")] = None,
+    destination: Path | None = typer.Argument(None, metavar="DST", help="Folder to create."),
     val_fraction: Annotated[float | None, option("val_fraction")] = None,
     shard_samples: Annotated[int | None, option("shard_samples")] = None,
     short_side: Annotated[int | None, option("short_side")] = None,
     quality: Annotated[int | None, option("quality")] = None,
     seed: Annotated[int, option("seed", min=0, max=2**63 - 1)] = 0,
     workers: Workers = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the data set in DST.")] = False,
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the data set in DST."),
     skip_damaged: Annotated[bool, option("skip_damaged", "--skip-damaged")] = False,
     dry_run: Annotated[bool, option("dry_run", "--dry-run")] = False,
     no_decode: Annotated[bool, option("no_decode", "--no-decode")] = False,

@@ -56,12 +56,12 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         return
     typer.echo(recipe.to_toml())
     state = state_bytes(recipe, config)
-    summary = summarize(config, plan, train.batch_size, state, recipe.frozen(config), frozen_bytes(recipe))
-    show(config, plan, train.precision, summary, state_words(recipe))
+    frozen = recipe.frozen(config), frozen_bytes(recipe)
+    show(config, plan, summarize(config, plan, train.batch_size, train.precision, state, *frozen), state_words(recipe))
     # Last, to be seen without scrolling.
     typer.echo("")
     rows = {
-        "model": f"{config.name}, {millions(summary.parameters)} parameters, {config.words[1]}",
+        "model": f"{config.name}, {millions(config.parameters)} parameters, {config.words[1]}",
         "mesh": f"{plan} on {count(plan.world_size, 'rank')} of {run.device_type}, {train.precision}",
         "lr": lr_words(recipe, len(run.train_set)),
         "": _drawn(rate, steps),

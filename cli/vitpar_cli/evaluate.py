@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -30,25 +30,21 @@ if TYPE_CHECKING:
 
 def evaluate(
     checkpoint: o.CheckpointDir,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--data",
-            metavar="DIR",
-            help="Packed data; repeat it for several data sets.  \\[default: what it was trained on]",
-            rich_help_panel="Model and data",
-        ),
-    ] = None,
-    split: Annotated[str, typer.Option("--data-split", help="Split to evaluate: val, train or test.")] = "val",
-    predictions: Annotated[
-        Path | None,
-        typer.Option(
-            "--predictions",
-            metavar="FILE.parquet",
-            help="Write a row for each image: its label, and what the model predicts.",
-        ),
-    ] = None,
-    mesh: Annotated[str, typer.Option("--mesh", metavar="STRATEGY", help="Mesh to evaluate under.")] = "dp1",
+    data: list[Path] | None = typer.Option(
+        None,
+        "--data",
+        metavar="DIR",
+        help="Packed data; repeat it for several data sets.  \\[default: what it was trained on]",
+        rich_help_panel="Model and data",
+    ),
+    split: str = typer.Option("val", "--data-split", help="Split to evaluate: val, train or test."),
+    predictions: Path | None = typer.Option(
+        None,
+        "--predictions",
+        metavar="FILE.parquet",
+        help="Write a row for each image: its label, and what the model predicts.",
+    ),
+    mesh: str = typer.Option("dp1", "--mesh", metavar="STRATEGY", help="Mesh to evaluate under."),
     batch_size: o.BatchSize = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,

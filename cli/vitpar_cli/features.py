@@ -17,17 +17,14 @@ from vitpar_cli.predict import AtOnce
 def features(
     checkpoint: o.CheckpointDir,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.")],
-    images: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[IMAGE...]", help="Image files; a folder stands for all images in it and its subfolders."
-        ),
-    ] = None,
+    images: list[Path] | None = typer.Argument(
+        None, metavar="[IMAGE...]", help="Image files; a folder stands for all images in it and its subfolders."
+    ),
     data: Annotated[
         Path | None,
         o.setting("data.path", "--data", to=str, metavar="DIR", help="Packed data, instead of image files."),
     ] = None,
-    split: Annotated[str, typer.Option("--data-split", help="Split of --data: val or train.")] = "val",
+    split: str = typer.Option("val", "--data-split", help="Split of --data: val or train."),
     batch_size: AtOnce = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,

@@ -11,7 +11,7 @@ from vitpar.errors import RecipeError
 from vitpar.sizes import parse_size
 from vitpar.terminal import say
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, refuse_unwritable
+from vitpar_cli.outputs import origin, origin_words, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 
 MERGING = "Layers that merge patches have the strategy of embed in Galvatron. In vitpar they belong to the next block."
@@ -28,9 +28,7 @@ def import_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, which is not in the file.")],
     model: o.ModelName = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan as JSON, for --mesh.")
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="PLAN", help="Write the plan as JSON, for --mesh."),
     assignments: o.Assignments = None,
     as_json: o.AsJson = False,
 ) -> None:
@@ -54,10 +52,8 @@ def import_command(
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
-        said = origin()
         record = {
-            "vitpar": said.version,
-            "command": said.command,
+            **origin(),
             "plan": plan_to_json(read.plan),
             "strategy": str(read.plan),
             "batch_size": read.batch_size,
@@ -65,7 +61,7 @@ def import_command(
         typer.echo(json.dumps({**record, "blocks": read.num_blocks, "notes": list(read.notes)}))
         return
     typer.echo(f"{read.plan}")
-    typer.echo(origin())
+    typer.echo(origin_words(origin()))
     parts = count(read.plan.microbatches or 1, "micro-batch")
     typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} per step")
     for note in read.notes:
@@ -115,17 +111,17 @@ def profiles_command(
         str, typer.Option("--memory", metavar="SIZE", help="Memory of a GPU, such as 40GB, which is not in the files.")
     ],
     model: o.ModelName = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the hardware profile.")] = 1,
-    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs per node of the hardware profile.")] = 8,
+    nodes: int = typer.Option(1, "--nodes", min=1, help="Nodes of the hardware profile."),
+    devices: int = typer.Option(8, "--devices", min=1, help="GPUs per node of the hardware profile."),
     precision: o.Precision = None,
     recipe: o.RecipeFile = None,
-    hardware_out: Annotated[
-        Path, typer.Option("--hardware-out", metavar="FILE", help="The hardware profile to write.")
-    ] = Path("hardware.json"),
-    model_out: Annotated[Path, typer.Option("--model-out", metavar="FILE", help="The model profile to write.")] = Path(
-        "model.json"
+    hardware_out: Path = typer.Option(
+        Path("hardware.json"), "--hardware-out", metavar="FILE", help="The hardware profile to write."
     ),
-    num_classes: Annotated[int, typer.Option("--num-classes", min=1, help="Classes of the model.")] = 1000,
+    model_out: Path = typer.Option(
+        Path("model.json"), "--model-out", metavar="FILE", help="The model profile to write."
+    ),
+    num_classes: int = typer.Option(1000, "--num-classes", min=1, help="Classes of the model."),
     assignments: o.Assignments = None,
 ) -> None:
     """Convert Galvatron's profiles of a machine and a model to vitpar's, for `vitpar search`.
@@ -144,7 +140,7 @@ def profiles_command(
     model_profile = import_model(profiled, merged.config(num_classes), precision)
     machine.save(hardware_out)
     model_profile.save(model_out)
-    typer.echo(origin())
+    typer.echo(origin_words(origin()))
     kinds = merged.config(num_classes).kinds
     blocks = next(layer for layer in model_profile.layers if kinds[layer.layer].is_block)
     sizes = [str(timing.size) for timing in blocks.forward.timings]

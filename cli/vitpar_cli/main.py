@@ -5,7 +5,7 @@ Each command or command group has its own file. This file combines them and prin
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperOption
@@ -91,10 +91,8 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of user errors too.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of user errors too."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Train Vision Transformers on any mesh of devices in pure PyTorch.
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -24,15 +24,13 @@ FORWARD = "GFLOPs are of the forward of one image or sequence: matrix products, 
 
 
 def models(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="A model, or a model of your own as FILE.py:NAME; or a family, a part of names or a pattern, which "
-            "shortens the list.",
-            callback=o.own_model,
-        ),
-    ] = None,
+    name: str | None = typer.Argument(
+        None,
+        metavar="NAME",
+        help="A model, or a model of your own as FILE.py:NAME; or a family, a part of names or a pattern, which "
+        "shortens the list.",
+        callback=o.own_model,
+    ),
     as_json: o.AsJson = False,
 ) -> None:
     """List the published models of all families or those of some names, or show the layers and options of one.

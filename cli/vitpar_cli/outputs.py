@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import typer
 from rich import box
@@ -27,30 +27,26 @@ from vitpar.terminal import complain, is_terminal, wrap
 from vitpar.text import printable
 from vitpar.training import hub_weights
 
-if TYPE_CHECKING:
-    from vitpar.planner.report.data import Provenance
-
 CADENCE = 10.0
 """Minimum seconds between two lines of progress if stderr is not a terminal."""
 
 
-def origin() -> Provenance:
-    """Return the version of vitpar and the command line."""
+def origin() -> dict[str, str]:
+    """Return the version of vitpar and the command line as it was typed, for JSON."""
     from vitpar import __version__
-    from vitpar.planner.report.data import Provenance
 
-    return Provenance(__version__, command_line())
+    return {"vitpar": __version__, "command": shlex.join(["vitpar", *sys.argv[1:]])}
 
 
-def command_line() -> str:
-    """Return the command line as it was typed."""
-    return shlex.join(["vitpar", *sys.argv[1:]])
+def origin_words(found: Mapping[str, Any]) -> str:
+    """Return the version and command of a result, as in `vitpar 0.1.0: vitpar plan dp2`."""
+    return f"vitpar {found['vitpar']}: {found['command']}"
 
 
 def refuse_undrawable(report: Path | None) -> None:
     """Raise DataError if a page with charts is to be written, and Plotly is not installed."""
     if report is not None:
-        from vitpar.pages.plotly import library
+        from vitpar.runs.pages.plotly import library
 
         library()
 
@@ -70,6 +66,31 @@ class ProgressLines:
         if is_terminal(sys.stderr) or now - self._printed >= CADENCE:
             self._printed = now
             typer.echo(line, err=True)
+
+
+class Status:
+    """Activity of a command on stderr: one live line on a terminal, otherwise an occasional plain line."""
+
+    def __init__(self, shown: bool = True) -> None:
+        live = is_terminal(sys.stderr)
+        self._live = Console(stderr=True).status("") if shown and live else None
+        self._lines = None if live or not shown else ProgressLines(eager=False)
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def tell(self, words: str) -> None:
+        """Show the current activity, in words."""
+        if self._live:
+            self._live.update(words)
+        elif self._lines:
+            self._lines(words)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """`vitpar plan`: show the effect of a strategy on a model without running it."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,71 +18,57 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
 
 if TYPE_CHECKING:
-    from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.describe import PlanSummary
     from vitpar.planner.goodput import Conditions
-    from vitpar.planner.report.data import Prediction
     from vitpar.strategy import Plan
     from vitpar.training.recipe import Recipe
 
 
 def plan(
-    strategy: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="STRATEGY",
-            help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
-            "\\[default: the recipe's]",
-        ),
-    ] = None,
+    strategy: str | None = typer.Argument(
+        None,
+        metavar="STRATEGY",
+        help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
+        "\\[default: the recipe's]",
+    ),
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
-    num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]")
-    ] = None,
+    num_classes: int | None = typer.Option(
+        None, "--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]"
+    ),
     data: o.DataDir = None,
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Number of ranks; fills an open degree.")
-    ] = None,
+    world_size: int | None = typer.Option(None, "--world-size", min=1, help="Number of ranks; fills an open degree."),
     microbatches: o.Microbatches = None,
     microbatch_size: o.MicrobatchSize = None,
     schedule: o.Schedule = None,
     virtual_stages: o.VirtualStages = None,
     split: o.Split = None,
     precision: o.Precision = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME",
-            help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
-        ),
-    ] = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option("--hardware", metavar="FILE", help="Predict from this hardware profile."),
-    ] = None,
-    model_profile: Annotated[
-        Path | None,
-        typer.Option("--model-profile", metavar="FILE", help="Predict from this model profile."),
-    ] = None,
+    cluster: str | None = typer.Option(
+        None,
+        "--cluster",
+        metavar="NAME",
+        help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
+    ),
+    hardware: Path | None = typer.Option(
+        None, "--hardware", metavar="FILE", help="Predict from this hardware profile."
+    ),
+    model_profile: Path | None = typer.Option(
+        None, "--model-profile", metavar="FILE", help="Predict from this model profile."
+    ),
     memory: profiled.MemorySize = None,
     mtbf: profiled.Mtbf = None,
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
     images_per_second: profiled.InputRate = None,
-    modules: Annotated[
-        bool,
-        typer.Option("--modules", help="Also show how tp splits each module, and what it sends."),
-    ] = False,
+    modules: bool = typer.Option(False, "--modules", help="Also show how tp splits each module, and what it sends."),
     as_json: o.AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan as JSON.")] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the plan as JSON."),
     assignments: o.Assignments = None,
 ) -> None:
     """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
@@ -128,32 +113,28 @@ def plan(
     refuse_teacher(merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
-    from vitpar.planner.report.data import prediction_to_json
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
     from vitpar_cli.plan_view import show, show_modules
     from vitpar_cli.search_view import show_prediction
 
     state, frozen = state_bytes(merged, config), merged.frozen(config)
-    summary = summarize(config, made, merged.train.batch_size, state, frozen, frozen_bytes(merged))
+    train = merged.train
+    summary = summarize(config, made, train.batch_size, train.precision, state, frozen, frozen_bytes(merged))
     prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions, images_per_second)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
     if as_json:
-        record = _to_json(config, made, merged.train.precision, summary)
-        record |= {"modules": [asdict(layer) for layer in by_module]} if modules else {}
-        typer.echo(
-            json.dumps(
-                record if prediction is None else {**record, "predicted": prediction_to_json(prediction, origin())}
-            )
-        )
+        summary |= {"modules": by_module} if modules else {}
+        summary |= {} if prediction is None else {"predicted": prediction[0]}
+        typer.echo(json.dumps(summary))
     else:
-        show(config, made, merged.train.precision, summary, state_words(merged))
+        show(config, made, summary, state_words(merged))
         if modules:
             show_modules(by_module)
         if prediction is not None:
-            show_prediction(prediction, origin())
+            show_prediction(*prediction)
         if out is not None:
             typer.echo(f"\nplan written to {out}")
 
@@ -166,8 +147,8 @@ def _predict(
     budget: float | None,
     conditions: "Conditions | None",
     images_per_second: float | None,
-) -> "Prediction":
-    """Predict the time and memory of a plan.
+) -> "tuple[dict[str, Any], LayerCosts]":
+    """Predict the time and memory of a plan, and return also the costs on the devices that it uses.
 
     recipe: recipe as requested, before its precision is resolved.
     costs: costs on all devices of the cluster, or on the profiled machine.
@@ -179,7 +160,7 @@ def _predict(
     Raises PlannerError and StrategyError.
     """
     from vitpar.planner.cost.price import price
-    from vitpar.planner.report.data import Prediction
+    from vitpar.planner.report.data import gain_records, origin_to_json, plan_record
     from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import estimated_costs, usual_budget
     from vitpar.planner.training_time import training_length, training_time
@@ -207,8 +188,15 @@ def _predict(
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = budget or usual_budget(costs)
     hosts = profiled.host_input(images_per_second, cluster, machine.ranks)
-    training = training_time(priced, training_length(recipe, conditions, hosts))
-    return Prediction(priced, costs, limit, training, gains((priced,), costs, limit, moments(recipe, costs.whole)))
+    found = {
+        **origin_to_json(origin(), costs),
+        "memory_budget_bytes": limit,
+        "fits": priced.memory_bytes <= limit,
+        "training": training_time(priced, training_length(recipe, conditions, hosts)),
+        "what_would_help": gain_records(gains((priced,), costs, limit, moments(recipe, costs.whole))),
+        **plan_record(priced, costs),
+    }
+    return found, costs
 
 
 def _closed(plan: "Plan") -> "Plan":
@@ -221,36 +209,3 @@ def _closed(plan: "Plan") -> "Plan":
         role = "pp" if plan.pp is None else roles[0]
         raise StrategyError(f"the degree of '{role}' in '{shown(plan)}' is open: give it a number, or --world-size N")
     return plan
-
-
-def _to_json(config: "ModelConfig", plan: "Plan", precision: str, summary: "PlanSummary") -> dict[str, Any]:
-    """Return everything that is printed, as data for JSON.
-
-    "ranks" is the place of every rank of the world; "places" of a strategy is the place of every rank of a stage on the
-    strategy's axes.
-    """
-    from vitpar.strategy import place_of_rank
-    from vitpar.strategy.layout import place
-    from vitpar.strategy.plan_json import plan_to_json
-    from vitpar_cli.rank_grid import shown_axis
-
-    fields = {
-        "model": config.name,
-        "num_classes": config.num_classes,
-        "strategy": str(plan),
-        "world_size": plan.world_size,
-        "precision": precision,
-        "plan": plan_to_json(plan),
-        **asdict(summary),
-        "ranks": [
-            dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
-        ],
-    }
-    strategies = {str(strategy): strategy for strategy in plan.distinct}
-    for record in fields["strategies"]:
-        strategy = strategies[record["strategy"]]
-        record["places"] = [
-            {shown_axis(strategy, axis): index for axis, index in place(strategy, rank).items()}
-            for rank in range(strategy.size)
-        ]
-    return fields

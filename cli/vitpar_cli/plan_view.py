@@ -11,8 +11,7 @@ from rich.text import Text
 
 from vitpar.models import ModelConfig
 from vitpar.models.description import layer_of
-from vitpar.planner.describe import PlanSummary, StrategySummary
-from vitpar.planner.modules import LayerModules
+from vitpar.planner.describe import Summary
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.outputs import data_table
 from vitpar_cli.plan_words import (
@@ -33,21 +32,21 @@ Row = tuple[str, str]
 """Name and sentence."""
 
 
-def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, state: str) -> None:
+def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:
     """Print the summary of a plan.
 
-    precision: name of the precision.
     state: content of the memory column, in words.
     """
     console = Console(highlight=False)
     console.print(f"[bold]{config.name}[/] under [bold]{plan}[/]")
-    classes = config.words[1]
     ranks = f"{plan.world_size:,} rank{'s' * (plan.world_size > 1)}"
-    console.print(f"{millions(summary.parameters)} parameters, {classes}, {ranks}, {precision}\n")
+    size = f"{millions(summary['parameters'])} parameters, {config.words[1]}"
+    console.print(f"{size}, {ranks}, {summary['precision']}\n")
     console.print(draw_ranks(plan, console.width), no_wrap=True)
     console.print()
     console.print(_stages(plan, summary))
-    gathered = ", gathered parameters, gradients not yet reduced" * any(part.shards for part in summary.strategies)
+    shards = any(part["shards"] for part in summary["strategies"])
+    gathered = ", gathered parameters, gradients not yet reduced" * shards
     console.print(f"[dim]per rank; memory: {state}; not counted: activations{gathered}[/]\n")
     sections = list(_sections(config, plan, summary))
     width = min(NAME_WIDTH, max(len(name) for _, rows in sections for name, _ in rows))
@@ -57,29 +56,32 @@ def show(config: ModelConfig, plan: Plan, precision: str, summary: PlanSummary, 
         console.print(_two_columns(rows, width))
 
 
-def show_modules(layers: Sequence[LayerModules]) -> None:
+def show_modules(layers: Sequence[Summary]) -> None:
     """Print how tensor parallelism splits the modules of each kind of layer."""
     console = Console(highlight=False)
     if not layers:
         console.print("\nno layer has tensor parallelism, so all modules are complete on every rank")
     for layer in layers:
-        console.print(Text(f"\nmodules of {layer_words(consecutive(layer.layers))}: {layer.strategy}", "bold"))
+        console.print(Text(f"\nmodules of {layer_words(consecutive(layer['layers']))}: {layer['strategy']}", "bold"))
         table = data_table("module", "style", "weight", "bias")
         table.padding = (0, 1, 0, 0)
         for heading in ("before", "after"):  # words that must not break, but leave room for names if there are none
-            sent = any(getattr(row, heading) for row in layer.modules)
+            sent = any(row[heading] for row in layer["modules"])
             table.add_column(heading, min_width=len("reduce-scatter") if sent else None)
-        for row in layer.modules:
-            placements = (words.replace(", ", "\n") for words in (row.weight, row.bias))  # a line for each axis
-            table.add_row(row.module, row.style, *placements, row.before, row.after)
+        for row in layer["modules"]:
+            placements = (words.replace(", ", "\n") for words in (row["weight"], row["bias"]))  # a line for each axis
+            table.add_row(row["module"], row["style"], *placements, row["before"], row["after"])
         console.print(table)
     if layers:
         console.print("[dim]before and after: collectives around the product, in forward / in backward[/]")
 
 
-def _stages(plan: Plan, summary: PlanSummary) -> Table:
+def _stages(plan: Plan, summary: Summary) -> Table:
     """Return the table of stages, with a row for every position on the pp axis, as in the rank grid."""
-    numbered, offloads = not plan.is_uniform and plan.pipeline_degree > 1, any(p.host_bytes for p in summary.pipeline)
+    numbered, offloads = (
+        not plan.is_uniform and plan.pipeline_degree > 1,
+        any(p["host_bytes"] for p in summary["pipeline"]),
+    )
     table = data_table()
     table.add_column("", no_wrap=True)
     if numbered:
@@ -87,34 +89,36 @@ def _stages(plan: Plan, summary: PlanSummary) -> Table:
     table.add_column("layers")
     for heading in ("FLOPs", "parameters", *(["on host"] if offloads else []), "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for part in summary.pipeline:
-        first = rank_of_place(plan, part.pp, 0)
+    for part in summary["pipeline"]:
+        first = rank_of_place(plan, part["pp"], 0)
         last = first + plan.stage_size - 1
         table.add_row(
-            row_name(plan, part.pp),
+            row_name(plan, part["pp"]),
             *([f"{first}-{last}" if last > first else str(first)] if numbered else []),
-            layer_words(part.layers),
-            percent(part.flops_share),
-            millions(part.parameters),
-            *([decimal(part.host_bytes)] if offloads else []),
-            decimal(part.state_bytes - part.host_bytes),
+            layer_words(part["layers"]),
+            percent(part["flops_share"]),
+            millions(part["parameters"]),
+            *([decimal(part["host_bytes"])] if offloads else []),
+            decimal(part["state_bytes"] - part["host_bytes"]),
         )
     return table
 
 
-def _sections(config: ModelConfig, plan: Plan, summary: PlanSummary) -> Iterator[tuple[str, list[Row]]]:
+def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tuple[str, list[Row]]]:
     """Yield the headings and rows of the sections below the table of stages."""
-    first = [("batch", batch_words(summary.batch, config.sample))]
+    first = [("batch", batch_words(summary["batch"], config.sample))]
     if plan.pipeline_degree > 1:
-        first.append(("pipeline", pipeline_words(plan, summary.idle_share)))
+        first.append(("pipeline", pipeline_words(plan, summary["idle_share"])))
     pipeline = []
-    if summary.pipeline_axis:
-        words = summary.pipeline_axis.communication
-        pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary.travel)}")]
-    holders = ((one, layer_words(consecutive([layer_of(name) for name in one.copies]))) for one in summary.shared)
-    sharing = [(one.owner, f"also in {layers}: {one.communication}") for one, layers in holders]
+    if axis := summary["pipeline_axis"]:
+        words = axis["communication"]
+        pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary['travel'])}")]
+    sharing = []
+    for one in summary["shared"]:
+        layers = layer_words(consecutive([layer_of(name) for name in one["copies"]]))
+        sharing.append((one["owner"], f"also in {layers}: {one['communication']}"))
     if plan.is_uniform:
-        (only,) = summary.strategies
+        (only,) = summary["strategies"]
         axes = _axis_rows(plan.strategy, only)
         axes.insert(plan.pp_index, pipeline)
         yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
@@ -123,13 +127,13 @@ def _sections(config: ModelConfig, plan: Plan, summary: PlanSummary) -> Iterator
         return
     yield "", first + pipeline
     strategies = {str(strategy): strategy for strategy in plan.distinct}
-    for part in summary.strategies:
-        rows = [row for rows in _axis_rows(strategies[part.strategy], part) for row in rows]
-        heading = f"{layer_words(consecutive(part.layers))}: {part.strategy}"
+    for part in summary["strategies"]:
+        rows = [row for rows in _axis_rows(strategies[part["strategy"]], part) for row in rows]
+        heading = f"{layer_words(consecutive(part['layers']))}: {part['strategy']}"
         yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}
-    for change in summary.redistributions:
-        changes.setdefault(redistribution_words(change), []).append(change.layer)
+    for change in summary["redistributions"]:
+        changes.setdefault(redistribution_words(change), []).append(change["layer"])
     if changes:
         rows = [(layer_words(consecutive(layers)), words) for words, layers in changes.items()]
         yield "redistribution before", rows
@@ -137,20 +141,22 @@ def _sections(config: ModelConfig, plan: Plan, summary: PlanSummary) -> Iterator
         yield "shared parameters", sharing
 
 
-def _axis_rows(strategy: Strategy, part: StrategySummary) -> list[list[Row]]:
+def _axis_rows(strategy: Strategy, part: Summary) -> list[list[Row]]:
     """Return the rows of each axis of a strategy: several if tp is arranged as a square or cube."""
-    left = iter(part.axes)
+    left = iter(part["axes"])
     groups = []
     for axis in strategy.axes:
         shape = strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),)
         names = [f"{name}{size}" for name, size in shape]
         rows = [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
-        groups.append(rows + [(f"{a.axis}{a.degree}", a.communication) for _, a in zip(names, left, strict=False)])
+        groups.append(
+            rows + [(f"{a['axis']}{a['degree']}", a["communication"]) for _, a in zip(names, left, strict=False)]
+        )
     return groups
 
 
-def _flag_rows(part: StrategySummary) -> list[Row]:
-    return [(flag.flag, flag.effect) for flag in part.flags]
+def _flag_rows(part: Summary) -> list[Row]:
+    return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
 
 
 def _two_columns(rows: list[Row], width: int) -> Table:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from vitpar.models.description import block_index, is_block
-from vitpar.strategy import BatchArithmetic, Plan
-
-if TYPE_CHECKING:
-    from vitpar.planner.describe import Redistribution
+from vitpar.strategy import Plan
 
 
-def batch_words(batch: BatchArithmetic, sample: str) -> str:
+def batch_words(batch: Mapping[str, int], sample: str) -> str:
     """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
 
-    Divisions by 1 are left out. sample: word for a sample (``ModelConfig.sample``).
+    Divisions by 1 are left out. batch: fields of ``vitpar.strategy.BatchArithmetic``.
+    sample: word for a sample (``ModelConfig.sample``).
     """
-    words = f"{batch.global_batch:,} {sample}s"
-    if batch.data_parallel > 1:
-        words += f" = {batch.data_parallel} data-parallel parts x {batch.local_batch:,}"
-    if batch.microbatches > 1:
-        divided = ", each" if batch.data_parallel > 1 else " ="
-        words += f"{divided} {batch.microbatches} micro-batches x {batch.microbatch_size:,}"
+    words = f"{batch['global_batch']:,} {sample}s"
+    if batch["data_parallel"] > 1:
+        words += f" = {batch['data_parallel']} data-parallel parts x {batch['local_batch']:,}"
+    if batch["microbatches"] > 1:
+        divided = ", each" if batch["data_parallel"] > 1 else " ="
+        words += f"{divided} {batch['microbatches']} micro-batches x {batch['microbatch_size']:,}"
     return words
 
 
@@ -40,15 +38,15 @@ def travel_words(shares: Sequence[float]) -> str:
     return f"a rank sends {least if least == most else f'{least} to {most}'} of each"
 
 
-def redistribution_words(change: Redistribution) -> str:
+def redistribution_words(change: Mapping[str, Any]) -> str:
     """Return text such as `fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
-    shares = {"activation": change.forward, "gradient": change.backward}
+    shares = {"activation": change["forward"], "gradient": change["backward"]}
     some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
     none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
     words = (
         f"a rank receives up to {', '.join(some)}{none}" if some else "no communication, ranks already have their parts"
     )
-    return f"{change.source} -> {change.target}: {words}"
+    return f"{change['source']} -> {change['target']}: {words}"
 
 
 def layer_words(stages: Iterable[Sequence[str]]) -> str:

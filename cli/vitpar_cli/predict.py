@@ -27,9 +27,9 @@ AtOnce = Annotated[
 def predict(
     images: Images,
     checkpoint: o.CheckpointDir,
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="Number of classes to print, the most probable first (classification).")
-    ] = 5,
+    top: int = typer.Option(
+        5, "--top", min=1, help="Number of classes to print, the most probable first (classification)."
+    ),
     batch_size: AtOnce = None,
     precision: o.Precision = None,
     device: o.DeviceName = None,

@@ -30,27 +30,23 @@ def _numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
 def probe(
     train: Annotated[Path, typer.Argument(metavar="TRAIN", help="Features of labelled training images (Parquet).")],
     val: Annotated[Path, typer.Argument(metavar="VAL", help="Features of labelled validation images (Parquet).")],
-    rates: Annotated[
-        str | None,
-        typer.Option("--rates", metavar="A,B,…", help="Learning rates, for a batch of 256.  \\[default: DINOv2's 13]"),
-    ] = None,
-    epochs: Annotated[int, typer.Option("--epochs", min=1, max=10**6, help="Passes over the training images.")] = 10,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, max=1 << 24, help="Images of a step.")] = 1024,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0, help="L2 penalty of the weights.")] = 0.0,
-    standardize: Annotated[
-        bool, typer.Option("--standardize", help="Give features mean 0 and variance 1 first, as in MAE's probe.")
-    ] = False,
-    neighbours: Annotated[
-        str | None,
-        typer.Option("--neighbours", metavar="A,B,…", help="Numbers of nearest neighbours.  \\[default: DINO's]"),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=1e-3, help="Temperature of the votes of neighbours.")
-    ] = 0.07,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of initial weights and order.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="New folder for the weights with the best classifier.")
-    ] = None,
+    rates: str | None = typer.Option(
+        None, "--rates", metavar="A,B,…", help="Learning rates, for a batch of 256.  \\[default: DINOv2's 13]"
+    ),
+    epochs: int = typer.Option(10, "--epochs", min=1, max=10**6, help="Passes over the training images."),
+    batch_size: int = typer.Option(1024, "--batch-size", min=1, max=1 << 24, help="Images of a step."),
+    weight_decay: float = typer.Option(0.0, "--weight-decay", min=0.0, help="L2 penalty of the weights."),
+    standardize: bool = typer.Option(
+        False, "--standardize", help="Give features mean 0 and variance 1 first, as in MAE's probe."
+    ),
+    neighbours: str | None = typer.Option(
+        None, "--neighbours", metavar="A,B,…", help="Numbers of nearest neighbours.  \\[default: DINO's]"
+    ),
+    temperature: float = typer.Option(0.07, "--temperature", min=1e-3, help="Temperature of the votes of neighbours."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Seed of initial weights and order."),
+    out: Path | None = typer.Option(
+        None, "--out", metavar="DIR", help="New folder for the weights with the best classifier."
+    ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
 ) -> None:

@@ -39,17 +39,14 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine, for the plan
 
 @app.command()
 def hardware(
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks to measure with.  \\[default: one per GPU, or per CPU core]"),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", help="JSON file to write the profile to.")] = Path("hardware.json"),
-    name: Annotated[str | None, typer.Option("--name", help="Name of the profile.  \\[default: 4xcpu, 8xcuda]")] = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=0.001, help="Approximate seconds per measured point.")
-    ] = 0.25,
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Ranks to measure with.  \\[default: one per GPU, or per CPU core]"
+    ),
+    out: Path = typer.Option(Path("hardware.json"), "--out", help="JSON file to write the profile to."),
+    name: str | None = typer.Option(None, "--name", help="Name of the profile.  \\[default: 4xcpu, 8xcuda]"),
+    seconds: float = typer.Option(0.25, "--seconds", min=0.001, help="Approximate seconds per measured point."),
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Also print the profile as JSON.")] = False,
+    as_json: bool = typer.Option(False, "--json", help="Also print the profile as JSON."),
 ) -> None:
     """Measure matrix products, memory, links between ranks, and how they slow each other down.
 
@@ -89,23 +86,20 @@ def model(
     task: o.TaskName = None,
     data: o.DataDir = None,
     weights: o.WeightsDir = None,
-    num_classes: Annotated[
-        int | None, typer.Option("--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]")
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", help="JSON file to write the profile to.")] = Path("model.json"),
+    num_classes: int | None = typer.Option(
+        None, "--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]"
+    ),
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"
+    ),
+    out: Path = typer.Option(Path("model.json"), "--out", help="JSON file to write the profile to."),
     precision: o.Precision = None,
     compile_blocks: Annotated[
         bool, o.setting("train.compile", "--compile", to=lambda on: on or None, help="Compile each block.")
     ] = False,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=0.001, help="Approximate seconds per measured point.")
-    ] = 0.1,
+    seconds: float = typer.Option(0.1, "--seconds", min=0.001, help="Approximate seconds per measured point."),
     device: o.DeviceName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Also print the profile as JSON.")] = False,
+    as_json: bool = typer.Option(False, "--json", help="Also print the profile as JSON."),
     assignments: o.Assignments = None,
 ) -> None:
     """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -24,14 +25,12 @@ from rich.text import Text
 from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
-from vitpar_cli.outputs import print_words
+from vitpar_cli.outputs import CADENCE, print_words
 from vitpar_cli.plan_words import batch_words, millions, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
 from vitpar_cli.sparkline import Sparkline
 
-CADENCE = 10.0
-"""Minimum seconds between two plain lines of progress."""
 BAR = 16
 """Columns of the bar. A terminal without room for it has none."""
 PLAIN_WIDTH = 100
@@ -247,7 +246,7 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
     samples = f"{header.train_samples:,} training and {header.val_samples:,} validation {header.task.SAMPLE}s"
     yield "data", f"{recipe.data_name}: {samples}"
-    yield "batch", batch_words(batch, header.task.SAMPLE)
+    yield "batch", batch_words(asdict(batch), header.task.SAMPLE)
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder

@@ -18,6 +18,7 @@ from itertools import product
 
 from rich.text import Text
 
+from vitpar.planner.describe import shown_axis
 from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 
@@ -58,11 +59,6 @@ def row_name(plan: Plan, pp: int) -> str:
         return "all layers"
     stages = stages_of_rank(pp, plan)
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-
-
-def shown_axis(strategy: Strategy, axis: str) -> str:
-    """Return the label of an axis of a layer's mesh: "tp" if tensor parallelism has a single axis."""
-    return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
 
 
 def _box_axes(strategy: Strategy) -> tuple[str, ...]:

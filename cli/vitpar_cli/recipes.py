@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A shipped recipe, to show its file.")] = None,
+    name: str | None = typer.Argument(None, metavar="NAME", help="A shipped recipe, to show its file."),
     images_per_second: InputRate = None,
     as_json: o.AsJson = False,
 ) -> None:

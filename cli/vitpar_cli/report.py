@@ -8,40 +8,43 @@ import typer
 from vitpar.errors import DataError
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
-from vitpar_cli.board import PORT
-from vitpar_cli.outputs import command_line, local_weights, progress_bar, refuse_unwritable, report_bad, warn, write
+from vitpar_cli.board import PORT, serve_pages
+from vitpar_cli.outputs import (
+    local_weights,
+    origin,
+    origin_words,
+    progress_bar,
+    refuse_unwritable,
+    report_bad,
+    warn,
+    write,
+)
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/mine.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Page to write.  \\[default: report.html]")
-    ] = None,
-    images: Annotated[
-        int | None,
-        typer.Option(
-            "--images",
-            min=1,
-            metavar="N",
-            help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
-            "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
-            "are computed with the run's weights, on one device.",
-        ),
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Page to write.  \\[default: report.html]"),
+    images: int | None = typer.Option(
+        None,
+        "--images",
+        min=1,
+        metavar="N",
+        help="Show N validation images with their predictions, the confusion matrix, a table of classes and the "
+        "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
+        "are computed with the run's weights, on one device.",
+    ),
     data: Annotated[
         Path | None,
         o.setting(
             "data.path", "--data", to=str, metavar="DIR", help="Data of --images.  \\[default: what it was trained on]"
         ),
     ] = None,
-    live: Annotated[
-        bool,
-        typer.Option("--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."),
-    ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option("--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"),
-    ] = None,
+    live: bool = typer.Option(
+        False, "--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."
+    ),
+    port: int | None = typer.Option(
+        None, "--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"
+    ),
     device: o.DeviceName = None,
     model: o.OwnModel = None,
     task: o.OwnTask = None,
@@ -60,69 +63,53 @@ def report(
     Example: vitpar report runs/mine --live
     """
     asked = o.request(report, locals())
-    from vitpar import __version__
-    from vitpar.pages.plotly import library
-    from vitpar.runs.folder import RunRecord, refuse_other_folders
+    from vitpar.runs.folder import refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
+    from vitpar.runs.pages.plotly import library
+    from vitpar.runs.sheet import MOST_IMAGES
 
     for path in runs:
         refuse_other_folders(path)
     if len(runs) > MOST_RUNS:
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
-    _refuse_idle(out, images, live, {"--data": data, "--device": device, "--model": model, "--task": task}, port)
-    made_by = f"vitpar {__version__}: {command_line()}"
-    library()  # refuses to work without it
+    of_images = {"--data": data, "--device": device, "--model": model, "--task": task}
+    idle = next((name for name, value in of_images.items() if value is not None), None)
+    for wrong, sentence in (
+        (live and out, "--out does nothing with --live, which serves the page instead of writing it: leave one out"),
+        (live and images, "--images does nothing with --live, which computes no predictions: leave one out"),
+        (port is not None and not live, "--port does nothing without --live: add --live, or leave it out"),
+        (idle and images is None, f"{idle} does nothing without --images: add --images N, or leave it out"),
+        (
+            (images or 0) > MOST_IMAGES,
+            f"--images is {images}: use at most {MOST_IMAGES}, since the page contains them",
+        ),
+        (images and len(runs) > 1, f"--images shows the predictions of one run but {len(runs)} are named: name one"),
+    ):
+        if wrong:
+            raise DataError(sentence)
     if live:
-        from vitpar.runs.live import serve
-
-        with serve(runs, PORT if port is None else port, made_by) as server:
-            typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
-            server.run()
+        serve_pages(runs, PORT if port is None else port)
         return
+    library()  # refuses to work without it
     out = out or Path("report.html")
     refuse_unwritable(out)
     if images is None:
-        _write_page(runs, out, made_by)
-        return
-    if len(runs) > 1:
-        raise DataError(f"--images shows the predictions of one run but {len(runs)} are named: name one")
-    for path in runs:
-        RunRecord(path)  # refuses files that cannot be read before all images are predicted
-    _with_images(runs[0], images, asked, device, out, made_by)
+        _write_page(runs, out)
+    else:
+        _with_images(runs[0], images, asked, device, out)
 
 
-def _write_page(runs: list[Path], out: Path, made_by: str, extra: str = "") -> None:
+def _write_page(runs: list[Path], out: Path, extra: str = "") -> None:
     """Write the page of runs to the file `out`. extra: further HTML."""
     from vitpar.runs.folder import RunRecord
     from vitpar.runs.page import report as page_of
 
-    page = page_of([RunRecord(path) for path in runs], made_by=made_by, extra=extra)
+    page = page_of([RunRecord(path) for path in runs], made_by=origin_words(origin()), extra=extra)
     write(out, page)
     typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
 
 
-def _refuse_idle(
-    out: Path | None, images: int | None, live: bool, of_images: dict[str, object], port: int | None
-) -> None:
-    """Refuse options that do nothing together with the others.
-
-    of_images: options of --images, by name.
-    """
-    from vitpar.runs.sheet import MOST_IMAGES
-
-    if live and out is not None:
-        raise DataError("--out does nothing with --live, which serves the page instead of writing it: leave one out")
-    if live and images is not None:
-        raise DataError("--images does nothing with --live, which computes no predictions: leave one out")
-    if port is not None and not live:
-        raise DataError("--port does nothing without --live: add --live, or leave it out")
-    if images is not None and images > MOST_IMAGES:
-        raise DataError(f"--images is {images:,}: use at most {MOST_IMAGES}, since the page contains them")
-    if images is None and (idle := next((name for name, value in of_images.items() if value is not None), None)):
-        raise DataError(f"{idle} does nothing without --images: add --images N, or leave it out")
-
-
-def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path, made_by: str) -> None:
+def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path) -> None:
     """Write the page with validation images of a run and what its model, on one device, makes of them."""
     from vitpar.data.image_files import NotedImages
     from vitpar.data.shards.shard_set import ShardSet
@@ -158,5 +145,5 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
             names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
             extra = sheet(predict(model, inputs, source, names, progress), validation.read, number, about)
     warn(note)
-    _write_page([run], out, made_by, extra)
+    _write_page([run], out, extra)
     raise typer.Exit(report_bad(source.problems))

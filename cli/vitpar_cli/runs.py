@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs, or one run.")] = Path("runs"),
+    folder: Path = typer.Argument(Path("runs"), metavar="[DIR]", help="Folder that holds runs, or one run."),
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder, the newest first: state, steps, validation loss and metric, speed, age, model, data.
@@ -28,7 +28,7 @@ def runs(
 
     Example: vitpar runs
     """
-    from vitpar.runs.listing import runs_in, summary
+    from vitpar.runs.folder import runs_in, summary
 
     found = runs_in(folder)
     if as_json:

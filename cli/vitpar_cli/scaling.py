@@ -1,7 +1,7 @@
 """`vitpar scaling`: predict how speed grows with the number of devices."""
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,6 @@ from vitpar_cli.search_view import model_words, print_origin, print_plans
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.search.scaling import Point
 
 
 def scaling(
@@ -29,10 +28,9 @@ def scaling(
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
     num_classes: profiled.NumClasses = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"),
-    ] = None,
+    ranks: str | None = typer.Option(
+        None, "--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"
+    ),
     batch_size: Annotated[
         int | None,
         o.setting(
@@ -69,9 +67,17 @@ def scaling(
     merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
     limit = None if memory is None else parse_size(memory)
 
-    from vitpar.planner.report.comparison import SCALING_WORDS, scaling_notes, scaling_table, scaling_to_json
-    from vitpar.planner.report.page import WORDS, scaling_page
-    from vitpar.planner.search.scaling import best_on, images
+    from vitpar.planner.report.data import origin_to_json
+    from vitpar.planner.report.page import scaling_page
+    from vitpar.planner.report.scaling import (
+        COLUMN_WORDS,
+        WORDS,
+        best_on,
+        images,
+        scaling_notes,
+        scaling_table,
+        with_efficiency,
+    )
     from vitpar.planner.search.space import Space
     from vitpar.planner.sources import known_flags, usual_budget
     from vitpar.planner.training_time import training_length
@@ -81,16 +87,13 @@ def scaling(
         return profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, number)
 
     whole = costs(None)
-    most, said = whole.hardware.ranks, origin()
+    most = whole.hardware.ranks
     chosen = tuple(sorted(set(profiled.numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
-    wanted = {
-        regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen]
-        for regime in ("weak", "strong")
-    }
-    known: dict[tuple[int, int], Point] = {}
+    wanted = {regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen] for regime in WORDS}
+    known: dict[tuple[int, int], dict[str, Any]] = {}
     progress, hosts = ProgressLines(), profiled.host_input(images_per_second, cluster, most)
     length = training_length(merged, conditions, hosts) if conditions or hosts else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
@@ -102,25 +105,26 @@ def scaling(
         space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
         bytes_of_state = moments(merged, here.whole)
         known[number, batch] = best_on(number, batch, space, here, budget, bytes_of_state, length)
-    by_regime = {regime: [known[pair] for pair in pairs] for regime, pairs in wanted.items()}
-    if not any(point.price for points in by_regime.values() for point in points):
+    found = origin_to_json(origin(), whole)
+    found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
+    if not any("plan" in point for point in known.values()):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
     devices = f"up to {count(chosen[-1], 'rank')}"
     title = f"{model_words(whole, devices)}, batch {size:,}"
     if report is not None:
-        write(report, scaling_page(title, by_regime, whole, said))
+        write(report, scaling_page(title, found))
     if as_json:
-        typer.echo(json.dumps(scaling_to_json(by_regime, whole, said)))
+        typer.echo(json.dumps(found))
         return
     console = Console(highlight=False)
     print_words(console, title, "bold")
-    print_origin(console, said)
-    for note in scaling_notes(by_regime, whole):
+    print_origin(console, found)
+    for note in scaling_notes(found):
         print_words(console, note, "yellow")
-    for regime, points in by_regime.items():
-        print_plans(console, f"{regime} scaling: {WORDS[regime]}", *scaling_table(points, whole))
+    for regime, meaning in WORDS.items():
+        print_plans(console, f"{regime} scaling: {meaning}", *scaling_table(found[regime]))
     console.print()
-    for words in SCALING_WORDS:
+    for words in COLUMN_WORDS:
         print_words(console, words)
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)

@@ -4,21 +4,19 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
-from vitpar.sizes import parse_size
 from vitpar.terminal import complain
 from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
-from vitpar_cli.search_request import SECONDS, SearchRequest
+from vitpar_cli.search_request import SECONDS, SearchRequest, words
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -27,83 +25,68 @@ if TYPE_CHECKING:
 
 def search(
     memory: profiled.MemorySize = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the best plan as JSON.")] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the best plan as JSON."),
     recipe: o.RecipeFile = None,
     hardware: profiled.HardwareFile = None,
     model_profile: profiled.ModelFile = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster",
-            metavar="NAME[,NAME…]",
-            help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME[,NAME…]",
-            help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your "
-            "own as FILE.py:NAME, whose file is run. Several make a table.",
-            rich_help_panel=o.PANELS["model"],
-        ),
-    ] = None,
-    image_sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--image-size",
-            metavar="N[,N…]",
-            help="Pixels a side, instead of the model's. Several make a table.",
-            rich_help_panel=o.PANELS["model"],
-        ),
-    ] = None,
+    cluster: str | None = typer.Option(
+        None,
+        "--cluster",
+        metavar="NAME[,NAME…]",
+        help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
+    ),
+    model: str | None = typer.Option(
+        None,
+        "--model",
+        metavar="NAME[,NAME…]",
+        help="timm model name, such as vit_small_patch16_224, whose sizes replace the recipe's; or a model of your "
+        "own as FILE.py:NAME, whose file is run. Several make a table.",
+        rich_help_panel=o.PANELS["model"],
+    ),
+    image_sizes: str | None = typer.Option(
+        None,
+        "--image-size",
+        metavar="N[,N…]",
+        help="Pixels a side, instead of the model's. Several make a table.",
+        rich_help_panel=o.PANELS["model"],
+    ),
     num_classes: profiled.NumClasses = None,
     task: o.TaskName = None,
     weights: o.WeightsDir = None,
     data: o.DataDir = None,
     epochs: o.Epochs = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"),
-    ] = None,
-    batch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            "--batch-size",
-            metavar="N[,N…]",
-            help="Images per step; with several, a table shows each, and the best is chosen.",
-        ),
-    ] = None,
-    microbatches: Annotated[
-        str | None,
-        typer.Option(
-            "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
-        ),
-    ] = None,
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"
+    ),
+    batch_sizes: str | None = typer.Option(
+        None,
+        "--batch-size",
+        metavar="N[,N…]",
+        help="Images per step; with several, a table shows each, and the best is chosen.",
+    ),
+    microbatches: str | None = typer.Option(
+        None, "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
+    ),
     precision: o.Precision = None,
-    roles: Annotated[str, typer.Option("--roles", metavar="NAMES", help="Roles that plans may use.")] = "pp,dp,fsdp,tp",
-    without: Annotated[
-        str, typer.Option("--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe.")
-    ] = "",
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--seconds",
-            min=0.1,
-            help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
-        ),
-    ] = None,
+    roles: str = typer.Option("pp,dp,fsdp,tp", "--roles", metavar="NAMES", help="Roles that plans may use."),
+    without: str = typer.Option(
+        "", "--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe."
+    ),
+    seconds: float | None = typer.Option(
+        None,
+        "--seconds",
+        min=0.1,
+        help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
+    ),
     mtbf: profiled.Mtbf = None,
     hour_price: profiled.HourPrice = None,
     stall: profiled.Stall = None,
     restart: profiled.Restart = None,
     images_per_second: profiled.InputRate = None,
     report: profiled.ReportFile = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."),
-    ] = None,
+    trace_file: Path | None = typer.Option(
+        None, "--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."
+    ),
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
@@ -119,8 +102,9 @@ def search(
 
     Example: vitpar search --cluster 8xH100,4x8xA100,8xL40S --model vit_large_patch16_224 --batch-size 1024,4096
     """
-    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(_words(cluster or ""))
-    models = tuple(filter(None, map(o.own_model, _words(model or ""))))
+    options = dict(locals())
+    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(words(cluster or ""))
+    models = tuple(filter(None, map(o.own_model, words(model or ""))))
     sizes = profiled.numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE) if image_sizes else ()
     batches = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else None
     tabled = max(len(clusters), len(models), len(sizes)) > 1
@@ -129,34 +113,20 @@ def search(
     profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
     refuse_unwritable(out, report, trace_file)
     refuse_undrawable(report)
-    request = SearchRequest(
-        o.request(search, locals()),
-        hardware,
-        model_profile,
-        num_classes,
-        ranks,
-        None if memory is None else parse_size(memory),
-        profiled.numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) if microbatches else None,
-        _words(roles),
-        frozenset(word.lstrip("+") for word in _words(without)),
-        seconds,
-        profiled.conditions(mtbf, hour_price, stall, restart),
-        images_per_second,
-    )
+    request = SearchRequest(o.request(search, options), options)
     merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
     from vitpar_cli.search_view import SearchProgress, show, show_comparison
 
     wanted = models or (None,), sizes or (None,), clusters or (None,), batches
     if tabled:
-        with SearchProgress(shown=not as_json) as progress:
+        with SearchProgress() as progress:
             rows = list(request.table(*wanted, progress))
-        show_comparison(rows, origin(), as_json)
+        show_comparison(rows, as_json)
         return
 
     from vitpar.planner.automatic import run_search
-    from vitpar.planner.report.comparison import comparison_to_json
-    from vitpar.planner.report.data import findings, trace
+    from vitpar.planner.report.data import search_record, trace
     from vitpar.planner.report.page import page
     from vitpar.planner.search.gains import gains
     from vitpar.planner.sources import unprofiled
@@ -168,29 +138,30 @@ def search(
     images = batches or (merged.train.batch_size,)
     costs = request.costs(merged, cluster)
     searching, limit = request.search(merged, costs, images, SECONDS), request.budget(costs)
-    with SearchProgress(shown=not as_json) as progress:
+    state = moments(merged, costs.whole)
+    with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
         best = result.plans[0]
-        search_findings = replace(
-            findings(searching, result, limit, origin(), _train_command(best, costs, out, request, model, bool(sizes))),
+        found = search_record(
+            *(searching, result, limit, origin()),
+            train=_train_command(best, costs, out, request, model, bool(sizes)),
             training=training_time(best, request.length(merged, cluster, costs)),
-            gains=gains(result.plans, costs, limit, moments(merged, costs.whole), searching),
+            gains=gains(result.plans, costs, limit, state, searching),
         )
-        rows = list(request.table(*wanted, progress)) if len(images) > 1 else []
-    chosen = validate(best.plan, costs.config, best.batch_size)
+        found["batch_sizes"] = list(request.table(*wanted, progress)) if len(images) > 1 else []
     if out is not None:
-        write_plan(out, chosen)
+        write_plan(out, validate(best.plan, costs.config, best.batch_size))
     if report is not None:
-        write(report, page(search_findings, moments(merged, costs.whole), rows))
+        write(report, page(found, costs, state))
     if trace_file is not None:
-        write(trace_file, json.dumps(trace(best, costs, search_findings.origin)) + "\n")
+        write(trace_file, json.dumps(trace(best, costs, origin())) + "\n")
     if as_json:
-        typer.echo(json.dumps(search_findings.to_json() | {"batch_sizes": comparison_to_json(rows)}))
+        typer.echo(json.dumps(found))
     else:
-        show(search_findings, rows, out, report, trace_file)
+        show(found, costs, (out, report, trace_file))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
-        if missing := [name for name in useful if not request.without & {*name.split("+")}]:
+        if missing := [name for name in useful if not request.limits["without"] & {*name.split("+")}]:
             complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
 
 
@@ -221,20 +192,15 @@ def _train_command(
     It uses the file `out` if there is one, and otherwise options for all settings that the strategy does not contain.
     """
     plan = best.plan
-    words = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
+    command = ["vitpar", "train", "--mesh", str(out) if out else str(plan)]
     if out is None:
         settings = ParallelSection.of(plan).model_dump(exclude_unset=True, exclude={"mesh"})
         for name, value in settings.items():
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-    words += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
+            command += [f"--{name.replace('_', '-')}", text]
+    command += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
     given = {"model.name": model, "model.image_size": costs.config.image_size if resized else None}
     asked = request.asked | given
-    words += o.words(asked, without=("train.precision",))
+    command += o.words(asked, without=("train.precision",))
     needed = asked.path is None and not asked.names_data and (model or asked.value("task.name"))
-    return shlex.join(words) + (" --data DIR" if needed else "")
-
-
-def _words(text: str) -> list[str]:
-    """Return the words of a comma-separated list such as `dp, tp`."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return shlex.join(command) + (" --data DIR" if needed else "")

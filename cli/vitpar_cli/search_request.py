@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import UserError
+from vitpar.limits import MAX_BATCH_SIZE
+from vitpar.sizes import parse_size
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import profiled
 
 if TYPE_CHECKING:
-    from vitpar.planner.comparison import Compared
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.goodput import Conditions
     from vitpar.planner.search.best import Search
     from vitpar.planner.training_time import TrainingLength
     from vitpar_cli.search_view import SearchProgress
@@ -27,34 +25,27 @@ ROW_SECONDS = 2.0
 """Default limit of a search for one row of a table, in seconds."""
 
 
-@dataclass(frozen=True)
 class SearchRequest:
-    """Options of `vitpar search` that all its searches share."""
+    """Options of `vitpar search` that all its searches share.
 
-    asked: RecipeRequest
-    """Recipe and its settings."""
-    hardware: Path | None
-    """Hardware profile; None for hardware.json, or with a cluster."""
-    model_profile: Path | None
-    """Model profile; None for model.json, or with a cluster."""
-    num_classes: int | None
-    """Classes of the model on a cluster; None for those of the data, or 1000."""
-    ranks: int | None
-    """Ranks to plan for; None for all."""
-    memory: float | None
-    """Memory limit of a rank in bytes; None for the default share of a device."""
-    microbatches: tuple[int, ...] | None
-    """Numbers of micro-batches; None for all that divide the batch."""
-    roles: Sequence[str]
-    """Roles that plans may use."""
-    without: frozenset[str]
-    """Flags and schedules to leave out."""
-    seconds: float | None
-    """Limit of a search in seconds; None for the default."""
-    conditions: Conditions | None
-    """Failures and price of the cluster; None if they are unknown."""
-    images_per_second: float | None
-    """Images that a machine prepares in a second; None for those of the cluster, or if they are unknown."""
+    asked: recipe and its settings.
+    options: arguments of the command by name.
+
+    Raises PlannerError and UserError for options that cannot be read.
+    """
+
+    def __init__(self, asked: RecipeRequest, options: Mapping[str, Any]) -> None:
+        self.asked, self._options = asked, options
+        self._memory = None if options["memory"] is None else parse_size(options["memory"])
+        counts, left_out = options["microbatches"], words(options["without"])
+        self.limits: dict[str, Any] = {
+            "ranks": options["ranks"],
+            "microbatches": profiled.numbers(counts, "--microbatches", MAX_BATCH_SIZE) if counts else None,
+            "roles": words(options["roles"]),
+            "without": frozenset(word.lstrip("+") for word in left_out),
+        }
+        of_cluster = (options[name] for name in ("mtbf", "hour_price", "stall", "restart"))
+        self._conditions = profiled.conditions(*of_cluster)
 
     def recipe(self, model: str | None, image_size: int | None) -> Recipe:
         """Return the recipe with this model and image size; None for its own."""
@@ -62,36 +53,29 @@ class SearchRequest:
 
     def costs(self, recipe: Recipe, cluster: str | None) -> LayerCosts:
         """Return the costs of the recipe's model on a cluster; None for the profiled machine."""
-        return profiled.costs_of(recipe, cluster, self.hardware, self.model_profile, self.num_classes, self.ranks)
+        names = "hardware", "model_profile", "num_classes", "ranks"
+        return profiled.costs_of(recipe, cluster, *(self._options[name] for name in names))
 
     def search(self, recipe: Recipe, costs: LayerCosts, batch_sizes: tuple[int, ...], seconds: float) -> Search:
         """Return the search for the best plan at one of the batch sizes."""
         from vitpar.planner.automatic import make_search
         from vitpar.training.optim.state_memory import moments
 
-        return make_search(
-            costs,
-            batch_sizes,
-            moments(recipe, costs.whole),
-            ranks=self.ranks,
-            microbatches=self.microbatches,
-            roles=self.roles,
-            without=self.without,
-            seconds=self.seconds or seconds,
-        )
+        state = moments(recipe, costs.whole)
+        return make_search(costs, batch_sizes, state, **self.limits, seconds=self._options["seconds"] or seconds)
 
     def budget(self, costs: LayerCosts) -> float:
         """Return the memory limit of a rank, in bytes."""
         from vitpar.planner.sources import usual_budget
 
-        return self.memory or usual_budget(costs)
+        return self._memory or usual_budget(costs)
 
     def length(self, recipe: Recipe, cluster: str | None, costs: LayerCosts) -> TrainingLength:
         """Return the length of the recipe's training on a cluster; None for the profiled machine."""
         from vitpar.planner.training_time import training_length
 
-        hosts = profiled.host_input(self.images_per_second, cluster, costs.hardware.ranks)
-        return training_length(recipe, self.conditions, hosts)
+        hosts = profiled.host_input(self._options["images_per_second"], cluster, costs.hardware.ranks)
+        return training_length(recipe, self._conditions, hosts)
 
     def table(
         self,
@@ -100,15 +84,15 @@ class SearchRequest:
         clusters: Sequence[str | None],
         batch_sizes: Sequence[int] | None,
         progress: SearchProgress,
-    ) -> Iterator[Compared]:
+    ) -> Iterator[dict[str, Any]]:
         """Yield the best plan of each combination, or why it has none.
 
         batch_sizes: None for the recipe's
 
         Raises UserError for names and options that no combination could use.
         """
-        from vitpar.planner.comparison import Combination, Compared, compared
         from vitpar.planner.profile.cluster import find_cluster
+        from vitpar.planner.report.comparison import compared
 
         named = {cluster: find_cluster(cluster).name for cluster in clusters if cluster}
         for model in models:
@@ -125,11 +109,18 @@ class SearchRequest:
             for batch_size in images:
                 done += 1
                 if why:
-                    pixels = image_size or recipe.model.image_size or 0
-                    where = Combination(recipe.model.name, pixels, named[cluster] if cluster else "", batch_size)
-                    yield Compared(where, None, why)
+                    place = recipe.model.name, image_size or recipe.model.image_size or 0, named.get(cluster or "", "")
+                else:
+                    place = costs.config.name, costs.config.image_size, costs.hardware.name
+                where = dict(zip(("model", "image_size", "cluster"), place, strict=True)) | {"batch_size": batch_size}
+                if why:
+                    yield where | {"why": why}
                     continue
-                where = Combination(costs.config.name, costs.config.image_size, costs.hardware.name, batch_size)
-                progress.about = f"{done} of {total}: {where}"
+                progress.about = f"{done} of {total}: {place[0]}, {place[1]} pixels on {place[2]}, batch {batch_size:,}"
                 searching = self.search(recipe, costs, (batch_size,), ROW_SECONDS)
                 yield compared(where, searching, self.budget(costs), self.length(recipe, cluster, costs), progress)
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a comma-separated list such as `dp, tp`."""
+    return [word.strip() for word in text.split(",") if word.strip()]

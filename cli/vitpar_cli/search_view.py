@@ -1,198 +1,147 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vitpar.terminal import is_terminal
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import ProgressLines, print_words
+from vitpar_cli.outputs import Status, origin, origin_words, print_words
 
 if TYPE_CHECKING:
-    from vitpar.planner.comparison import Compared
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.data import Findings, Prediction, Provenance
-    from vitpar.planner.search.gains import Gain
-    from vitpar.planner.training_time import TrainingTime
 
+Record = Mapping[str, Any]
+"""A result, or a part of one, as JSON."""
 SHOWN = 5
 """Number of plans that are listed after the best one."""
 
 
-class SearchProgress:
-    """Progress of a search on stderr: a live line on a terminal, otherwise an occasional plain line.
+class SearchProgress(Status):
+    """Progress of a search on stderr."""
 
-    shown: whether to show the live line.
-    """
-
-    def __init__(self, shown: bool) -> None:
-        console = Console(stderr=True)
-        live = is_terminal(sys.stderr)
-        self._status = console.status("searching …") if shown and live else None
-        self._lines = None if live else ProgressLines(eager=False)
-        self.about = ""  # the row of a table that is searched for, shown instead of the numbers of plans
-
-    def __enter__(self) -> Self:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        if self._status:
-            self._status.stop()
+    about = ""
+    """Row of a table that is searched for, shown instead of the numbers of plans."""
 
     def __call__(self, done: int, total: int, best: "Price | None") -> None:
         best_so_far = f", best so far {best.images_per_second:,.0f} samples/s" if best else ""
-        line = self.about or f"{done} of {total} kinds of plans{best_so_far}"
-        if self._status:
-            self._status.update(line)
-        elif self._lines:
-            self._lines(line)
+        self.tell(self.about or f"{done} of {total} kinds of plans{best_so_far}")
 
 
-def show(
-    findings: "Findings",
-    batch_sizes: "Sequence[Compared]",
-    out: Path | None,
-    report: Path | None = None,
-    trace: Path | None = None,
-) -> None:
+def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> None:
     """Print the best plan, its costs, what would help, other plans, why obvious ones are worse, and the files written.
 
-    batch_sizes: the best plan for each batch size; empty for a single one.
+    found: result of ``vitpar.planner.report.data.search_record``, by `costs`.
     """
-    from vitpar.planner.report.data import noise_words
+    from vitpar.planner.report.comparison import comparison_table
+    from vitpar.planner.report.data import gain_table, noise_words
+    from vitpar.planner.training_time import hours_name
 
-    console = Console(highlight=False)
-    _show_best(console, findings)
-    _show_gains(console, findings.gains, findings.result.plans[0])
-    _print_comparison(console, "best plan for each batch size", batch_sizes)
-    _print_prices(console, "next best", findings.result.plans[1 : 1 + SHOWN], findings)
-    _print_prices(console, "with less memory", findings.frontier[1:], findings)
-    _show_reasons(console, findings)
-    if findings.doubt:
+    console, plans = Console(highlight=False), found["plans"]
+    _show_best(console, found, costs)
+    print_plans(console, "what would help", *gain_table(found["what_would_help"], plans[0]))
+    rows = found["batch_sizes"]
+    print_plans(console, "best plan for each batch size", *comparison_table(rows, hours_name(costs.hardware)))
+    _print_prices(console, "next best", plans[1 : 1 + SHOWN], plans[0])
+    _print_prices(console, "with less memory", found["frontier"][1:], plans[0])
+    _show_reasons(console, found)
+    if noise := noise_words(plans[0]):
         console.print()
-        print_words(console, noise_words(findings.doubt), indent=0)
-    console.print(f"\ntrain      {findings.train}", markup=False, soft_wrap=True)
-    for path in (out, report, trace):
-        if path is not None:
-            console.print(f"written    {path}", soft_wrap=True)
+        print_words(console, noise, indent=0)
+    console.print(f"\ntrain      {found['train']}", markup=False, soft_wrap=True)
+    for path in filter(None, written):
+        console.print(f"written    {path}", soft_wrap=True)
 
 
-def show_comparison(rows: "Sequence[Compared]", origin: "Provenance", as_json: bool) -> None:
+def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
-    from vitpar.planner.report.comparison import comparison_notes, comparison_to_json
+    from vitpar.planner.report.comparison import comparison_notes, comparison_table
 
     notes = comparison_notes(rows)
     if as_json:
-        about = {"vitpar": origin.version, "command": origin.command, "notes": notes}
-        typer.echo(json.dumps(about | {"rows": comparison_to_json(rows)}))
+        typer.echo(json.dumps(origin() | {"notes": notes, "rows": rows}))
         return
-    console = Console(highlight=False)
-    print_origin(console, origin)
+    console, setups = Console(highlight=False), dict[str, list[Record]]()
+    print_origin(console, origin())
     for note in notes:
         print_words(console, note, "yellow")
-    for setup in dict.fromkeys(row.combination.setup for row in rows):
-        _print_comparison(console, setup, [row for row in rows if row.combination.setup == setup])
+    for row in rows:
+        setups.setdefault(f"{row['model']}, {row['image_size']} pixels", []).append(row)
+    for setup, mine in setups.items():
+        print_plans(console, setup, *comparison_table(mine, "GPU-hours"))
 
 
-def _print_comparison(console: Console, title: str, rows: "Sequence[Compared]") -> None:
-    """Print a table of the best plans of combinations."""
-    from vitpar.planner.report.comparison import comparison_table
-
-    print_plans(console, title, *comparison_table(rows))
-
-
-def _show_gains(console: Console, gains: "Sequence[Gain]", best: "Price") -> None:
-    """Print how much each change of the machine or the batch would help."""
-    from vitpar.planner.report.data import gain_table
-
-    print_plans(console, "what would help", *gain_table(gains, best))
-
-
-def show_choice(findings: "Findings") -> None:
+def show_choice(found: Record, costs: "LayerCosts") -> None:
     """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
     console = Console(highlight=False)
-    _show_best(console, findings)
-    _show_reasons(console, findings)
+    _show_best(console, found, costs)
+    _show_reasons(console, found)
     console.print()
 
 
-def show_prediction(prediction: "Prediction", origin: "Provenance") -> None:
+def show_prediction(found: Record, costs: "LayerCosts") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
+    from vitpar.planner.cost.memory import Memory
     from vitpar.planner.remedies import less_memory
-    from vitpar.planner.report.data import assumptions, provenance, speed_words
-    from vitpar.planner.report.uncertainty import uncertainty
+    from vitpar.planner.report.data import gain_table, plan_of, remarks, speed_words
+    from vitpar.planner.training_time import hours_name, training_rows
 
-    console = Console(highlight=False)
-    price, costs, doubt = prediction.price, prediction.costs, uncertainty(prediction.price, prediction.costs)
+    console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]
     console.print()
-    print_words(console, f"predicted for {model_words(costs, count(price.plan.world_size, 'rank'))}", "bold")
-    print_origin(console, origin)
-    notes = (*provenance(costs.hardware, costs.model), *assumptions(prediction.training))
-    over = price.memory_bytes - prediction.budget
-    fullest = max(price.memory, key=lambda memory: memory.total)
-    ways = less_memory(fullest, costs.config, price.plan, price.batch_size, costs.model.precision)
-    fits = "yes" if prediction.fits else f"no: {size(over)} too much; use {either(ways)}"
-    rows = [("speed", speed_words(price, costs)), *_training_rows(prediction.training, costs)]
-    print_rows(console, [*rows, *cost_rows(price, prediction.budget), ("fits", fits)])
-    for note in (*notes, *([doubt.source] if doubt else [])):
+    print_words(console, f"predicted for {model_words(costs, count(plan.world_size, 'rank'))}", "bold")
+    print_origin(console, found)
+    fits = "yes"
+    if not found["fits"]:
+        fullest = Memory(**{name: part for name, part in _fullest(found).items() if name != "total"})
+        ways = less_memory(fullest, costs.config, plan, found["batch_size"], found["precision"])
+        fits = f"no: {size(found['memory_bytes'] - budget)} too much; use {either(ways)}"
+    rows = [("speed", speed_words(found)), *training_rows(found["training"], hours_name(costs.hardware))]
+    print_rows(console, [*rows, *cost_rows(found, budget), ("fits", fits)])
+    for note in remarks(found["notes"], found["training"], found):
         print_words(console, note, "yellow")
-    _show_gains(console, prediction.gains, price)
+    print_plans(console, "what would help", *gain_table(found["what_would_help"], found))
 
 
-def _show_best(console: Console, findings: "Findings") -> None:
+def _show_best(console: Console, found: Record, costs: "LayerCosts") -> None:
     """Print the best plan, the source of its figures, and its costs."""
-    from vitpar.planner.report.data import assumptions, speed_words
+    from vitpar.planner.report.data import certainty, plan_of, remarks, speed_words
+    from vitpar.planner.training_time import hours_name, training_rows
 
-    best, costs, doubt = findings.result.plans[0], findings.costs, findings.doubt
-    console.print(f"[bold]{best.plan}[/bold]", soft_wrap=True)
-    print_words(console, model_words(costs, count(best.plan.world_size, "rank")))
-    print_origin(console, findings.origin)
+    best, looked = found["plans"][0], found["looked_at"]
+    plan, training = plan_of(best), found["training"]
+    console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
+    print_words(console, model_words(costs, count(plan.world_size, "rank")))
+    print_origin(console, found)
     pipeline = ""
-    if best.plan.pipeline_degree > 1:
-        blocks = "" if isinstance(best.plan.split, str) else f", blocks per stage {','.join(map(str, best.plan.split))}"
-        pipeline = f", {best.plan.schedule}{blocks}"
+    if plan.pipeline_degree > 1:
+        blocks = "" if isinstance(plan.split, str) else f", blocks per stage {','.join(map(str, plan.split))}"
+        pipeline = f", {plan.schedule}{blocks}"
+    how = f"{count(looked['strategies'], 'strategy')}, {count(looked['priced'], 'plan')} priced"
     rows = [
-        ("speed", speed_words(best, costs)),
-        *_training_rows(findings.training, costs),
-        ("plan", f"{count(best.plan.microbatches or 1, 'micro-batch')}{pipeline}"),
-        *cost_rows(best, findings.budget),
-        ("searched", _searched(findings)),
+        ("speed", speed_words(best)),
+        *training_rows(training, hours_name(costs.hardware)),
+        ("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}"),
+        *cost_rows(best, found["memory_budget_bytes"]),
+        ("searched", f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"),
     ]
     print_rows(console, rows)
-    for note in (*findings.notes, *assumptions(findings.training), *([doubt.source] if doubt else [])):
+    for note in remarks(found["notes"], training, best):
         print_words(console, note, "yellow")
 
 
-def _training_rows(training: "TrainingTime | None", costs: "LayerCosts") -> list[tuple[str, str]]:
-    """Return rows with the duration of the complete training, failures and cost; none if it is unknown."""
-    from vitpar.planner.training_time import hours_name
-
-    if training is None:
-        return []
-    hours = hours_name(costs.hardware)
-    return [("training", training.words(hours)), *training.condition_rows(hours)]
-
-
-def cost_rows(price: "Price", budget: float) -> list[tuple[str, str]]:
+def cost_rows(record: Record, budget: float) -> list[tuple[str, str]]:
     """Return rows with the breakdown of a step's time and of the fullest rank's memory.
 
     budget: memory of a rank in bytes.
     """
     return [
-        ("time", _parts(price)),
-        ("memory", f"{size(price.memory_bytes)} of {size(budget)}: {_memory(price)}"),
+        ("time", _parts(record)),
+        ("memory", f"{size(record['memory_bytes'])} of {size(budget)}: {_memory(record)}"),
     ]
 
 
@@ -202,50 +151,49 @@ def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
         print_words(console, f"{name:<10} {words}", indent=11)
 
 
-def _show_reasons(console: Console, findings: "Findings") -> None:
+def _show_reasons(console: Console, found: Record) -> None:
+    from vitpar.planner.report.data import why_words
+
     console.print("\nwhy not")
-    for reason in findings.reasons:
-        print_words(console, f"  {reason.plan:<14} {findings.why(reason)}", indent=17)
+    for reason in found["why_not"]:
+        print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
 
 
-def _parts(price: "Price") -> str:
+def _parts(record: Record) -> str:
     """Return text such as `computing 98.9% (backward 65.2%, forward 33.7%), optimizer 1.2%`, largest first.
 
     Purposes and parts that take less than 1 % are left out.
     """
-    from vitpar.planner.search.gains import PURPOSES, shares
+    from vitpar.planner.search.gains import PURPOSES
 
-    words = []
-    for purpose, share in shares(price).items():
-        parts = sorted(((price.time.get(name, 0.0) / price.seconds, name) for name in PURPOSES[purpose]), reverse=True)
+    words, time = [], record["step_breakdown_seconds"]
+    for purpose, share in record["step_shares"].items():
+        parts = sorted(
+            ((time.get(name, 0.0) / record["step_seconds"], name) for name in PURPOSES[purpose]), reverse=True
+        )
         shown = [f"{name} {part:.1%}" for part, name in parts if part >= 0.01]
         if share >= 0.01:
             words.append(f"{purpose} {share:.1%}" + (f" ({', '.join(shown)})" if len(shown) > 1 else ""))
     return ", ".join(words)
 
 
-def _memory(price: "Price") -> str:
+def _fullest(record: Record) -> dict[str, Any]:
+    return max(record["memory_breakdown_bytes"], key=lambda memory: memory["total"])
+
+
+def _memory(record: Record) -> str:
     from vitpar.planner.cost.memory import PARTS
 
-    fullest = max(price.memory, key=lambda memory: memory.total)
-    parts = sorted(((getattr(fullest, name), name) for name in PARTS), reverse=True)
-    return ", ".join(f"{name} {size(part)}" for part, name in parts if part >= 0.01 * fullest.total)
+    fullest = _fullest(record)
+    parts = sorted(((fullest[name], name) for name in PARTS), reverse=True)
+    return ", ".join(f"{name} {size(part)}" for part, name in parts if part >= 0.01 * fullest["total"])
 
 
-def _searched(findings: "Findings") -> str:
-    from vitpar.planner.report.data import certainty
-
-    result = findings.result
-    looked = f"{result.seconds:.2f} s, {count(result.strategies, 'strategy')}, {count(result.priced, 'plan')} priced"
-    return f"{looked}: {certainty(result)}"
-
-
-def _print_prices(console: Console, title: str, prices: "Sequence[Price]", findings: "Findings") -> None:
+def _print_prices(console: Console, title: str, records: Sequence[Record], best: Record) -> None:
     from vitpar.planner.cost.price import schedule_words
-    from vitpar.planner.report.data import COLUMNS, figures
+    from vitpar.planner.report.data import COLUMNS, figures, plan_of
 
-    best, doubt = findings.result.plans[0], findings.doubt
-    rows = [(*figures(price, best, doubt), f"{price.plan}{schedule_words(price.plan)}") for price in prices]
+    rows = [(*figures(one, best), f"{one['strategy']}{schedule_words(plan_of(one))}") for one in records]
     print_plans(console, title, COLUMNS, rows)
 
 
@@ -282,6 +230,6 @@ def model_words(costs: "LayerCosts", ranks: str) -> str:
     return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
 
 
-def print_origin(console: Console, origin: "Provenance") -> None:
-    """Print the version of vitpar and the command that made the output."""
-    console.print(str(origin), style="dim", markup=False, soft_wrap=True)
+def print_origin(console: Console, found: Record) -> None:
+    """Print the version of vitpar and the command that made a result."""
+    console.print(origin_words(found), style="dim", markup=False, soft_wrap=True)

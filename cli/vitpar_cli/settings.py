@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,9 +12,7 @@ from vitpar_cli import recipe_options as o
 
 
 def settings(
-    key: Annotated[
-        str | None, typer.Argument(metavar="KEY", help="A setting, such as train.batch_size, or a section.")
-    ] = None,
+    key: str | None = typer.Argument(None, metavar="KEY", help="A setting, such as train.batch_size, or a section."),
     as_json: o.AsJson = False,
 ) -> None:
     """Print settings of recipes: type, default and effect.

@@ -67,65 +67,49 @@ def train(
     precision: o.Precision = None,
     compile_blocks: o.Compile = None,
     device: o.DeviceName = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="auto|PATH|never",
-            help="Resume from the newest complete checkpoint of the run in PATH, or from the checkpoint PATH, with its "
-            "recipe unless --recipe names another; auto: resume the run in --run-dir, or start it.",
-        ),
-    ] = None,
-    allow_change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-change",
-            metavar="KEY",
-            help="A setting that may differ from the checkpoint's, or data; repeatable.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]",
-            rich_help_panel=SEARCHED,
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="Plan from a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
-        ),
-    ] = None,
-    hardware: Annotated[
-        Path | None,
-        typer.Option(
-            "--hardware",
-            metavar="FILE",
-            help="Hardware profile.  \\[default: hardware.json, or measured]",
-            rich_help_panel=SEARCHED,
-        ),
-    ] = None,
-    model_profile: Annotated[
-        Path | None,
-        typer.Option(
-            "--model-profile",
-            metavar="FILE",
-            help="Model profile.  \\[default: model.json, or measured]",
-            rich_help_panel=SEARCHED,
-        ),
-    ] = None,
+    run_dir: Path | None = typer.Option(
+        None, "--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]"
+    ),
+    resume: str | None = typer.Option(
+        None,
+        "--resume",
+        metavar="auto|PATH|never",
+        help="Resume from the newest complete checkpoint of the run in PATH, or from the checkpoint PATH, with its "
+        "recipe unless --recipe names another; auto: resume the run in --run-dir, or start it.",
+    ),
+    allow_change: list[str] | None = typer.Option(
+        None,
+        "--allow-change",
+        metavar="KEY",
+        help="A setting that may differ from the checkpoint's, or data; repeatable.",
+    ),
+    memory: str | None = typer.Option(
+        None,
+        "--memory",
+        metavar="SIZE",
+        help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]",
+        rich_help_panel=SEARCHED,
+    ),
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
+    ),
+    cluster: str | None = typer.Option(
+        None, "--cluster", metavar="NAME", help="Plan from a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
+    ),
+    hardware: Path | None = typer.Option(
+        None,
+        "--hardware",
+        metavar="FILE",
+        help="Hardware profile.  \\[default: hardware.json, or measured]",
+        rich_help_panel=SEARCHED,
+    ),
+    model_profile: Path | None = typer.Option(
+        None,
+        "--model-profile",
+        metavar="FILE",
+        help="Model profile.  \\[default: model.json, or measured]",
+        rich_help_panel=SEARCHED,
+    ),
     track: Annotated[
         list[str] | None,
         o.setting(
@@ -136,16 +120,11 @@ def train(
             help=f"Tracker that gets what the run logs: {either(get_args(TrackerName))}; repeatable.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON object instead of progress.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print messages, warnings and the result only.")] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the merged recipe, the plan, and predicted memory and time; do not train."
-        ),
-    ] = False,
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object instead of progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Print messages, warnings and the result only."),
+    dry_run: bool = typer.Option(
+        False, "--dry-run", help="Print the merged recipe, the plan, and predicted memory and time; do not train."
+    ),
     debug_checks: Annotated[
         bool,
         o.setting(

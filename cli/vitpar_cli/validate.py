@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from vitpar.training.ranks import resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
 from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of, planned_recipe
-from vitpar_cli.search_view import model_words, print_origin, print_plans
+from vitpar_cli.search_view import model_words, print_origin, print_plans, print_rows
 from vitpar_cli.world import run_ranks
 
 if TYPE_CHECKING:
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
     from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
-    from vitpar.planner.report.accuracy import AccuracyRow
     from vitpar.strategy import Plan
     from vitpar.training.recipe import Recipe
 
 
 def validate(
-    plans: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"),
-    ] = None,
+    plans: list[str] | None = typer.Argument(
+        None, metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"
+    ),
     recipe: o.RecipeFile = None,
     model: o.ModelName = None,
     task: o.TaskName = None,
@@ -46,22 +44,15 @@ def validate(
     model_profile: ModelFile = None,
     batch_size: o.BatchSize = None,
     microbatches: o.Microbatches = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="Approximate seconds per run of a plan.")] = 2.0,
+    seconds: float = typer.Option(2.0, "--seconds", min=0.01, help="Approximate seconds per run of a plan."),
     device: o.DeviceName = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write all rows as JSON, after each run.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a stopped validation: keep the runs in the file of --out.")
-    ] = False,
-    correct: Annotated[
-        Path | None,
-        typer.Option(
-            "--correct",
-            metavar="FOLDER",
-            help="Write both profiles to FOLDER, corrected by the measurements.",
-        ),
-    ] = None,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write all rows as JSON, after each run."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Continue a stopped validation: keep the runs in the file of --out."
+    ),
+    correct: Path | None = typer.Option(
+        None, "--correct", metavar="FOLDER", help="Write both profiles to FOLDER, corrected by the measurements."
+    ),
     as_json: o.AsJson = False,
     assignments: o.Assignments = None,
 ) -> None:
@@ -135,31 +126,36 @@ def _validate(
     """
     from vitpar.planner.measure.clock import load_share
     from vitpar.planner.measure.steps import PlanRunner, Training
-    from vitpar.planner.report.accuracy import AccuracyRow, correction, measured_before
+    from vitpar.planner.report.accuracy import accuracy, correction, measured_before, measured_row
+    from vitpar.planner.report.data import origin_to_json
 
-    machine, profile = costs.hardware, costs.model
+    profile = costs.model
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(recipe.model_copy(update={"train": recipe.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
+    about = {**origin_to_json(origin(), costs), "batch_size": prices[0].batch_size}
     known = measured_before(prices, runner.agree(earlier)) if earlier is not None else []
-    rows = [AccuracyRow(predicted, measured, profile.pace) for predicted, measured in zip(prices, known, strict=False)]
-    favourite, done = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
-    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=done + 1):
+    rows = [measured_row(one, done, profile.pace, one.mfu(costs)) for one, done in zip(prices, known, strict=False)]
+
+    def found() -> dict[str, Any]:
+        return about | accuracy(rows, profile.pace, load) | {"rows": rows}
+
+    favourite, begun = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
+    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=begun + 1):
         # Appends in the first run of a plan, replaces in later ones.
-        rows[index : index + 1] = [AccuracyRow(prices[index], measured, profile.pace)]
+        rows[index : index + 1] = [measured_row(prices[index], measured, profile.pace, prices[index].mfu(costs))]
         if world.rank == 0:
             if out is not None:
-                write(out, json.dumps(_to_json(rows, costs, load), indent=1) + "\n")
+                write(out, json.dumps(found(), indent=1) + "\n")
             progress(f"run {run}, of {max(run, 2 * len(plans))} or more: {plans[index]}")
     if world.rank == 0:
         if corrected is not None:
-            missing = [row.memory - row.price.memory_bytes for row in rows if row.memory is not None]
-            factors = correction([row.parts for row in rows], missing)
-            for better, file in zip(factors.of(machine, profile), corrected, strict=True):
+            factors = correction(rows)
+            for better, file in zip(factors.of(costs.hardware, profile), corrected, strict=True):
                 better.save(file)
             complain(f"corrected profiles written to {corrected[0].parent}: {factors}")
-        print(json.dumps(_to_json(rows, costs, load))) if as_json else _show(rows, costs, load)
+        print(json.dumps(found())) if as_json else _show(found(), prices, costs)
     return 0
 
 
@@ -215,83 +211,61 @@ def _plan(text: str, config: "ModelConfig", batch_size: int, ranks: int, microba
     return validated(plan, config, batch_size)
 
 
-def _to_json(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> dict:
-    from vitpar.planner.report.accuracy import accuracy, others_used
-    from vitpar.planner.report.data import origin_to_json
-
-    summary = accuracy(rows)
-    others = others_used(rows)
-    return {
-        **origin_to_json(origin(), costs),
-        "batch_size": rows[0].price.batch_size,
-        "time_error": {"mean": summary.time[0], "largest": summary.time[1]},
-        "clocked_time_error": {"mean": summary.clocked[0], "largest": summary.clocked[1]},
-        "slowdown": summary.slowdown,
-        "others_share": load if others is None else others,
-        "repeat": summary.repeat and {"mean": summary.repeat[0], "largest": summary.repeat[1]},
-        "memory_error": summary.memory and {"mean": summary.memory[0], "largest": summary.memory[1]},
-        "rank_correlation": summary.rank,
-        "chosen_slower_than_best": summary.chosen,
-        "rows": [row.to_json() | {"mfu": row.price.mfu(costs)} for row in rows],
-    }
-
-
 COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 """Headings of the table: three for time, then three for memory."""
 
 
-def _show(rows: "list[AccuracyRow]", costs: "LayerCosts", load: float | None) -> None:
+def _show(found: dict[str, Any], prices: "list[Price]", costs: "LayerCosts") -> None:
+    """Print a validation. prices: of its rows."""
     from vitpar.planner.cost.price import plan_title
-    from vitpar.planner.report.accuracy import BUSY, accuracy, others_used
+    from vitpar.planner.report.accuracy import BUSY, fullest, memory_error, time_error
     from vitpar.planner.report.data import duration
     from vitpar.planner.report.uncertainty import uncertainty
 
+    def off(name: str) -> str:
+        return "{mean:.1%} off on average, {largest:.1%} at most".format_map(found[name])
+
     console = Console(highlight=False)
-    best = min((row.price for row in rows), key=lambda price: price.seconds)
+    best = min(prices, key=lambda price: price.seconds)
     ranks = count(best.plan.world_size, "rank")
     console.print(f"[bold]{model_words(costs, ranks)}, batch {best.batch_size:,}[/bold]", soft_wrap=True)
-    print_origin(console, origin())
-    lines = [
-        (
-            duration(row.price.seconds),
-            duration(row.seconds),
-            f"{row.time_error:+.1%}",
-            size(row.price.memory_bytes),
-            "" if row.memory is None else size(row.memory),
-            "" if row.memory_error is None else f"{row.memory_error:+.1%}",
-            plan_title(row.price.plan),
-        )
-        for row in sorted(rows, key=lambda row: row.seconds)
-    ]
+    print_origin(console, found)
+    rows = sorted(zip(prices, found["rows"], strict=True), key=lambda pair: pair[1]["measured_seconds"])
+    lines = []
+    for price, row in rows:
+        most, error = fullest(row), memory_error(row)
+        memory = ("", "") if most is None or error is None else (size(most), f"{error:+.1%}")
+        time = duration(price.seconds), duration(row["measured_seconds"]), f"{time_error(row):+.1%}"
+        lines.append((*time, size(price.memory_bytes), *memory, plan_title(price.plan)))
     print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
-    summary, doubt, mfu = accuracy(rows), uncertainty(best, costs), best.mfu(costs)
-    console.print(f"\ntime       {summary.time[0]:.1%} off on average, {summary.time[1]:.1%} at most")
-    if doubt:
-        console.print(f"expected   {doubt.source}", soft_wrap=True)
-    if mfu is not None:
-        console.print(f"MFU        {mfu * 100:.1f} % predicted for the fastest")
-    if summary.memory:
-        console.print(f"memory     {summary.memory[0]:.1%} off on average, {summary.memory[1]:.1%} at most")
-    console.print(
-        f"order      rank correlation {summary.rank:.3f}; the plan predicted to be fastest is {summary.chosen:.1%}"
+    doubt, mfu = uncertainty(best, costs), best.mfu(costs)
+    text = {"time": off("time_error")}
+    text |= {"expected": doubt["source"]} if doubt else {}
+    text |= {} if mfu is None else {"MFU": f"{mfu * 100:.1f} % predicted for the fastest"}
+    text |= {"memory": off("memory_error")} if found["memory_error"] else {}
+    text["order"] = (
+        f"rank correlation {found['rank_correlation']:.3f}; the plan predicted to be fastest is "
+        f"{found['chosen_slower_than_best']:.1%} slower than the fastest measured plan"
     )
-    console.print("           slower than the fastest measured plan")
-    if summary.slowdown != 1:
-        console.print(f"pace       the same work took {summary.slowdown:.0%} of the core time that it took when it")
-        console.print("           was profiled; measured times are divided by this ratio, step by step;")
-        console.print(
-            f"           without it, predictions are {summary.clocked[0]:.1%} off, {summary.clocked[1]:.1%} at most"
+    if found["slowdown"] != 1:
+        text["pace"] = (
+            f"the same work took {found['slowdown']:.0%} of the core time that it took when it was profiled; measured "
+            "times are divided by this ratio, step by step; without it, predictions are "
+            + off("clocked_time_error").replace(" on average", "")
         )
-    if summary.repeat:
-        console.print(f"repeat     repeated measurements of a plan differ by {summary.repeat[0]:.1%} on average,")
-        console.print(f"           {summary.repeat[1]:.1%} at most: predictions cannot be checked more closely")
-    others = others_used(rows)
-    if others is not None:
-        verdict = ": figures are not reliable" if others >= BUSY else ""
-        words = f"other programs used {others:.0%} of the cores while plans were measured{verdict}"
-    elif load is not None and load >= BUSY:
-        words = f"programs used {load:.0%} of the cores in the minute before plans were measured (load average): "
-        words += "figures are not reliable if they kept running"
-    else:
-        return
-    console.print(f"others     {words}", soft_wrap=True)
+    if repeat := found["repeat"]:
+        text["repeat"] = (
+            f"repeated measurements of a plan differ by {repeat['mean']:.1%} on average, {repeat['largest']:.1%} at "
+            "most: predictions cannot be checked more closely"
+        )
+    share, seen = found["others_share"], any(run["others"] is not None for _, row in rows for run in row["runs"])
+    if seen:
+        verdict = ": figures are not reliable" if share >= BUSY else ""
+        text["others"] = f"other programs used {share:.0%} of the cores while plans were measured{verdict}"
+    elif share is not None and share >= BUSY:
+        text["others"] = (
+            f"programs used {share:.0%} of the cores in the minute before plans were measured (load average): figures "
+            "are not reliable if they kept running"
+        )
+    console.print()
+    print_rows(console, list(text.items()))

@@ -41,7 +41,7 @@ from vitpar.errors import UserError
 from vitpar.models import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.profile import cluster, estimate, galvatron, profiles
-from vitpar.runs import folder, listing, page
+from vitpar.runs import folder, page
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_text, read_plan
 from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe
@@ -257,7 +257,7 @@ def read_run(place: Path) -> None:
     folder.refuse_other_folders(place)
     html = page.report([folder.RunRecord(place), folder.RunRecord(place)])
     expect(html.count("<script") == 3 and "<img" not in html, "a text of the run became an element of the page")
-    list(map(listing.summary, listing.runs_in(place)))
+    list(map(folder.summary, folder.runs_in(place)))
 
 
 STRATEGIES = ("pp2xtp2xdp2", "tp2xdp", "dp2xfsdp4+ckpt", "pp1: 0-7=dp8, 8-11=fsdp8", "tp4+2.5d@1", "pp4xdp2+zero1")

@@ -14,26 +14,25 @@ from helpers.html_pages import Page, charts_of
 from vitpar import __version__
 from vitpar.errors import DataError, PlannerError, UserError
 from vitpar.models import model_config
-from vitpar.pages import plotly
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
 from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.report.accuracy import AccuracyRow, accuracy, spearman
+from vitpar.planner.report.accuracy import accuracy, measured_row, spearman
+from vitpar.runs.pages import plotly
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
 from vitpar.training.recipe import Recipe, read_recipe
-from vitpar_cli.outputs import CADENCE, ProgressLines
+from vitpar_cli.outputs import CADENCE, ProgressLines, origin
 from vitpar_cli.profiled import costs_of
 from vitpar_cli.recipes import recipes
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
 from vitpar_cli.search_view import SHOWN
 from vitpar_cli.validate import _show as show_accuracy
-from vitpar_cli.validate import _to_json as accuracy_json
 from vitpar_cli.validate import validate
 
 Run = Callable[..., str]
@@ -215,12 +214,13 @@ def test_load_by_other_programs_is_reported(
     costs = LayerCosts(config, hardware, estimate_model(config, "bf16", hardware, ("tp1",)))
     predicted = price(validated(parse("dp8"), config, 64), costs, 64)
     measured = Measured((Steps((1.0,), (), others), Steps((1.1,), (), others)), (None,) * 8)
-    show_accuracy([AccuracyRow(predicted, measured)], costs, load)
+    rows = [measured_row(predicted, measured, 0.0)]
+    found = accuracy(rows, load=load)
+    assert found["others_share"] == (load if others is None else others)
+    show_accuracy(origin() | found | {"rows": rows}, [predicted], costs)
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
     assert sentence in words if sentence else "cores" not in words
-    shown = accuracy_json([AccuracyRow(predicted, measured)], costs, load)
-    assert shown["others_share"] == (load if others is None else others)
 
 
 INVALID = [
@@ -259,17 +259,15 @@ def test_invalid_options_are_refused(
 
 
 def test_accuracy_uses_absolute_errors() -> None:
-    class Priced:
-        def __init__(self, seconds: float, memory: float) -> None:
-            self.seconds, self.memory_bytes = seconds, memory
+    def row(predicted: float, measured: float, memory: int, peaks: list[int | None]) -> dict[str, Any]:
+        known = {"predicted_seconds": predicted, "measured_seconds": measured, "clocked_seconds": measured}
+        runs = [{"seconds": (measured,), "paces": (), "others": None}]
+        return known | {"runs": runs, "predicted_memory_bytes": memory, "measured_memory_bytes": peaks}
 
-    rows = [
-        AccuracyRow(Priced(1.1, 100), Measured((Steps((1.0, 1.0, 9.0)),), (90, 100))),  # type: ignore[arg-type]
-        AccuracyRow(Priced(1.8, 90), Measured((Steps((2.0,)),), (100, None))),  # type: ignore[arg-type]
-    ]
-    found = accuracy(rows)
-    assert found.time == pytest.approx((0.1, 0.1)) and found.memory == pytest.approx((0.05, 0.1))
-    assert found.rank == 1 and found.chosen == 0
+    found = accuracy([row(1.1, 1.0, 100, [90, 100]), row(1.8, 2.0, 90, [100, None])])
+    assert found["time_error"] == pytest.approx({"mean": 0.1, "largest": 0.1})
+    assert found["memory_error"] == pytest.approx({"mean": 0.05, "largest": 0.1})
+    assert found["rank_correlation"] == 1 and found["chosen_slower_than_best"] == 0
     assert spearman([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
 
 

@@ -6,10 +6,9 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.report.data import Provenance
 
 CONFIG = model_config("vit_small_patch16_224")
-ORIGIN = Provenance("1.2.3", "vitpar search --cluster 8xH100")
+ORIGIN = {"vitpar": "1.2.3", "command": "vitpar search --cluster 8xH100"}
 
 
 def costs_of(**changed: Any) -> LayerCosts:

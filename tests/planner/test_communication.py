@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.ranks import RankPool
 from vitpar.models import model_config
 from vitpar.parallel import Communication, Execution, parallelize
-from vitpar.planner.describe import StrategySummary, summarize
+from vitpar.planner.describe import Summary, summarize
 from vitpar.strategy import Plan, parse, validate
 
 BASE = model_config("vit_base_patch16_224")
@@ -24,15 +24,15 @@ def planned(strategy: str, batch_size: int = 64, **fields: Any) -> Plan:
     return validate(replace(parse(strategy), **fields), BASE, batch_size)
 
 
-def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> StrategySummary:
+def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> Summary:
     """Return the description of a layer's strategy."""
-    summary = summarize(BASE, planned(strategy, **fields), 64, bytes_per_parameter=16)
-    return next(part for part in summary.strategies if layer in part.layers)
+    summary = summarize(BASE, planned(strategy, **fields), 64, "fp32", bytes_per_parameter=16)
+    return next(part for part in summary["strategies"] if layer in part["layers"])
 
 
 def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
     """Return the description of one axis of a layer's strategy."""
-    return next(found.communication for found in told(strategy, layer, **fields).axes if found.axis == axis)
+    return next(one["communication"] for one in told(strategy, layer, **fields)["axes"] if one["axis"] == axis)
 
 
 ONCE, FORWARD = "once a step", "in forward of every micro-batch"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from helpers.command_line import Refused, printed
+from vitpar.planner import training_time as times
 from vitpar.planner.goodput import Conditions, duration, goodput, interval
-from vitpar.planner.training_time import HostInput, figure, training_length, training_time
 from vitpar.strategy import parse
 from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.plan import plan
@@ -55,15 +55,17 @@ def test_expected_time_is_that_of_simulated_failures(every: float, restart: floa
 
 def test_more_devices_fail_more_often() -> None:
     alone, all_of_them = (goodput(100_000, 2.0, devices, Conditions(50_700.0, 2.0)) for devices in (8, 16_384))
-    assert alone.job_mtbf_hours == pytest.approx(50_700 / 8) and alone.useful > 0.999
-    assert all_of_them.job_mtbf_hours == pytest.approx(3.094, rel=1e-3)
-    assert all_of_them.interval_steps == round(interval(1.0, 50_700 * HOUR / 16_384) / 2.0) == 74
-    assert all_of_them.cost == pytest.approx(2 * 16_384 * all_of_them.seconds / HOUR)
-    assert all_of_them.useful == pytest.approx(200_000 / all_of_them.seconds) and 0.97 < all_of_them.useful < 0.98
+    assert alone["job_mtbf_hours"] == pytest.approx(50_700 / 8) and alone["useful"] > 0.999
+    assert all_of_them["job_mtbf_hours"] == pytest.approx(3.094, rel=1e-3)
+    assert all_of_them["interval_steps"] == round(interval(1.0, 50_700 * HOUR / 16_384) / 2.0) == 74
+    assert all_of_them["cost"] == pytest.approx(2 * 16_384 * all_of_them["seconds"] / HOUR)
+    assert (
+        all_of_them["useful"] == pytest.approx(200_000 / all_of_them["seconds"]) and 0.97 < all_of_them["useful"] < 0.98
+    )
     hopeless = goodput(10, 3600.0, 65_536, Conditions(1.0, 1.0))
-    assert (hopeless.seconds, hopeless.useful) == (math.inf, 0.0) and hopeless.to_json()["seconds"] is None
+    assert (hopeless["seconds"], hopeless["device_hours"], hopeless["useful"]) == (None, None, 0.0)
     priced = goodput(10, 3.0, 6, Conditions(None, 10.0))
-    assert (priced.cost, priced.interval_steps, priced.useful) == (pytest.approx(0.5), None, 1.0)
+    assert (priced["cost"], priced["interval_steps"], priced["useful"]) == (pytest.approx(0.5), None, 1.0)
 
 
 PLAN = "plan fsdp8 --model vit_small_patch16_224 --batch-size 256 --cluster 8xH100 --set train.steps=100000"
@@ -103,50 +105,52 @@ def priced(batch_size: int, seconds: float) -> Any:
 
 
 def test_days_and_device_hours_are_those_of_all_steps() -> None:
-    length = training_length(recipe(train__epochs=90))
-    found = training_time(priced(1000, 0.5), length)
-    assert found.steps == math.ceil(90 * 1_281_167 / 1000) == 115_306
-    assert found.images == 115_306_000
-    assert found.days == pytest.approx(115_306 * 0.5 / 86_400)
-    assert found.device_hours == pytest.approx(115_306 * 0.5 * 8 / 3600)
-    assert "ImageNet-1k's 1,281,167 images are assumed" in found.assumed
-    words = found.words("GPU-hours")
+    length = times.training_length(recipe(train__epochs=90))
+    found = times.training_time(priced(1000, 0.5), length)
+    assert found["steps"] == math.ceil(90 * 1_281_167 / 1000) == 115_306
+    assert found["images"] == 115_306_000
+    assert found["seconds"] / 86_400 == pytest.approx(115_306 * 0.5 / 86_400)
+    assert found["device_hours"] == pytest.approx(115_306 * 0.5 * 8 / 3600)
+    assert "ImageNet-1k's 1,281,167 images are assumed" in found["assumed"]
+    words = times.training_words(found, "GPU-hours")
     assert words.startswith("16.0 hours, 128 GPU-hours: 115,306 steps, 90 epochs of 1,281,167 samples")
     assert words.endswith("; input, evaluation and checkpoints not included")
     # Twice the batch: half the steps, as many images.
-    assert training_time(priced(2000, 0.5), length).steps == 57_653
+    assert times.training_time(priced(2000, 0.5), length)["steps"] == 57_653
 
 
 @pytest.mark.parametrize(("rate", "devices", "step"), [(1000, 8, 1.0), (1000, 4, 0.5), (1000, 3, 0.5), (9e9, 8, 0.5)])
 def test_steps_wait_for_the_input_of_their_machines(rate: float, devices: int, step: float) -> None:
-    length = training_length(recipe(train__steps=500), hosts=HostInput(rate, devices))
-    found = training_time(priced(1000, 0.5), length)
-    assert found.seconds == 500 * step and found.waiting == pytest.approx(1 - 0.5 / step)
-    assert found.words("GPU-hours").endswith("; evaluation and checkpoints not included")
-    assert found.conditions == {"waiting": "50%" if step > 0.5 else "0%"}
+    length = times.training_length(recipe(train__steps=500), hosts=times.HostInput(rate, devices))
+    found = times.training_time(priced(1000, 0.5), length)
+    assert found["seconds"] == 500 * step and found["waiting"] == pytest.approx(1 - 0.5 / step)
+    assert times.training_words(found, "GPU-hours").endswith("; evaluation and checkpoints not included")
+    assert times.condition_words(found) == {"waiting": "50%" if step > 0.5 else "0%"}
 
 
 def test_length_in_steps_assumes_nothing() -> None:
-    found = training_time(priced(1024, 2.0), training_length(recipe(train__steps=500)))
-    assert (found.steps, found.images, found.seconds, found.assumed) == (500, 512_000, 1000.0, "")
-    assert found.words("GPU-hours").startswith("16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples")
+    found = times.training_time(priced(1024, 2.0), times.training_length(recipe(train__steps=500)))
+    assert (found["steps"], found["images"], found["seconds"], found["assumed"]) == (500, 512_000, 1000.0, "")
+    assert times.training_words(found, "GPU-hours").startswith(
+        "16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples"
+    )
 
 
 def test_recipe_without_length_has_the_default_epochs() -> None:
-    length = training_length(recipe())
+    length = times.training_length(recipe())
     assert (length.recipe.train.epochs, length.samples) == (300, 1_281_167)
     assert length.assumed == (
         "300 epochs of ImageNet-1k's 1,281,167 images are assumed: give others with --epochs and --data"
     )
-    of_text = training_length(recipe(task__name="mlm", model__name="bert_base"))
+    of_text = times.training_length(recipe(task__name="mlm", model__name="bert_base"))
     assert "40 epochs of BERT's 6,400,000 sequences are assumed" in of_text.assumed
-    assert training_length(recipe(task__name="mae", model__name="mae_vit_base")).recipe.train.epochs == 800
+    assert times.training_length(recipe(task__name="mae", model__name="mae_vit_base")).recipe.train.epochs == 800
 
 
 def test_images_are_those_of_the_data(tmp_path: Path) -> None:
     stream = {"train": "s3/{0..9}.tar", "val": "v.tar", "samples": 50_000, "val_samples": 9, "classes": 10}
     streamed = read_recipe(None, {**{f"stream.{key}": value for key, value in stream.items()}, "train.epochs": 2})
-    length = training_length(streamed)
+    length = times.training_length(streamed)
     assert (length.samples, length.steps(1000), length.assumed) == (50_000, 100, "")
 
 
@@ -154,4 +158,4 @@ def test_images_are_those_of_the_data(tmp_path: Path) -> None:
     ("number", "words"), [(0.01234, "0.0123"), (1.2, "1.20"), (99.94, "99.9"), (99.96, "100"), (12_345.6, "12,346")]
 )
 def test_figures_have_three_digits(number: float, words: str) -> None:
-    assert figure(number) == words
+    assert times.figure(number) == words

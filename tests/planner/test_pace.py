@@ -18,7 +18,7 @@ from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware
-from vitpar.planner.report.accuracy import AccuracyRow, accuracy, measured_before
+from vitpar.planner.report.accuracy import accuracy, measured_before, measured_row, time_error
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_custom", embed_dim=64, depth=2, num_heads=4, patch_size=8, image_size=32, num_classes=10)
@@ -99,13 +99,14 @@ def test_measured_steps_are_compared_at_the_profiled_pace() -> None:
     predicted = priced("dp4", HARDWARE)
     s = predicted.seconds
     measured = Measured((PlanSteps((2 * s, 3 * s, 8 * s), (0.002, 0.003, 0.004)),), (None,) * 4)
-    row = AccuracyRow(predicted, measured, pace=0.001)
-    assert row.time_error == pytest.approx(0.0) and row.seconds == pytest.approx(s)
-    found = accuracy([row])
-    assert found.slowdown == pytest.approx(3.0) and found.repeat is None
-    assert found.clocked[0] == pytest.approx(2 / 3) and found.time[0] < 1e-9
-    unknown = AccuracyRow(predicted, measured)
-    assert unknown.slowdown == 1.0 and unknown.seconds == unknown.clocked == pytest.approx(3 * s)
+    row = measured_row(predicted, measured, 0.001)
+    assert time_error(row) == pytest.approx(0.0) and row["measured_seconds"] == pytest.approx(s)
+    found = accuracy([row], 0.001)
+    assert found["slowdown"] == pytest.approx(3.0) and found["repeat"] is None
+    assert found["clocked_time_error"]["mean"] == pytest.approx(2 / 3) and found["time_error"]["mean"] < 1e-9
+    unknown = measured_row(predicted, measured, 0.0)
+    assert unknown["measured_seconds"] == unknown["clocked_seconds"] == pytest.approx(3 * s)
+    assert accuracy([unknown])["slowdown"] == 1.0 and accuracy([unknown])["memory_error"] is None
 
 
 def stat(tmp_path: Path, *busy: int) -> Path:
@@ -158,13 +159,12 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
     assert [index for index, _ in rest][:2] == [1, 1]
     first, second = runs[2][1], runs[-1][1]
     assert first.apart == pytest.approx(0.05) and second.apart == pytest.approx(2.5) and second.memory == (100,)
-    row = AccuracyRow(priced("dp4", HARDWARE), second)
-    assert measured_before([row.price], [row.to_json()]) == [second]
+    price = priced("dp4", HARDWARE)
+    row = measured_row(price, second, 0.0)
+    assert measured_before([price], [row]) == [second]
     with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of 'dp4'"):
-        measured_before([row.price], [row.to_json() | {"strategy": "dp2"}])
+        measured_before([price], [row | {"strategy": "dp2"}])
     with pytest.raises(PlannerError, match=r"row 1 is damaged \(KeyError\)"):
-        measured_before([row.price], [{}])
-    for runs in ([], [{"seconds": [], "paces": [], "others": None}], [{"seconds": [0], "paces": [], "others": None}]):
-        with pytest.raises(PlannerError, match=r"row 1 is damaged \(ValueError\)"):
-            measured_before([row.price], [row.to_json() | {"runs": runs}])
-    assert row.seconds == pytest.approx(2.2) and accuracy([row]).repeat == pytest.approx((2.5, 2.5))
+        measured_before([price], [{}])
+    assert row["measured_seconds"] == pytest.approx(2.2)
+    assert accuracy([row])["repeat"] == pytest.approx({"mean": 2.5, "largest": 2.5})

@@ -1,19 +1,17 @@
 """Pages of the planner in headless Chromium: values under the pointer, zoom, switches, themes, widths, inert markup."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
 
 from helpers.browser import CUT, DRAWN, Tab, shown
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
-from vitpar.planner.cost.price import plan_title
-from vitpar.planner.report.data import Findings, Provenance, findings
+from vitpar.planner.report.data import listed, origin_to_json, plan_of, search_record, title_of
 from vitpar.planner.report.page import page, scaling_page
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.scaling import Point
 from vitpar.planner.search.space import Space
 
 pytestmark = pytest.mark.slow
@@ -34,9 +32,9 @@ HOSTILE = "<a href='https://x.invalid'>a</a><img src=x onerror='document.title=1
 
 
 @pytest.fixture(scope="module")
-def found() -> Findings:
+def found() -> dict[str, Any]:
     searching = Search(Space(CONFIG, 4, (64,), "bf16", roles=("pp",)), costs_of())
-    return findings(searching, searching.best(1e9), 1e9, ORIGIN, "vitpar train --mesh plan.json")
+    return search_record(searching, searching.best(1e9), 1e9, ORIGIN, train="vitpar train --mesh plan.json")
 
 
 def mark(tab: Tab, title: str) -> tuple[float, float]:
@@ -52,9 +50,9 @@ def mark(tab: Tab, title: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_a_page_of_a_search_fits_and_is_drawn_when_it_is_opened(
-    width: int, dark: bool, found: Findings, chrome: Browser, tmp_path: Path
+    width: int, dark: bool, found: dict[str, Any], chrome: Browser, tmp_path: Path
 ) -> None:
-    html = page(found, 2)
+    html = page(found, costs_of(), 2)
     assert len(html.encode()) < 6e6
     tab = shown(chrome, html, tmp_path, width=width, dark=dark)
     drawn = f"{OPEN}.length"
@@ -71,27 +69,29 @@ def test_a_page_of_a_search_fits_and_is_drawn_when_it_is_opened(
     assert tab.run(CUT) == [] and tab.complaints == []
 
 
-def test_the_pointer_shows_a_plan_and_buttons_hide_families(found: Findings, chrome: Browser, tmp_path: Path) -> None:
-    tab = shown(chrome, page(found, 2), tmp_path)
-    best = found.result.plans[0]
-    place = mark(tab, plan_title(best.plan))
+def test_the_pointer_shows_a_plan_and_buttons_hide_families(
+    found: dict[str, Any], chrome: Browser, tmp_path: Path
+) -> None:
+    tab = shown(chrome, page(found, costs_of(), 2), tmp_path)
+    best = found["plans"][0]
+    place = mark(tab, title_of(best))
     words = " ".join(tab.hovered(*place))
-    for said in (plan_title(best.plan), f"{best.images_per_second:,.1f} samples/s", "on the fullest rank"):
+    for said in (title_of(best), f"{best['images_per_second']:,.1f} samples/s", "on the fullest rank"):
         assert said in words, said
     assert re.search(r"± \d+ %: [\d,]+ to [\d,]+", words)
     assert "budget 1 GB" in tab.run(f"{FIRST}.textContent")
     bars = f"{FIRST}.querySelectorAll('.yerror').length"
     marks = f"{FIRST}.querySelectorAll('.point').length"
-    assert tab.run(bars) == tab.run(marks) == len(found.listed)
+    assert tab.run(bars) == tab.run(marks) == len(listed(found))
     tab.press("chart-Samples/s by memory-0/pipeline")
-    pipelines = sum(one.plan.pipeline_degree > 1 for one in found.listed)
-    assert tab.run(marks) == len(found.listed) - pipelines > 0 and pipelines
+    pipelines = sum(plan_of(one).pipeline_degree > 1 for one in listed(found))
+    assert tab.run(marks) == len(listed(found)) - pipelines > 0 and pipelines
     tab.press("chart-Samples/s by memory-0/bands")
     assert tab.run(bars) == 0 and tab.complaints == []
 
 
-def test_zoom_is_that_of_one_chart_until_it_is_reset(found: Findings, chrome: Browser, tmp_path: Path) -> None:
-    tab = shown(chrome, page(found, 2), tmp_path)
+def test_zoom_is_that_of_one_chart_until_it_is_reset(found: dict[str, Any], chrome: Browser, tmp_path: Path) -> None:
+    tab = shown(chrome, page(found, costs_of(), 2), tmp_path)
     ranges = f"{OPEN}.map(plot => plot._fullLayout.xaxis.range)"
     before = tab.run(ranges)
     left, top, width, height = tab.box(TIMELINE)
@@ -112,30 +112,26 @@ def test_zoom_is_that_of_one_chart_until_it_is_reset(found: Findings, chrome: Br
     assert tab.run(ranges) == before
 
 
-def test_scaling_shows_plans_under_the_pointer(found: Findings, chrome: Browser, tmp_path: Path) -> None:
-    points = [Point(ranks, 64, None if ranks == 4 else replace(found.result.plans[0])) for ranks in (1, 4, 8)]
-    html = scaling_page(HOSTILE, {"weak": points, "strong": points}, found.costs, Provenance(HOSTILE, HOSTILE))
+def test_scaling_shows_plans_under_the_pointer(found: dict[str, Any], chrome: Browser, tmp_path: Path) -> None:
+    best = found["plans"][0] | {"efficiency": 1.0, "at_most_better_by": 0.0}
+    none = {"ranks": 4, "batch_size": 64, "efficiency": None}
+    points = [none if ranks == 4 else best | {"ranks": ranks} for ranks in (1, 4, 8)]
+    about = origin_to_json({"vitpar": HOSTILE, "command": HOSTILE}, costs_of())
+    html = scaling_page(HOSTILE, {**about, "weak": points, "strong": points})
     tab = shown(chrome, html, tmp_path, width=390)
     assert tab.run(CUT) == [] and tab.run(OVERLAPS) == []
     left, top, width, height = tab.box(FIRST)
     words = " ".join(tab.hovered(left + 0.99 * width, top + 0.5 * height))
-    assert "weak" in words and plan_title(found.result.plans[0].plan) in words
+    assert "weak" in words and title_of(best) in words
     assert tab.complaints == []
     assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title") != "1"
 
 
-def test_markup_of_profiles_and_names_stays_inert(found: Findings, chrome: Browser, tmp_path: Path) -> None:
-    costs = found.costs
-    hardware = costs.hardware.model_copy(update={"name": HOSTILE, "device_name": HOSTILE})
-    notes = costs.model.model_copy(update={"measured": {"assumed": HOSTILE, "by": HOSTILE, "corrected": HOSTILE}})
-    hostile = replace(
-        found,
-        costs=type(costs)(costs.config, hardware, notes),
-        origin=Provenance(HOSTILE, HOSTILE),
-        train=HOSTILE,
-        reasons=(*found.reasons, replace(found.reasons[0], plan=HOSTILE, why=HOSTILE, price=None)),
-    )
-    tab = shown(chrome, page(hostile, 2), tmp_path)
+def test_markup_of_profiles_and_names_stays_inert(found: dict[str, Any], chrome: Browser, tmp_path: Path) -> None:
+    why = {"strategy": HOSTILE, "why": HOSTILE}
+    hostile = found | dict.fromkeys(("vitpar", "command", "hardware", "device", "train"), HOSTILE)
+    hostile |= {"notes": [HOSTILE], "why_not": [*found["why_not"], why]}
+    tab = shown(chrome, page(hostile, costs_of(), 2), tmp_path)
     assert not tab.run("document.querySelector('img, a, iframe')") and tab.run("document.title") != "1"
     assert tab.run("document.scripts.length") == 4, "data, library packed and unpacked, and the page's script"
     assert tab.run("performance.getEntriesByType('resource').length") == 0 and tab.complaints == []

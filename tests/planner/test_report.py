@@ -12,20 +12,20 @@ import pytest
 from helpers.colours import KINDS, closest
 from helpers.html_pages import Page, charts_of
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
-from vitpar.pages.figures import COLOURS
-from vitpar.pages.maps import placement, rank_grid
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
-from vitpar.planner.cost.price import Price, plan_title, price
+from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.bands import BANDS, VITPAR
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile
-from vitpar.planner.report.data import Findings, figures, findings, noise_words, trace
+from vitpar.planner.report import data
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, messages, timeline
-from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
+from vitpar.planner.report.uncertainty import band_source, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
+from vitpar.runs.pages.figures import COLOURS
+from vitpar.runs.pages.maps import placement, rank_grid
 from vitpar.strategy import parse, validate
 
 
@@ -54,33 +54,34 @@ def test_profile_spread_propagates_to_the_step() -> None:
     parts = {part: seconds for part, seconds in step.time.items() if part not in ("other", "waiting", "uneven")}
     expected = (0.1 * parts["forward"] + 0.2 * parts["backward"]) / sum(parts.values())
     found = uncertainty(step, costs)
-    assert found is not None and found.share == pytest.approx(expected) and found.band is None
+    assert found is not None and found["share"] == pytest.approx(expected) and found["of"] == "timings"
     links = tuple(spread(link, 0.5) for link in plain.hardware.links)
     slow = LayerCosts(CONFIG, plain.hardware.model_copy(update={"links": links}), costs.model)
     sends, quiet = (uncertainty(priced("tp2xdp4", each), each) for each in (slow, costs))
-    assert sends is not None and quiet is not None and sends.share > 1.2 * quiet.share
+    assert sends is not None and quiet is not None and sends["share"] > 1.2 * quiet["share"]
 
 
 def test_estimates_carry_the_band_of_their_runs() -> None:
     costs = costs_of()
-    found = uncertainty(priced("dp8", costs), costs)
-    band = BANDS[False, True]
-    assert found == Uncertainty(band.share, band) and str(found) == f"± {100 * band.share:.0f} %"
-    assert f"{band.runs} {band.description}" in found.source and "none is of vitpar" in found.source
-    assert found.to_json()["runs"] == band.runs and "error of estimates" in noise_words(found)
-    assert "none is from more than one GPU" in Uncertainty(VITPAR.share, VITPAR).source
+    record = data.plan_record(priced("dp8", costs), costs)
+    found, band = record["uncertainty"], BANDS[False, True]
+    assert (found["share"], found["runs"]) == (band.share, band.runs)
+    assert found["source"].startswith(f"± {100 * band.share:.0f} %: ")
+    assert f"{band.runs} {band.description}" in found["source"] and "none is of vitpar" in found["source"]
+    assert "error of estimates" in data.noise_words(record)
+    assert "none is from more than one GPU" in band_source(VITPAR)
     bare = costs_of(measured={})
     assert uncertainty(priced("dp8", bare), bare) is None, "no spread is not a spread of nothing"
 
 
 def test_plans_within_the_uncertainty_are_marked() -> None:
     costs = costs_of()
-    best, close, far = (priced(words, costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
-    apart = abs(close.images_per_second / best.images_per_second - 1)
-    doubt = Uncertainty(apart * 1.01)
-    marked = [" ".join(figures(one, best, doubt)) for one in (best, close, far)]
+    best, close, far = (data.plan_record(priced(words, costs), costs) for words in ("dp8", "dp8+zero1", "tp2xdp4"))
+    apart = abs(close["images_per_second"] / best["images_per_second"] - 1)
+    doubtful = best | {"uncertainty": {"share": apart * 1.01}}
+    marked = [" ".join(data.figures(one, doubtful)) for one in (best, close, far)]
     assert ["≈" in words for words in marked] == [False, True, False]
-    assert "≈" not in " ".join(figures(close, best, Uncertainty(apart * 0.99)))
+    assert "≈" not in " ".join(data.figures(close, best | {"uncertainty": {"share": apart * 0.99}}))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,11 @@ def test_timeline_without_a_pipeline_shows_the_communication(words: str, microba
 
 def test_trace_names_its_plan_and_rows() -> None:
     costs = costs_of()
-    found = trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
+    found = data.trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
     events: Any = found["traceEvents"]
     about: Any = found["otherData"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["pp 0", "pp 1"]
-    assert about["plan"] == "pp2xdp4 1f1b, 4 micro-batches" and about["command"] == ORIGIN.command
+    assert about["plan"] == "pp2xdp4 1f1b, 4 micro-batches" and about["command"] == ORIGIN["command"]
     assert (about["batch_size"], about["precision"], about["vitpar"]) == (768, "bf16", "1.2.3")
 
 
@@ -139,18 +140,18 @@ def test_rank_grid_places_every_rank() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Findings:
+def found() -> dict[str, Any]:
     costs = costs_of()
     searching = Search(Space(CONFIG, 8, (256,), "bf16", roles=("pp", "dp", "tp")), costs)
     result = searching.best(20e9)
-    return findings(searching, result, 20e9, ORIGIN, "vitpar train --mesh plan.json")
+    return data.search_record(searching, result, 20e9, ORIGIN, train="vitpar train --mesh plan.json")
 
 
-def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
-    html = page(found, 2)
+def test_report_page_names_the_source_of_its_figures(found: dict[str, Any]) -> None:
+    html = page(found, costs_of(), 2)
     words = Page(html).text
     for said in (
-        *("vitpar 1.2.3", ORIGIN.command, "bf16", "batch 256", "MFU", f"{BANDS[False, True].runs} published runs"),
+        *("vitpar 1.2.3", ORIGIN["command"], "bf16", "batch 256", "MFU", f"{BANDS[False, True].runs} published runs"),
         "vitpar train --mesh plan.json",
     ):
         assert said in words, said
@@ -158,32 +159,33 @@ def test_report_page_names_the_source_of_its_figures(found: Findings) -> None:
     drawn = charts_of(html)
     plans = html.count("<summary>") - html.count("<summary>Key points")
     assert len(drawn) == 2 + 3 * plans and html.count('role="img" aria-label="') == len(drawn)
-    (json_words,) = [json.dumps(found.to_json())]
+    (json_words,) = [json.dumps(found)]
     for key in ("vitpar", "command", "precision", "mfu", "uncertainty", "train"):
         assert f'"{key}"' in json_words
 
 
-def test_the_chart_has_every_plan_of_the_table(found: Findings) -> None:
+def test_the_chart_has_every_plan_of_the_table(found: dict[str, Any]) -> None:
     """A search whose time is over has no frontier; the plans of the table are drawn nevertheless."""
     searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=("ckpt",)), costs_of())
     result = searching.best(20e9)
     searching.frontier(result.plans[0], until=0.0)
-    short = findings(searching, result, 20e9, ORIGIN)
-    small = replace(short, budget=5e9)
-    for one in (found, short, small, replace(short, frontier=short.frontier[:1])):
-        html = page(one, 2)
+    short = data.search_record(searching, result, 20e9, ORIGIN)
+    small = short | {"memory_budget_bytes": 5e9}
+    for one in (found, short, small, short | {"frontier": short["frontier"][:1]}):
+        html, plans = page(one, costs_of(), 2), data.listed(one)
         _, *families = charts_of(html)["Samples/s by memory"]["traces"]
         marks = [mark for family in families for mark in zip(*(family[k] for k in ("text", "x", "y")), strict=True)]
-        expected = [(plan_title(p.plan), p.memory_bytes, p.images_per_second) for p in one.listed]
+        expected = [(data.title_of(p), p["memory_bytes"], p["images_per_second"]) for p in plans]
         assert len(marks) == len(expected) > 5
         for mark, plan in zip(sorted(marks), sorted(expected), strict=True):
             assert mark == (plan[0], pytest.approx(plan[1] / 1e9), pytest.approx(plan[2])), plan
         bands = [size for family in families for size in family["error_y"]["array"]]
         assert sum(bands) == pytest.approx(BANDS[False, True].share * sum(y for *_, y in marks))
         hollow = sum("-open" in symbol for family in families for symbol in family["marker"]["symbol"])
-        assert hollow == sum(p.memory_bytes > one.budget for p in one.listed)
+        assert hollow == sum(p["memory_bytes"] > one["memory_budget_bytes"] for p in plans)
         assert text_of(html.partition("<h2>Plans</h2>")[2]).count("samples/s") >= 1 and "No plan" not in html
-    assert all(searching.space.covers(price.plan) for price in short.frontier if price.plan.is_uniform)
+    plans = [data.plan_of(one) for one in short["frontier"]]
+    assert all(searching.space.covers(plan) for plan in plans if plan.is_uniform)
 
 
 def test_messages_leave_after_an_action_and_arrive_before_the_next() -> None:

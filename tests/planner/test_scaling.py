@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,7 +15,8 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.bands import BANDS
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.search.scaling import Point, Regime, best_on, efficiency, images
+from vitpar.planner.report.data import plan_of
+from vitpar.planner.report.scaling import Regime, best_on, images, with_efficiency
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command
 
@@ -26,33 +28,31 @@ def costs(ranks: int) -> LayerCosts:
     return LayerCosts(CONFIG, hardware, estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, ranks)))
 
 
-def points(regime: Regime, memory: float = 40e9) -> list[Point]:
+def points(regime: Regime, memory: float = 40e9) -> list[dict[str, Any]]:
     found = []
     for ranks in (1, 2, 4, 8):
         batch = images(regime, 512, ranks, 8)
         found.append(best_on(ranks, batch, Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks), memory))
-    return found
+    return with_efficiency(found)
 
 
 def test_speed_grows_under_weak_and_strong_scaling() -> None:
     weak, strong = points("weak"), points("strong")
-    assert [point.batch_size for point in weak] == [64, 128, 256, 512]
-    assert [point.batch_size for point in strong] == [512] * 4
+    assert [point["batch_size"] for point in weak] == [64, 128, 256, 512]
+    assert [point["batch_size"] for point in strong] == [512] * 4
     for found in (weak, strong):
-        speeds = [point.price.images_per_second for point in found if point.price]
+        speeds = [point["images_per_second"] for point in found]
         assert len(speeds) == 4 and speeds == sorted(speeds)
-        assert all(point.price is None or point.price.plan.world_size == point.ranks for point in found)
-    assert all(0 <= point.gap < 0.05 for point in weak)
-    parts = efficiency(strong)
-    assert parts[0] == 1.0 and parts[-1] is not None and parts[-1] < 1.0
-    assert weak[-1].price == strong[-1].price
+        assert all(plan_of(point).world_size == point["ranks"] for point in found)
+    assert all(0 <= point["at_most_better_by"] < 0.05 for point in weak)
+    assert strong[0]["efficiency"] == 1.0 and strong[-1]["efficiency"] < 1.0
+    assert weak[-1]["step_seconds"] == strong[-1]["step_seconds"]
 
 
 def test_device_counts_without_a_fitting_plan_have_no_point() -> None:
     found = points("strong", memory=0.25e9)
-    assert found[0].price is None and found[-1].price is not None
-    parts = efficiency(found)
-    assert parts[0] is None and 1.0 in parts
+    assert "plan" not in found[0] and "plan" in found[-1]
+    assert found[0]["efficiency"] is None and 1.0 in [point["efficiency"] for point in found]
 
 
 def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_shared_parameters_count_once() -> None:
 def test_summary_says_how_gradients_of_shared_parameters_are_added(
     config: vitpar.ModelConfig, mesh: str, more: dict[str, object], words: str
 ) -> None:
-    summary = summarize(config, validate(replace(parse(mesh), **more), config, 16), 16, 16)
-    assert [(one.owner, one.copies, one.communication) for one in summary.shared] == [
+    summary = summarize(config, validate(replace(parse(mesh), **more), config, 16), 16, "fp32", 16)
+    assert [(one["owner"], tuple(one["copies"]), one["communication"]) for one in summary["shared"]] == [
         (owner, names[1:], words) for owner, names in config.holders.items()
     ]
-    assert summary.parameters == config.parameters
+    assert summary["parameters"] == config.parameters

@@ -12,7 +12,7 @@ from vitpar.models import model_config
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Execution, parallelize
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.planner.describe import PlanSummary, summarize
+from vitpar.planner.describe import Summary, summarize
 from vitpar.sharded import to_local
 from vitpar.strategy import Plan, parse, place_of_rank, stage_layers, stages_of_rank, validate
 
@@ -28,8 +28,8 @@ def planned(strategy: str, config: ModelConfig = TINY, batch_size: int = 64, **f
     return validate(replace(parse(strategy), **fields), config, batch_size)
 
 
-def summary_of(strategy: str, config: ModelConfig = BASE, **fields: Any) -> PlanSummary:
-    return summarize(config, planned(strategy, config, **fields), 64, bytes_per_parameter=16)
+def summary_of(strategy: str, config: ModelConfig = BASE, **fields: Any) -> Summary:
+    return summarize(config, planned(strategy, config, **fields), 64, "fp32", bytes_per_parameter=16)
 
 
 def rank_parameters(config: ModelConfig, plan: Plan, rank: int) -> dict[str, int]:
@@ -46,24 +46,24 @@ def test_unsharded_model_has_the_published_number_of_parameters() -> None:
 
 def test_summary_lists_stages_and_their_state() -> None:
     summary = summary_of("dp2xpp2", TINY, split=(4, 8))
-    first, second = summary.pipeline
-    assert (first.stages, second.stages) == ((0,), (1,))
-    assert first.layers == (("embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"),)
-    assert second.layers[0][-2:] == ("blocks.11", "head")
-    assert (first.parameters, second.parameters) == (EMBED + 4 * BLOCK, 8 * BLOCK + HEAD)
-    assert (second.state_bytes, second.host_bytes) == (16 * second.parameters, 0)
-    assert first.flops_share + second.flops_share == pytest.approx(1)
-    assert 1 / 3 < first.flops_share < 0.36  # a third of the blocks and embed
-    assert summary.parameters == 5_717_416
-    assert summary.idle_share == pytest.approx(1 / 5)
-    assert summary.pipeline_axis is not None and summary.pipeline_axis.degree == 2
-    assert summary_of("dp4", TINY).pipeline_axis is None
+    first, second = summary["pipeline"]
+    assert (first["stages"], second["stages"]) == ([0], [1])
+    assert first["layers"] == [["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]]
+    assert second["layers"][0][-2:] == ["blocks.11", "head"]
+    assert (first["parameters"], second["parameters"]) == (EMBED + 4 * BLOCK, 8 * BLOCK + HEAD)
+    assert (second["state_bytes"], second["host_bytes"]) == (16 * second["parameters"], 0)
+    assert first["flops_share"] + second["flops_share"] == pytest.approx(1)
+    assert 1 / 3 < first["flops_share"] < 0.36  # a third of the blocks and embed
+    assert summary["parameters"] == 5_717_416
+    assert summary["idle_share"] == pytest.approx(1 / 5)
+    assert summary["pipeline_axis"]["degree"] == 2
+    assert summary_of("dp4", TINY)["pipeline_axis"] is None
 
 
 def test_offloaded_layers_count_as_host_memory() -> None:
-    (part,) = summary_of("pp1: embed=dp4, *=dp4+offload", TINY).pipeline
-    assert part.host_bytes == 16 * (12 * BLOCK + HEAD)
-    assert part.state_bytes == 16 * 5_717_416
+    (part,) = summary_of("pp1: embed=dp4, *=dp4+offload", TINY)["pipeline"]
+    assert part["host_bytes"] == 16 * (12 * BLOCK + HEAD)
+    assert part["state_bytes"] == 16 * 5_717_416
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_summary_lists_redistributions_between_layers(
     strategy: str, changes: list[tuple[str, int, float, float]]
 ) -> None:
     summary = summary_of(strategy)
-    found = [(c.layer, c.stage, c.forward, c.backward) for c in summary.redistributions]
+    found = [(c["layer"], c["stage"], c["forward"], c["backward"]) for c in summary["redistributions"]]
     assert found == changes
-    assert summary.travel == ((0.25,) if strategy.startswith("pp2") else ())
+    assert summary["travel"] == ([0.25] if strategy.startswith("pp2") else [])
 
 
 UNEVEN = model_config(
@@ -162,6 +162,6 @@ def test_ranks_hold_the_predicted_number_of_parameters(
         assert plan.world_size == size
         for rank in range(size):
             assert kept[rank][number] == rank_parameters(config, plan, rank), f"rank {rank} of '{plan}'"
-        for part in summarize(config, plan, 32, bytes_per_parameter=16).pipeline:
-            mates = [rank for rank in range(size) if place_of_rank(plan, rank)[0] == part.pp]
-            assert part.parameters == max(sum(kept[rank][number].values()) for rank in mates), f"fullest of '{plan}'"
+        for part in summarize(config, plan, 32, "fp32", bytes_per_parameter=16)["pipeline"]:
+            mates = [rank for rank in range(size) if place_of_rank(plan, rank)[0] == part["pp"]]
+            assert part["parameters"] == max(sum(kept[rank][number].values()) for rank in mates), f"fullest of '{plan}'"

@@ -8,11 +8,11 @@ import pytest
 
 from helpers.colours import KINDS, closest
 from helpers.run_folders import event, start, train_row, write_run
-from vitpar.pages.figures import COLOURS, SERIES
-from vitpar.pages.plotly import Charts
 from vitpar.runs.chart import Chart, Line, data_of, figure, numbers
 from vitpar.runs.charts import MOST_MARKS, charts, marks_of
 from vitpar.runs.folder import RunRecord
+from vitpar.runs.pages.figures import COLOURS, SERIES
+from vitpar.runs.pages.plotly import Charts
 
 
 def line(run: int, y: list[float], *, evaluated: bool = False, first: int = 1) -> Line:

@@ -1,7 +1,7 @@
 """Events of a run; tests/training/saving/test_frozen_runs.py reads those of a real run."""
 
 from helpers.run_folders import event, start
-from vitpar.runs.events import LONGEST, MOST_WARNINGS, events_of
+from vitpar.runs.events import events_of
 
 
 def test_a_complete_run_ends_with_done() -> None:
@@ -15,15 +15,11 @@ def test_a_complete_run_ends_with_done() -> None:
 def test_a_resumed_run_has_the_end_and_warnings_of_its_last_part() -> None:
     rows = [start("dp2", 60), event("save", 20), event("warning", text="old"), event("error", text="diverged")]
     failed = events_of(rows)
-    assert (failed.end, failed.words, failed.saves, failed.warnings) == ("error", "diverged", [20], ["old"])
+    assert (failed.end, failed.words, failed.saves, failed.warning) == ("error", "diverged", [20], "old")
     again = [start("tp2", 60, 20, "parallel.mesh was dp2 and is tp2"), event("warning", text="slow"), event("save", 60)]
     found = events_of([*rows, *again, event("stopped", text="stopped by SIGTERM")])
-    assert (found.end, found.words, found.saves, found.warnings) == (
-        "stopped",
-        "stopped by SIGTERM",
-        [20, 60],
-        ["slow"],
-    )
+    assert (found.end, found.words, found.saves) == ("stopped", "stopped by SIGTERM", [20, 60])
+    assert found.warning == "slow"
     assert [(one.plan, one.step, one.changed) for one in found.starts] == [
         ("dp2", 0, ""),
         ("tp2", 20, "parallel.mesh was dp2 and is tp2"),
@@ -33,6 +29,5 @@ def test_a_resumed_run_has_the_end_and_warnings_of_its_last_part() -> None:
 def test_rows_of_strangers_are_left_out() -> None:
     odd = [{"event": "start", "plan": 3}, {"event": ["done"]}, {"event": "save", "step": "x"}, {"event": "other"}]
     odd.append(start("dp2", 60) | {"parameters": 10**400})
-    found = events_of([*odd, *(event("warning", text=str(number) * LONGEST) for number in range(99))])
+    found = events_of(odd)
     assert (found.starts, found.saves, found.end) == ([], [], "")
-    assert len(found.warnings) == MOST_WARNINGS and found.warnings[-1] == "98" * (LONGEST // 2)

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.run_folders import eval_row, event, start, train_row, write_run
 from vitpar.errors import DataError
-from vitpar.runs.listing import runs_in, summary
+from vitpar.runs.folder import runs_in, summary
 
 
 def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
@@ -20,7 +20,14 @@ def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
     assert found.pop("metric")["name"] == "top1" and found.pop("age_seconds") < 60
     assert found.pop("images_per_second") == pytest.approx(400 / 3, rel=0.01), "of the newest rows, harmonic"
     about = {"name": "mine", "state": "failed", "plan": "tp2", "note": "it ended without a message: was it killed?"}
-    assert found == about | {"steps": 501, "total_steps": 900, "loss": 0.5, "value": 0.25}
+    assert found == about | {
+        "model": "vit_custom",
+        "data": "data_shards/digits",
+        "steps": 501,
+        "total_steps": 900,
+        "loss": 0.5,
+        "value": 0.25,
+    }
 
 
 def test_only_runs_are_listed_the_newest_first(tmp_path: Path) -> None:

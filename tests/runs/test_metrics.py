@@ -28,16 +28,12 @@ def test_columns_have_a_value_for_every_row(tmp_path: Path) -> None:
 
 def test_numbers_of_groups_of_layers_are_columns(tmp_path: Path) -> None:
     first = train_row(1, grad_norms={"embed": 0.5, "head": None}, memory_by_rank=[5, 6])
-    ratios = {"<b>": 1e-3, "x" * 100: 1.0}
-    last = train_row(3, grad_norms={"embed": 0.25}, update_ratios=ratios, memory_by_rank=[7, "8"])
+    last = train_row(3, grad_norms={"embed": 0.25}, update_ratios={"<b>": 1e-3}, memory_by_rank=[7, "8"])
     found = read_metrics(written(tmp_path / "m", first, train_row(2), last))
     np.testing.assert_array_equal(found.train["grad_norms/embed"], [0.5, np.nan, 0.25])
     np.testing.assert_array_equal(found.train["update_ratios/<b>"], [np.nan, np.nan, 1e-3])
     np.testing.assert_array_equal(found.memory, [7, np.nan])
     assert {name for name in found.train if "/" in name} == {"grad_norms/embed", "grad_norms/head", "update_ratios/<b>"}
-    groups = [{f"group {step}-{number}": 1.0 for number in range(40)} for step in range(1, 40)]
-    many = [train_row(step, grad_norms=norms) for step, norms in enumerate(groups, start=1)]
-    assert len(read_metrics(written(tmp_path / "m", *many)).train) < 100
 
 
 def test_numbers_that_are_not_finite_are_kept_as_such(tmp_path: Path) -> None:

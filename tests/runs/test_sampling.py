@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
+from vitpar.runs.chart import drawn_rows, shared_steps, smoothed
 from vitpar.runs.metrics import Column
-from vitpar.runs.sampling import drawn_rows, shared_steps, smoothed
 
 
 def drawn(x: Column, y: Column, columns: int = 400) -> tuple[list[float], list[int]]:

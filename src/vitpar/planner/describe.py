@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
+from typing import Any
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
@@ -19,148 +20,51 @@ from vitpar.models.roles import AXES, parameter_splits
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import (
-    BatchArithmetic,
     Plan,
     Strategy,
     batch_arithmetic,
+    place_of_rank,
     stage_layers,
     stages_of_rank,
     token_layout,
 )
 from vitpar.strategy.execution import LayerExecution, Rules
-from vitpar.strategy.layout import mesh_axes, received_share, sharding_axes
+from vitpar.strategy.layout import mesh_axes, place, received_share, sharding_axes
+from vitpar.strategy.plan_json import plan_to_json
 from vitpar.strategy.stages import sharing_places, travel_layouts
 from vitpar.strategy.traffic import layer_traffic
 from vitpar.text import count, ranks
 
 STAGES_GATHERED = 3
 """Maximum number of a rank's stages whose parameters torch's schedules keep gathered (`max_active_stages`)."""
-
-
-@dataclass(frozen=True)
-class AxisSummary:
-    """One axis of a mesh and the communication along it."""
-
-    axis: str
-    """Name: pp, dp, fsdp, tp, or an axis of 2d, 2.5d and 3d: d, i, j, k."""
-    degree: int
-    """Number of ranks."""
-    communication: str
-    """Description of the communication."""
-
-
-@dataclass(frozen=True)
-class FlagSummary:
-    """A flag that does not concern a single axis."""
-
-    flag: str
-    """The flag, as in +ckpt."""
-    effect: str
-    """Description of its effect."""
-
-
-@dataclass(frozen=True)
-class PipelineRank:
-    """Share of the model held by the ranks at one place of the pp axis.
-
-    Not counted: activations, gathered copies of sharded parameters, and unreduced gradients.
-    """
-
-    pp: int
-    """Index on the pp axis."""
-    stages: tuple[int, ...]
-    """Numbers of the stages; several under some schedules."""
-    layers: tuple[tuple[str, ...], ...]
-    """Names of the layers of each of these stages."""
-    flops_share: float
-    """Share of the model's FLOPs computed here, 0 to 1."""
-    parameters: int
-    """Parameter elements on the fullest rank here."""
-    state_bytes: int
-    """Bytes of parameters, gradients and optimizer state on the fullest rank."""
-    host_bytes: int
-    """Bytes of `state_bytes` in host memory (+offload)."""
-
-
-@dataclass(frozen=True)
-class StrategySummary:
-    """One strategy of a plan."""
-
-    strategy: str
-    """The strategy's canonical string."""
-    layers: tuple[str, ...]
-    """Names of the layers that have it."""
-    axes: tuple[AxisSummary, ...]
-    """Its axes, outermost first."""
-    flags: tuple[FlagSummary, ...]
-    """Its flags that no axis describes."""
-    shards: bool
-    """Whether parameters are sharded and gathered for computing."""
-
-
-@dataclass(frozen=True)
-class Redistribution:
-    """A change of an activation's layout between two layers."""
-
-    layer: str
-    """Name of the layer behind it."""
-    stage: int
-    """Stage whose ranks perform it."""
-    source: str
-    """Strategy of the layer before it."""
-    target: str
-    """Strategy of the layer behind it."""
-    forward: float
-    """Share of a micro-batch's complete activation that the busiest rank receives, 0 to 1."""
-    backward: float
-    """Share of the activation's complete gradient that the busiest rank receives in backward, 0 to 1."""
-
-
-@dataclass(frozen=True)
-class SharedSummary:
-    """A parameter that several layers share."""
-
-    owner: str
-    """Name of the parameter in its first layer."""
-    copies: tuple[str, ...]
-    """Names of its copies in the other layers."""
-    communication: str
-    """Description of how gradients are added."""
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """A plan applied to a model."""
-
-    parameters: int
-    """Parameter elements of the complete model."""
-    batch: BatchArithmetic
-    """Division of the batch."""
-    idle_share: float
-    """Share of a step that a pipeline rank waits, 0 to 1, by ``vitpar.planner.cost.pipeline.idle_share``."""
-    pipeline: tuple[PipelineRank, ...]
-    """Share of the model at each place of the pp axis."""
-    pipeline_axis: AxisSummary | None
-    """The pp axis; None without pp."""
-    travel: tuple[float, ...]
-    """Share of a micro-batch's complete activation that each rank sends on, 0 to 1, by stage; not for the last."""
-    strategies: tuple[StrategySummary, ...]
-    """The strategies, in the order of layers."""
-    redistributions: tuple[Redistribution, ...]
-    """Changes of layout, in the order of layers."""
-    shared: tuple[SharedSummary, ...]
-    """Parameters that several layers share."""
+Summary = dict[str, Any]
+"""Part of the result of `summarize`."""
 
 
 def summarize(
     config: ModelConfig,
     plan: Plan,
     batch_size: int,
+    precision: str,
     bytes_per_parameter: float,
     frozen: Collection[str] = (),
     bytes_per_frozen: float = 0,
-) -> PlanSummary:
-    """Return the summary of `plan`, which fits `config` and `batch_size` (``vitpar.strategy.validate``).
+) -> dict[str, Any]:
+    """Return what `vitpar plan --json` prints of `plan`, which fits the model and the batch.
+
+    | key | content |
+    |---|---|
+    | pipeline | by place of the pp axis: its stages, their layers, parameters and bytes of state on the fullest rank |
+    | pipeline_axis, axes | a mesh axis, its degree and the communication along it, in words |
+    | travel | share of a micro-batch's complete activation that each rank sends on, by stage; not for the last |
+    | strategies | by strategy: layers, axes and flags, and the place of every rank of a stage on these axes |
+    | redistributions | changes of an activation's layout: the layer behind, the stage that performs it, and the |
+    | | shares of the complete activation and of its gradient that the busiest rank receives |
+    | shared | parameters that several layers share |
+    | ranks | place of every rank of the world |
+
+    `state_bytes` counts no activations, gathered copies of sharded parameters and unreduced gradients; `host_bytes` is
+    its part in host memory (+offload). Shares are 0 to 1; `idle_share` is that of a step that a pipeline rank waits.
 
     bytes_per_parameter: bytes of state per trained parameter element of a rank, as `state_bytes` of
     ``vitpar.training.optim.state_memory`` counts them
@@ -168,20 +72,38 @@ def summarize(
     bytes_per_frozen: bytes per element of these, as `frozen_bytes` counts them
     """
     batch = batch_arithmetic(plan, batch_size)
-    return PlanSummary(
-        parameters=config.parameters,
-        batch=batch,
-        idle_share=idle_share(plan, batch.microbatches),
-        pipeline=_pipeline(with_frozen(config, frozenset(frozen)), plan, (bytes_per_parameter, bytes_per_frozen)),
-        pipeline_axis=AxisSummary("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
-        travel=tuple(layout[0].share for layout in travel_layouts(config, plan)),
-        strategies=_strategies(config, plan),
-        redistributions=_redistributions(config, plan),
-        shared=_shared(config, plan),
-    )
+    return {
+        "model": config.name,
+        "num_classes": config.num_classes,
+        "strategy": str(plan),
+        "world_size": plan.world_size,
+        "precision": precision,
+        "plan": plan_to_json(plan),
+        "parameters": config.parameters,
+        "batch": asdict(batch),
+        "idle_share": idle_share(plan, batch.microbatches),
+        "pipeline": _pipeline(with_frozen(config, frozenset(frozen)), plan, (bytes_per_parameter, bytes_per_frozen)),
+        "pipeline_axis": _axis("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
+        "travel": [layout[0].share for layout in travel_layouts(config, plan)],
+        "strategies": _strategies(config, plan),
+        "redistributions": _redistributions(config, plan),
+        "shared": _shared(config, plan),
+        "ranks": [
+            dict(zip(("pp", "stage_rank"), place_of_rank(plan, rank), strict=True)) for rank in range(plan.world_size)
+        ],
+    }
 
 
-def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> tuple[PipelineRank, ...]:
+def shown_axis(strategy: Strategy, axis: str) -> str:
+    """Return the label of an axis of a layer's mesh: "tp" if tensor parallelism has a single axis."""
+    return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
+
+
+def _axis(name: str, degree: int, communication: str) -> Summary:
+    return {"axis": name, "degree": degree, "communication": communication}
+
+
+def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> list[Summary]:
     """Return the share of the model at each place of the pp axis.
 
     sizes: bytes of state per element of parameters that are trained and frozen.
@@ -196,25 +118,24 @@ def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> tu
     for pp in range(plan.pipeline_degree):
         stages = stages_of_rank(pp, plan)
         names = [name for stage in stages for name in parts[stage]]
-        parameters = sum(held[name] for name in names)
         pipeline_ranks.append(
-            PipelineRank(
-                pp=pp,
-                stages=stages,
-                layers=tuple(parts[stage] for stage in stages),
-                flops_share=sum(flops[name] for name in names) / sum(flops.values()),
-                parameters=parameters,
-                state_bytes=round(sum(size[name] for name in names)),
-                host_bytes=round(sum(size[name] for name in names if strategies[name].offload)),
-            )
+            {
+                "pp": pp,
+                "stages": list(stages),
+                "layers": [list(parts[stage]) for stage in stages],
+                "flops_share": sum(flops[name] for name in names) / sum(flops.values()),
+                "parameters": sum(held[name] for name in names),
+                "state_bytes": round(sum(size[name] for name in names)),
+                "host_bytes": round(sum(size[name] for name in names if strategies[name].offload)),
+            }
         )
-    return tuple(pipeline_ranks)
+    return pipeline_ranks
 
 
-def _shared(config: ModelConfig, plan: Plan) -> tuple[SharedSummary, ...]:
+def _shared(config: ModelConfig, plan: Plan) -> list[Summary]:
     """Return the summaries of shared parameters."""
     stage_of = {name: stage for stage, names in enumerate(stage_layers(config, plan)) for name in names}
-    places, summaries = sharing_places(config, plan), []
+    places, summaries = sharing_places(config, plan), list[Summary]()
     for owner, (_, *copies) in config.holders.items():
         stages = {stage_of[layer_of(name)] for name in (owner, *copies)}
         if not copies:
@@ -225,28 +146,32 @@ def _shared(config: ModelConfig, plan: Plan) -> tuple[SharedSummary, ...]:
             words = f"{ranks(stages, 'stage')} all-reduce the gradients of their copies, once a step"
         else:
             words = "each layer has a copy, with the sum of their gradients"
-        summaries.append(SharedSummary(owner, tuple(copies), words))
-    return tuple(summaries)
+        summaries.append({"owner": owner, "copies": copies, "communication": words})
+    return summaries
 
 
-def _strategies(config: ModelConfig, plan: Plan) -> tuple[StrategySummary, ...]:
+def _strategies(config: ModelConfig, plan: Plan) -> list[Summary]:
     """Return the summaries of the strategies that layers have, in the order of layers."""
     layers: dict[Strategy, list[str]] = {}
     for name, strategy in plan.strategies(config.layer_names).items():
         layers.setdefault(strategy, []).append(name)
-    return tuple(
-        StrategySummary(
-            strategy=str(strategy),
-            layers=tuple(names),
-            axes=_axis_words(strategy, plan, [config.layers[name] for name in names]),
-            flags=_flag_words(strategy),
-            shards=bool(sharding_axes(strategy)),
-        )
+    return [
+        {
+            "strategy": str(strategy),
+            "layers": names,
+            "axes": _axis_words(strategy, plan, [config.layers[name] for name in names]),
+            "flags": [{"flag": flag, "effect": effect} for flag, effect in _flag_words(strategy)],
+            "shards": bool(sharding_axes(strategy)),
+            "places": [
+                {shown_axis(strategy, axis): index for axis, index in place(strategy, rank).items()}
+                for rank in range(strategy.size)
+            ],
+        }
         for strategy, names in layers.items()
-    )
+    ]
 
 
-def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, ...]:
+def _redistributions(config: ModelConfig, plan: Plan) -> list[Summary]:
     """Return the changes of layout between layers."""
     # Between two stages the one whose layout does not travel redistributes, see `travel_layouts`.
     strategies, travel = plan.strategies(config.layer_names), travel_layouts(config, plan)
@@ -260,19 +185,19 @@ def _redistributions(config: ModelConfig, plan: Plan) -> tuple[Redistribution, .
         if stage_of[before] < stage and travel[stage_of[before]] == target:
             stage = stage_of[before]
         redistributions.append(
-            Redistribution(
-                layer=behind,
-                stage=stage,
-                source=str(strategies[before]),
-                target=str(strategies[behind]),
-                forward=received_share(source, target),
-                backward=received_share(target, source),
-            )
+            {
+                "layer": behind,
+                "stage": stage,
+                "source": str(strategies[before]),
+                "target": str(strategies[behind]),
+                "forward": received_share(source, target),
+                "backward": received_share(target, source),
+            }
         )
-    return tuple(redistributions)
+    return redistributions
 
 
-def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescription]) -> tuple[AxisSummary, ...]:
+def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescription]) -> list[Summary]:
     """Return the summaries of a strategy's axes, outermost first. layers: those that have it, in order."""
     # Blocks communicate most, and those of the most frequent kind stand for all.
     kinds = Counter(layer.kind for layer in layers if layer.is_block)
@@ -284,28 +209,23 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescriptio
             words = _data_words(axis, strategy, plan, typical)
         else:
             words = _tensor_words(axis, strategy, typical)
-        summaries.append(AxisSummary("tp" if strategy.tensor_mode == "1d" and axis == "j" else axis, degree, words))
-    return tuple(summaries)
+        summaries.append(_axis(shown_axis(strategy, axis), degree, words))
+    return summaries
 
 
-def _flag_words(strategy: Strategy) -> tuple[FlagSummary, ...]:
-    """Return the summaries of the strategy's flags that no axis describes."""
-    summaries = []
+def _flag_words(strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """Yield the strategy's flags that no axis describes, each with its effect."""
     if strategy.sequence_parallel:
-        summaries.append(FlagSummary("+sp", SEQUENCE_PARALLEL))
+        yield "+sp", SEQUENCE_PARALLEL
     if strategy.checkpoint == "full":
         sent = ", including tp communication," if strategy.has("tp") else ""
-        words = f"layers keep only their input and recompute their forward{sent} in backward"
-        summaries.append(FlagSummary("+ckpt", words))
+        yield "+ckpt", f"layers keep only their input and recompute their forward{sent} in backward"
     elif strategy.checkpoint:
-        words = (
-            "layers keep outputs of matrix products, attention and tp communication, and recompute the rest in backward"
-        )
-        summaries.append(FlagSummary(f"+ckpt.{strategy.checkpoint}", words))
+        kept = "outputs of matrix products, attention and tp communication"
+        yield f"+ckpt.{strategy.checkpoint}", f"layers keep {kept}, and recompute the rest in backward"
     if strategy.offload:
         words = "parameters, gradients and optimizer state are in host memory; layers copy parameters in to compute"
-        summaries.append(FlagSummary("+offload", words))
-    return tuple(summaries)
+        yield "+offload", words
 
 
 def _data_words(axis: str, strategy: Strategy, plan: Plan, layer: LayerDescription) -> str:

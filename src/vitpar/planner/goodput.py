@@ -14,7 +14,8 @@ Generation Computer Systems 22 (2006), equations 20 and 37; Young (1974) has the
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 STALL, RESTART = 1.0, 120.0
 """Seconds that training waits for a checkpoint, and of a restart, unless they are given."""
@@ -35,32 +36,6 @@ class Conditions:
     """Seconds that training waits for a checkpoint."""
     restart: float = RESTART
     """Seconds from a failure to the first step after it."""
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """A training under conditions."""
-
-    devices: int
-    """Number of devices."""
-    job_mtbf_hours: float | None
-    """Mean time between failures of the job, in hours; None without failures."""
-    interval_steps: int | None
-    """Steps between checkpoints that minimise the time; None without failures."""
-    interval_seconds: float | None
-    """Seconds of the steps between checkpoints; None without failures."""
-    useful: float
-    """Share of the time in which steps advance the training."""
-    seconds: float
-    """Duration in seconds; infinity for a training that would practically never end."""
-    device_hours: float
-    """Hours times devices."""
-    cost: float | None
-    """Price of all device-hours; None if that of one is unknown."""
-
-    def to_json(self) -> dict[str, object]:
-        """Return all figures as JSON; None for those that are infinite."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
 def interval(stall: float, between: float) -> float:
@@ -85,15 +60,27 @@ def duration(work: float, every: float, between: float, conditions: Conditions) 
     return between * math.exp(exponents[1]) * math.expm1(exponents[0]) * work / every
 
 
-def goodput(steps: int, step_seconds: float, devices: int, conditions: Conditions) -> Goodput:
-    """Return a training of `steps` steps under conditions, with the best interval between checkpoints."""
-    work, hours = steps * step_seconds, devices / 3600
-    price = conditions.price
-    if conditions.mtbf_hours is None:
-        cost = None if price is None else work * hours * price
-        return Goodput(devices, None, None, None, 1.0, work, work * hours, cost)
-    between = conditions.mtbf_hours * 3600 / devices
-    every = min(steps, max(1, round(interval(conditions.stall, between) / step_seconds)))
-    seconds = duration(work, every * step_seconds, between, conditions)
-    cost = None if price is None else seconds * hours * price
-    return Goodput(devices, between / 3600, every, every * step_seconds, work / seconds, seconds, seconds * hours, cost)
+def goodput(steps: int, step_seconds: float, devices: int, conditions: Conditions) -> dict[str, Any]:
+    """Return a training of `steps` steps under conditions, with the best interval between checkpoints.
+
+    `job_mtbf_hours` and the interval are None without failures; `interval_seconds` is that of the steps between
+    checkpoints. `useful` is the share of the time in which steps advance the training. `seconds`, `device_hours` and
+    `cost` are None for a training that would practically never end; `cost` also without a price.
+    """
+    work, between, every = steps * step_seconds, None, None
+    seconds = work
+    if conditions.mtbf_hours is not None:
+        between = conditions.mtbf_hours * 3600 / devices
+        every = min(steps, max(1, round(interval(conditions.stall, between) / step_seconds)))
+        seconds = duration(work, every * step_seconds, between, conditions)
+    hours = None if seconds == math.inf else seconds * devices / 3600
+    return {
+        "devices": devices,
+        "job_mtbf_hours": between and between / 3600,
+        "interval_steps": every,
+        "interval_seconds": every and every * step_seconds,
+        "useful": work / seconds,
+        "seconds": None if hours is None else seconds,
+        "device_hours": hours,
+        "cost": None if hours is None or conditions.price is None else hours * conditions.price,
+    }

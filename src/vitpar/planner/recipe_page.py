@@ -24,7 +24,7 @@ def gpu_hours(shipped: ShippedRecipe, images_per_second: float | None = None) ->
     plan = validate(parse(MESH), config, recipe.train.batch_size)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, config))
     hosts = None if images_per_second is None else HostInput(images_per_second, plan.world_size)
-    return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts)).device_hours
+    return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts))["device_hours"]
 
 
 def markdown() -> str:

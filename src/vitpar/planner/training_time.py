@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price
-from vitpar.planner.goodput import Conditions, Goodput, goodput
+from vitpar.planner.goodput import Conditions, goodput
 from vitpar.planner.profile.profiles import Hardware
 from vitpar.tasks.known import task_class
 from vitpar.text import count
@@ -50,93 +52,6 @@ class TrainingLength:
         return self.recipe.model_copy(update={"train": train}).total_steps(self.samples)
 
 
-@dataclass(frozen=True)
-class TrainingTime:
-    """Predicted duration of a complete training, without evaluation and checkpoints."""
-
-    steps: int
-    """Number of steps."""
-    images: int
-    """Training images that are seen in all steps."""
-    seconds: float
-    """Duration in seconds."""
-    device_hours: float
-    """Hours times devices."""
-    epochs: float | None
-    """Passes over the training set; None if the length is given in steps."""
-    samples: int
-    """Images of the training set."""
-    assumed: str
-    """Assumptions about the length; empty if there are none."""
-    goodput: Goodput | None = None
-    """The training under the conditions of the cluster; None if they are unknown."""
-    input_rate: float | None = None
-    """Samples that all hosts prepare in a second; None if it is unknown, and then input is free."""
-    waiting: float = 0.0
-    """Share of the time in which the devices wait for input."""
-
-    @property
-    def days(self) -> float:
-        """Return the duration in days."""
-        return self.seconds / 86_400
-
-    def words(self, hours: str) -> str:
-        """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples`.
-
-        hours: name of device-hours
-        """
-        length = f"{self.images:,} samples"
-        if self.epochs is not None:
-            length = f"{self.epochs:g} epoch{'s' * (self.epochs != 1)} of {self.samples:,} samples"
-        left_out = "evaluation and checkpoints" if self.input_rate else "input, evaluation and checkpoints"
-        spent_words = f"{spent(self.seconds)}, {figure(self.device_hours)} {hours}"
-        return f"{spent_words}: {self.steps:,} steps, {length}; {left_out} not included"
-
-    def to_json(self) -> dict[str, object]:
-        """Return all figures as JSON."""
-        return asdict(self) | {"goodput": self.goodput and self.goodput.to_json()}
-
-    @property
-    def conditions(self) -> dict[str, str]:
-        """Shares of waiting and useful time, days and cost by name, for a table; only what is known."""
-        found, known = self.goodput, {} if self.input_rate is None else {"waiting": f"{self.waiting:.0%}"}
-        if found is None:
-            return known
-        known |= {} if found.job_mtbf_hours is None else {"useful": f"{found.useful:.1%}"}
-        if found.seconds == math.inf:
-            return known | {"days": "never"}
-        known["days"] = figure(found.seconds / 86_400)
-        return known if found.cost is None else known | {"cost": figure(found.cost)}
-
-    def condition_rows(self, hours: str) -> list[tuple[str, str]]:
-        """Return names and sentences on input, failures and cost; none for what is unknown.
-
-        hours: name of device-hours
-        """
-        found, rows = self.goodput, list[tuple[str, str]]()
-        if self.input_rate is not None:
-            waiting = f"devices wait {self.waiting:.0%} of the time" if self.waiting else "as many as the devices need"
-            rows.append(("input", f"the hosts prepare {self.input_rate:,.0f} samples/s: {waiting}"))
-        if found is None:
-            return rows
-        if found.job_mtbf_hours is not None and found.interval_seconds is not None:
-            words = f"one in {spent(found.job_mtbf_hours * 3600)} on {count(found.devices, 'device')}; "
-            if found.seconds == math.inf:
-                rows.append(("failures", words + "the training would practically never end: use fewer devices"))
-            else:
-                rows.append(
-                    (
-                        "failures",
-                        f"{words}with a checkpoint every {found.interval_steps:,} steps "
-                        f"({spent(found.interval_seconds)}), {found.useful:.1%} of the time is useful: "
-                        f"{spent(found.seconds)}, {figure(found.device_hours)} {hours}",
-                    )
-                )
-        if found.cost is not None and found.cost != math.inf:
-            rows.append(("cost", f"{figure(found.cost)} for {figure(found.device_hours)} {hours}"))
-        return rows
-
-
 def training_length(
     recipe: Recipe, conditions: Conditions | None = None, hosts: HostInput | None = None
 ) -> TrainingLength:
@@ -167,24 +82,86 @@ def training_length(
     return TrainingLength(recipe, samples, assumed, conditions, hosts)
 
 
-def training_time(price: Price, length: TrainingLength) -> TrainingTime:
-    """Return the duration of a training under a plan."""
+def training_time(price: Price, length: TrainingLength) -> dict[str, Any]:
+    """Return the predicted duration of a training under a plan, without evaluation and checkpoints.
+
+    `images` are those of all steps, `samples` those of the training set; `epochs` is None for a length in steps.
+    `input_rate` is the samples that all hosts prepare in a second; None if unknown, and then input is free.
+    `waiting` is the share of the time in which the devices wait for it. `goodput` is None without conditions of the
+    cluster.
+    """
     steps, batch_size, ranks = length.steps(price.batch_size), price.batch_size, price.plan.world_size
     rate = length.hosts.of(ranks) if length.hosts else None
     step = price.seconds if rate is None else max(price.seconds, batch_size / rate)
-    seconds = steps * step
-    return TrainingTime(
-        steps,
-        steps * batch_size,
-        seconds,
-        seconds * ranks / 3600,
-        length.recipe.train.epochs,
-        length.samples,
-        length.assumed,
-        goodput(steps, step, ranks, length.conditions) if length.conditions else None,
-        rate,
-        1 - price.seconds / step,
-    )
+    return {
+        "steps": steps,
+        "images": steps * batch_size,
+        "seconds": steps * step,
+        "device_hours": steps * step * ranks / 3600,
+        "epochs": length.recipe.train.epochs,
+        "samples": length.samples,
+        "assumed": length.assumed,
+        "goodput": goodput(steps, step, ranks, length.conditions) if length.conditions else None,
+        "input_rate": rate,
+        "waiting": 1 - price.seconds / step,
+    }
+
+
+def training_words(training: Mapping[str, Any], hours: str) -> str:
+    """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples`.
+
+    training: result of `training_time`.
+    hours: name of device-hours
+    """
+    length, epochs = f"{training['images']:,} samples", training["epochs"]
+    if epochs is not None:
+        length = f"{epochs:g} epoch{'s' * (epochs != 1)} of {training['samples']:,} samples"
+    left_out = "evaluation and checkpoints" if training["input_rate"] else "input, evaluation and checkpoints"
+    words = f"{spent(training['seconds'])}, {figure(training['device_hours'])} {hours}"
+    return f"{words}: {training['steps']:,} steps, {length}; {left_out} not included"
+
+
+def condition_words(training: Mapping[str, Any]) -> dict[str, str]:
+    """Return shares of waiting and useful time, days and cost by name, for a table; only what is known."""
+    found = training["goodput"]
+    known = {} if training["input_rate"] is None else {"waiting": f"{training['waiting']:.0%}"}
+    if found is None:
+        return known
+    known |= {} if found["job_mtbf_hours"] is None else {"useful": f"{found['useful']:.1%}"}
+    if found["seconds"] is None:
+        return known | {"days": "never"}
+    known["days"] = figure(found["seconds"] / 86_400)
+    return known if found["cost"] is None else known | {"cost": figure(found["cost"])}
+
+
+def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[str, str]]:
+    """Return names and sentences on the duration, input, failures and cost; none for what is unknown.
+
+    hours: name of device-hours
+    """
+    if training is None:
+        return []
+    found, rows = training["goodput"], [("training", training_words(training, hours))]
+    if (rate := training["input_rate"]) is not None:
+        share = training["waiting"]
+        waiting = f"devices wait {share:.0%} of the time" if share else "as many as the devices need"
+        rows.append(("input", f"the hosts prepare {rate:,.0f} samples/s: {waiting}"))
+    if found is None:
+        return rows
+    if found["job_mtbf_hours"] is not None:
+        words = f"one in {spent(found['job_mtbf_hours'] * 3600)} on {count(found['devices'], 'device')}; "
+        if found["seconds"] is None:
+            words += "the training would practically never end: use fewer devices"
+        else:
+            words += (
+                f"with a checkpoint every {found['interval_steps']:,} steps ({spent(found['interval_seconds'])}), "
+                f"{found['useful']:.1%} of the time is useful: {spent(found['seconds'])}, "
+                f"{figure(found['device_hours'])} {hours}"
+            )
+        rows.append(("failures", words))
+    if found["cost"] is not None:
+        rows.append(("cost", f"{figure(found['cost'])} for {figure(found['device_hours'])} {hours}"))
+    return rows
 
 
 def hours_name(hardware: Hardware) -> str:

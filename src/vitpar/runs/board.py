@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
 
-from vitpar.pages.document import table
-from vitpar.pages.plotly import Charts
 from vitpar.runs.folder import SEED, RunRecord, seed_groups
 from vitpar.runs.page import MOST_RUNS, STYLE
+from vitpar.runs.pages.document import table
+from vitpar.runs.pages.plotly import Charts
 from vitpar.tasks.task import LOSS
 from vitpar.text import count, rough_duration, shown
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.pages.figures import SERIES
-from vitpar.pages.plotly import Charts
 from vitpar.runs.chart import AXES, Chart, Line, figure, numbers
 from vitpar.runs.folder import RunRecord, seed_groups
 from vitpar.runs.metrics import Column
+from vitpar.runs.pages.figures import SERIES
+from vitpar.runs.pages.plotly import Charts
 from vitpar.text import count, shown
 
 COLUMNS = 400

@@ -9,10 +9,6 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-MOST_WARNINGS = 20
-"""Number of the newest warnings that are kept."""
-LONGEST = 4096
-"""Characters of a text that are kept."""
 Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
@@ -57,25 +53,25 @@ class RunEvents:
     """Last event that ends a run after the last start: done, stopped, error; empty if there is none."""
     words: str = ""
     """Text of that event."""
-    warnings: list[str] = field(default_factory=list)
-    """The newest warnings since the last start."""
+    warning: str = ""
+    """The newest warning since the last start; empty if there is none."""
 
 
 def events_of(rows: Iterable[dict[str, Any]]) -> RunEvents:
     """Return the events in rows, in their order. Others than a run writes are left out."""
     found = RunEvents()
     for row in rows:
-        event, text, step = row.get("event"), str(row.get("text", ""))[:LONGEST], row.get("step")
+        event, text, step = row.get("event"), str(row.get("text", "")), row.get("step")
         if event == "start":
             try:
                 found.starts.append(_START.validate_python(row))
             except ValidationError:
                 continue
-            found.end, found.words, found.warnings = "", "", []
+            found.end, found.words, found.warning = "", "", ""
         elif event == "save" and isinstance(step, int):
             found.saves.append(step)
         elif event == "warning":
-            found.warnings = [*found.warnings, text][-MOST_WARNINGS:]
+            found.warning = text
         elif event in ("done", "stopped", "error"):
             found.end, found.words = str(event), text
     return found

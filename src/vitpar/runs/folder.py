@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +31,8 @@ LOG, METRICS = "log.txt", "metrics.jsonl"
 """Files that every run has from its start."""
 RunState = Literal["running", "complete", "stopped", "failed"]
 """State of a run: a process trains it; it reached its last step; it was asked to stop; it ended otherwise."""
-MOST_METRICS = 20
-"""Maximum number of a task's metrics that are read."""
-MOST_COMMANDS = 20
-"""Maximum number of the newest commands of a run that are read."""
+RECENT = 200
+"""Number of the newest rows of metrics that a list of runs reads: their mean rate is shown."""
 SEED = "train.seed"
 WARM_UP_ROWS = 1
 """Rows that are left out of the mean rate, as in ``vitpar.training.metrics``."""
@@ -97,7 +95,7 @@ class RunRecord:
         described = self.environment.get("metrics")
         if not isinstance(described, list):
             return Classify.METRICS
-        known = [metric for one in described[:MOST_METRICS] if (metric := Metric.read(one))]
+        known = [metric for one in described if (metric := Metric.read(one))]
         return tuple({metric.name: metric for metric in known}.values())
 
     @cached_property
@@ -151,7 +149,7 @@ class RunRecord:
             return "an earlier vitpar trained it, which wrote no events: its restarts, saves and warnings are unknown"
         if self.state == "failed":
             return "it ended without a message: was it killed?"
-        return events.warnings[-1] if events.warnings else ""
+        return events.warning
 
     @property
     def age_seconds(self) -> float:
@@ -191,7 +189,7 @@ class RunRecord:
         pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
         return {
             after: shlex.join(["vitpar", *map(str, words[1:])])
-            for after, words in pairs[-MOST_COMMANDS:]
+            for after, words in pairs
             if isinstance(after, int) and isinstance(words, list) and words
         }
 
@@ -212,6 +210,37 @@ class RunRecord:
                 status = (self.path / name).stat()
                 stamps.append(f"{status.st_size}-{status.st_mtime_ns}")
         return "-".join(stamps)
+
+
+def runs_in(folder: Path) -> list[RunRecord]:
+    """Return the runs in `folder` with their newest metrics, the newest first; `folder` itself if it is a run.
+
+    Raises DataError if there is no such folder.
+    """
+    if not folder.is_dir():
+        raise DataError(f"there is no folder '{shown(folder)}': name one that holds runs")
+    places = [folder] if (folder / LOG).is_file() else [path for path in folder.iterdir() if (path / LOG).is_file()]
+    return sorted((RunRecord(path, newest=RECENT) for path in places), key=lambda run: (run.age_seconds, run.name))
+
+
+def summary(run: RunRecord) -> dict[str, Any]:
+    """Return the state and newest numbers of a run as `vitpar runs --json` prints them; None for what is unknown."""
+    metric = run.metric
+    return {
+        "name": run.name,
+        "state": run.state,
+        "model": run.recipe.get("model.name"),
+        "data": run.recipe.get("data.path"),
+        "plan": run.plan_words,
+        "steps": run.metrics.steps,
+        "total_steps": run.total_steps,
+        "loss": run.loss,
+        "metric": metric and asdict(metric),
+        "value": metric and run.last(metric.name),
+        "images_per_second": run.images_per_second,
+        "age_seconds": run.age_seconds,
+        "note": run.note,
+    }
 
 
 def _readable(path: Path, read: Any) -> Any:

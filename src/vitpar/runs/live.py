@@ -2,8 +2,8 @@
 
 It answers two paths, to GET and HEAD: `/` with the page, and `/version` with a text that changes when the page would.
 On a board, the server of a folder, `?run=A&run=B` behind them asks for the page of these runs.
-Other accounts of the machine can reach loopback, so connections are few, short and read-only. The name of the host is
-checked, since a page of a stranger could otherwise read the report by a name that leads to 127.0.0.1.
+Other accounts of the machine can reach loopback, so it only reads. The name of the host is checked, since a page of a
+stranger could otherwise read the report by a name that leads to 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ import hashlib
 import threading
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import SHUT_RDWR, socket
+from socket import socket
 from typing import Any
 from urllib.parse import parse_qsl
 
 from vitpar.errors import DataError, LaunchError
 from vitpar.runs.board import BACK, board
-from vitpar.runs.folder import LOG, RunRecord, is_locked
-from vitpar.runs.listing import RECENT, runs_in
+from vitpar.runs.folder import LOG, RECENT, RunRecord, is_locked, runs_in
 from vitpar.runs.page import MOST_RUNS, report
 
 HOST = "127.0.0.1"
 """Address that the server listens on."""
-CONNECTIONS = 8
-"""Maximum number of connections that are served at a time; a further one ends the oldest."""
 SECONDS = 5.0
 """Seconds that a connection may wait for its client."""
-MOST_PAGES = 32
-"""Maximum number of pages that are kept."""
 REST = 5.0
 """A page is made again at most after this multiple of the time it took, so that a live report uses little of a core."""
 
@@ -67,8 +61,6 @@ class LiveReport(ThreadingHTTPServer):
         self._runs, self._made_by = runs, made_by
         self._pages: dict[str, _Page] = {}
         self._making = threading.Lock()
-        self._open: list[Any] = []  # connections, the oldest first
-        self._changing = threading.Lock()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -102,8 +94,6 @@ class LiveReport(ThreadingHTTPServer):
         """
         with self._making:
             paths = self._paths(query)
-            if query not in self._pages and len(self._pages) >= MOST_PAGES:
-                self._pages.clear()
             page = self._pages.setdefault(query, _Page())
             version, begun = _stamp(paths, page.running), time.monotonic()
             if version != page.version and begun >= page.again:
@@ -132,21 +122,6 @@ class LiveReport(ThreadingHTTPServer):
         if not names or len(names) > MOST_RUNS or not there.keys() >= {*names}:
             raise DataError(f"name 1 to {MOST_RUNS} runs of the board, as in /?run=mine")
         return [there[name] for name in dict.fromkeys(names)]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread. If there are too many, the oldest is ended, whose client is slow."""
-        with self._changing:
-            if len(self._open) >= CONNECTIONS:
-                with suppress(OSError):
-                    self._open.pop(0).shutdown(SHUT_RDWR)
-            self._open.append(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was served."""
-        with self._changing, suppress(ValueError):
-            self._open.remove(request)
-        super().shutdown_request(request)
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         """Ignore clients that go away."""

@@ -6,9 +6,10 @@ may leave its last line incomplete.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitpar.io import open_regular
 from vitpar.limits import MAX_COUNT, MAX_MEASURE, MAX_RANKS
 from vitpar.runs.events import RunEvents, events_of
-from vitpar.runs.lines import lines_of, row_of
 
 Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
@@ -30,8 +31,6 @@ TRAIN = (
 """Columns of rows about training steps."""
 GROUPED = ("grad_norms", "update_ratios")
 """Objects in rows about training steps, with a number for each group of layers."""
-MOST_GROUPS, MOST_NAME = 32, 64
-"""Maximum number of groups in a file, and of characters in the name of one; others are left out."""
 EVAL = ("step", "loss")
 """Columns of rows about evaluations. Those of the task's metrics follow, here and in `TRAIN`."""
 
@@ -79,16 +78,17 @@ def read_metrics(path: Path, names: Sequence[str] = (), newest: int | None = Non
 
     Raises OSError, also for a file that is too large.
     """
-    if newest is None:
-        return collect(rows(path), names)
-    evaluation, events, lines = list[bytes](), list[bytes](), deque[bytes](maxlen=newest)
-    for line in lines_of(path):
-        if b'"event"' in line:
-            events.append(line)
-        elif b'"eval"' in line:
-            evaluation = [line]
-        else:
-            lines.append(line)
+    with open_regular(path) as file:
+        if newest is None:
+            return collect((row_of(line) for line in file if line.strip()), names)
+        evaluation, events, lines = list[bytes](), list[bytes](), deque[bytes](maxlen=newest)
+        for line in file:
+            if b'"event"' in line:
+                events.append(line)
+            elif b'"eval"' in line:
+                evaluation = [line]
+            else:
+                lines.append(line)
     return collect(map(row_of, [*lines, *evaluation, *events]), names)
 
 
@@ -97,7 +97,7 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
     kinds = {"train": dict.fromkeys((*TRAIN, *names)), "eval": dict.fromkeys((*EVAL, *names))}
     columns = {kind: {name: array("d") for name in known} for kind, known in kinds.items()}
     events = list[dict[str, Any]]()
-    damaged, memory, most = 0, np.empty(0), len(columns["train"]) + MOST_GROUPS * len(GROUPED)
+    damaged, memory = 0, np.empty(0)
     for row in found_rows:
         kind = row.get("kind") if row is not None else None
         step = _number(row.get("step")) if row is not None else np.nan
@@ -108,7 +108,7 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
         elif isinstance(kind, str) and kind in columns:
             groups = _by_group(row) if kind == "train" else {}
             for name in groups:
-                if name not in columns[kind] and len(columns[kind]) < most:
+                if name not in columns[kind]:
                     columns[kind][name] = array("d", [np.nan] * len(columns[kind]["step"]))
             for name, column in columns[kind].items():
                 column.append(_number(groups.get(name, row.get(name))))
@@ -129,18 +129,16 @@ def _by_group(row: Mapping[str, Any]) -> dict[str, Any]:
         for key in GROUPED
         if isinstance(groups := row.get(key), dict)
         for name, value in groups.items()
-        if len(name) <= MOST_NAME
     }
 
 
-def rows(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of the metrics file `path`, and None for each line that is no row.
-
-    Raises OSError, also for a file that is too large.
-    """
-    for line in lines_of(path):
-        if line.strip():
-            yield row_of(line)
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line of JSON; None if the line is none, damaged or hostile."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _number(value: Any) -> float:

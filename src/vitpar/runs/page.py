@@ -10,13 +10,13 @@ import numpy as np
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
-from vitpar.pages.document import facts, switch, table, toggles
-from vitpar.pages.figures import SERIES, series_colour
-from vitpar.pages.plotly import Charts, Key
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
 from vitpar.runs.metrics import Column
+from vitpar.runs.pages.document import facts, switch, table, toggles
+from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.plotly import Charts, Key
 from vitpar.runs.pictures import config_of, plan_pictures
 from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.strategy import Plan
@@ -32,8 +32,6 @@ MOST_SHOWN = 12
 """Maximum number of settings in which runs differ that are shown at once; the others are folded."""
 MOST_RESTARTS = 5
 """Number of the newest restarts that the summary names."""
-MOST_COMMAND = 4000
-"""Characters of a command that are shown."""
 DASHED = '<b class="k dash"></b>validation'
 """Key of lines of evaluations."""
 
@@ -43,7 +41,7 @@ def report(runs: Sequence[RunRecord], *, made_by: str = "", extra: str = "", ver
 
     made_by: version and command that made it.
     extra: HTML of further sections.
-    version: as for ``vitpar.pages.document.document``.
+    version: as for ``vitpar.runs.pages.document.document``.
     above: HTML above the title.
 
     Raises DataError for a run whose metrics cannot be read.
@@ -246,7 +244,7 @@ def _reproduce(runs: Sequence[RunRecord]) -> str:
         resumed = any(start.step for start in run.events.starts)
         again = "<p>The run was resumed. To repeat it, stop each command after the last step of its part:</p>"
         parts.append(again if resumed else f"<pre>{escape(run.repeating_command)}</pre>")
-        given = ((f"after step {after:,}" * bool(after), words[:MOST_COMMAND]) for after, words in run.commands.items())
+        given = ((f"after step {after:,}" * bool(after), words) for after, words in run.commands.items())
         parts.append(facts({when or "started by": f"<code>{escape(words)}</code>" for when, words in given}))
         parts.append(versions[number] if len(set(versions)) > 1 or len(runs) == 1 else "")
     if len(runs) > 1 and len(set(versions)) == 1:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
-from vitpar.pages.figures import timeline
-from vitpar.pages.maps import placement, rank_grid
-from vitpar.pages.plotly import Charts
+from vitpar.runs.pages.figures import timeline
+from vitpar.runs.pages.maps import placement, rank_grid
+from vitpar.runs.pages.plotly import Charts
 from vitpar.strategy import Plan
 from vitpar.training.recipe import read_recipe
 

@@ -13,11 +13,10 @@ from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 from vitpar.errors import DataError
 from vitpar.io import write_text
 from vitpar.launch import in_world
-from vitpar.pages.document import facts
-from vitpar.runs.folder import RunRecord, refuse_other_folders
-from vitpar.runs.listing import summary
+from vitpar.runs.folder import RunRecord, refuse_other_folders, summary
 from vitpar.runs.metrics import Column
 from vitpar.runs.page import report
+from vitpar.runs.pages.document import facts
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS
 from vitpar.training.recipe import Recipe, read_recipe

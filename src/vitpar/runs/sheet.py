@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage, decode
-from vitpar.pages.document import table
 from vitpar.runs.charts import percent
+from vitpar.runs.pages.document import table
 from vitpar.runs.predictions import PredictedImages, drawn_samples
 from vitpar.text import count, shown
 

@@ -6,9 +6,8 @@ since a hidden error is never fixed.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,126 +27,53 @@ BUSY = 0.1
 """Share of the cores used by other programs above which measured steps are unreliable."""
 LEAST, MOST = 0.2, 5.0
 """Limits of correction factors; a factor outside them means that something else is wrong."""
+Row = Mapping[str, Any]
+"""Result of `measured_row`."""
 
 
-@dataclass(frozen=True)
-class AccuracyRow:
-    """One plan with its prediction and measurement."""
+def measured_row(price: Price, measured: Measured, pace: float, mfu: float | None = None) -> dict[str, Any]:
+    """Return a plan with its prediction and its measurement, as a row of `vitpar validate --json`: seconds and bytes.
 
-    price: Price
-    """The prediction."""
-    measured: Measured
-    """The measurement."""
-    pace: float = 0.0
-    """Seconds of `CpuSpeedProbe` while the profiles were measured; 0 if not known."""
+    `measured_seconds` is the median of the runs' medians, scaled to the speed of the cores during profiling;
+    `clocked_seconds` is that by the clock. A byte count is None where the system reports no peak.
 
-    @property
-    def seconds(self) -> float:
-        """Measured seconds per step, scaled to the cores' speed during profiling: the median of the runs' medians."""
-        return statistics.median(run.middle(self.pace) for run in self.measured.runs)
-
-    @property
-    def clocked(self) -> float:
-        """Measured seconds per step by the clock: the median of the runs' medians."""
-        return statistics.median(run.middle(0.0) for run in self.measured.runs)
-
-    @property
-    def slowdown(self) -> float:
-        """Time of the cores for the same work, relative to that during profiling; 1 if not known."""
-        paces = [pace for run in self.measured.runs for pace in run.paces]
-        return statistics.mean(paces) / self.pace if self.pace and paces else 1.0
-
-    @property
-    def repeat(self) -> float | None:
-        """Relative difference of the second run's time to the first's; None with a single run."""
-        first, *more = (run.middle(self.pace) for run in self.measured.runs)
-        return more[0] / first - 1 if more else None
-
-    @property
-    def memory(self) -> int | None:
-        """Measured bytes of the fullest rank; None if the system does not report them."""
-        known = [size for size in self.measured.memory if size is not None]
-        return max(known) if known else None
-
-    @property
-    def time_error(self) -> float:
-        """Relative error of the predicted time: positive if the prediction is too slow."""
-        return self.price.seconds / self.seconds - 1
-
-    @property
-    def memory_error(self) -> float | None:
-        """Relative error of the predicted memory; None if not measured."""
-        return None if self.memory is None else self.price.memory_bytes / self.memory - 1
-
-    @property
-    def parts(self) -> tuple[float, float]:
-        """Predicted times of computing and of communication, relative to the measured time of the step."""
-        # Waiting for other stages is distributed over both in proportion to them.
-        computing, sending = (sum(self.price.time.get(what, 0.0) for what in kind) for kind in (COMPUTING, SENDING))
-        share = self.price.seconds / (computing + sending) / self.seconds
-        return computing * share, sending * share
-
-    def to_json(self) -> dict[str, object]:
-        """Return the unrounded numbers as JSON, in seconds and bytes."""
-        plan = self.price.plan
-        return {
-            "strategy": str(plan),
-            "schedule": plan.schedule,
-            "microbatches": plan.microbatches,
-            "batch_size": self.price.batch_size,
-            "predicted_seconds": self.price.seconds,
-            "measured_seconds": self.seconds,
-            "clocked_seconds": self.clocked,
-            "runs": [
-                {"seconds": list(run.seconds), "paces": list(run.paces), "others": run.others}
-                for run in self.measured.runs
-            ],
-            "predicted_memory_bytes": self.price.memory_bytes,
-            "measured_memory_bytes": list(self.measured.memory),
-            "predicted_breakdown_seconds": dict(self.price.time),
-        }
+    pace: seconds of `CpuSpeedProbe` while the profiles were measured; 0 if not known.
+    """
+    plan = price.plan
+    return {
+        "strategy": str(plan),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "batch_size": price.batch_size,
+        "predicted_seconds": price.seconds,
+        "measured_seconds": statistics.median(run.middle(pace) for run in measured.runs),
+        "clocked_seconds": statistics.median(run.middle(0.0) for run in measured.runs),
+        "runs": [
+            {"seconds": list(run.seconds), "paces": list(run.paces), "others": run.others} for run in measured.runs
+        ],
+        "predicted_memory_bytes": price.memory_bytes,
+        "measured_memory_bytes": list(measured.memory),
+        "predicted_breakdown_seconds": dict(price.time),
+        "mfu": mfu,
+    }
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy of predictions over several plans."""
-
-    time: tuple[float, float]
-    """Mean and largest absolute error of time, at the profiled speed of the cores."""
-    clocked: tuple[float, float]
-    """Mean and largest absolute error of time by the clock."""
-    slowdown: float
-    """Mean slow-down of the cores since profiling; 1 for none."""
-    repeat: tuple[float, float] | None
-    """Mean and largest difference between first and second runs, which limits how accurate a prediction can be known to
-    be. None unless all plans ran twice."""
-    memory: tuple[float, float] | None
-    """Mean and largest absolute error of memory; None where it is not known."""
-    rank: float
-    """Spearman's correlation of the orders by time; 1 for equal orders."""
-    chosen: float
-    """Relative time by which the plan predicted to be fastest is slower than the fastest."""
-
-
-def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
-    """Return the measurements in `rows`, made by `AccuracyRow.to_json` for the first of these predictions.
+def measured_before(prices: Sequence[Price], rows: Sequence[Any]) -> list[Measured]:
+    """Return the measurements in `rows`, made by `measured_row` for the first of these predictions.
 
     Raises PlannerError if `rows` are of other plans, or damaged.
     """
     measured = list[Measured]()
     for number, (price, row) in enumerate(zip(prices, rows, strict=False), start=1):
+        plan = price.plan
         try:
             of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
-            runs = tuple(PlanSteps(_numbers(r["seconds"]), _numbers(r["paces"]), r["others"]) for r in row["runs"])
-            memory = tuple(None if size is None else int(size) for size in row["measured_memory_bytes"])
-            if not (runs and memory) or not all(_usable(run) for run in runs):
-                raise ValueError
-            measured.append(Measured(runs, memory))
-        except (KeyError, TypeError, ValueError) as error:
+            runs = tuple(PlanSteps(tuple(run["seconds"]), tuple(run["paces"]), run["others"]) for run in row["runs"])
+            measured.append(Measured(runs, tuple(row["measured_memory_bytes"])))
+        except (KeyError, TypeError) as error:
             raise PlannerError(
                 f"cannot resume, row {number} is damaged ({type(error).__name__}): leave out --resume"
             ) from None
-        plan = price.plan
         if of != (str(plan), plan.schedule, plan.microbatches, price.batch_size):
             raise PlannerError(
                 f"cannot resume, row {number} is of {shown(of[0])}, not of '{plan}': give the same plans"
@@ -155,38 +81,57 @@ def measured_before(prices: Sequence[Price], rows: Any) -> list[Measured]:
     return measured
 
 
-def _usable(run: PlanSteps) -> bool:
-    """Return whether a run has positive, finite numbers, and a pace for each step or none."""
-    whole = len(run.paces) in (0, len(run.seconds)) and len(run.seconds) > 0
-    return whole and all(math.isfinite(x) and x > 0 for x in (*run.seconds, *run.paces))
+def time_error(row: Row) -> float:
+    """Return the relative error of the predicted time: positive if the prediction is too slow."""
+    return row["predicted_seconds"] / row["measured_seconds"] - 1
 
 
-def _numbers(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(float, values))
+def fullest(row: Row) -> int | None:
+    """Return the measured bytes of the fullest rank; None if the system does not report them."""
+    return max((size for size in row["measured_memory_bytes"] if size is not None), default=None)
 
 
-def others_used(rows: Sequence[AccuracyRow]) -> float | None:
-    """Return the mean share of the cores that other programs used during the runs, 0 to 1; None if not known."""
-    known = [run.others for row in rows for run in row.measured.runs if run.others is not None]
-    return statistics.fmean(known) if known else None
+def memory_error(row: Row) -> float | None:
+    """Return the relative error of the predicted memory; None if not measured."""
+    most = fullest(row)
+    return None if most is None else row["predicted_memory_bytes"] / most - 1
 
 
-def accuracy(rows: Sequence[AccuracyRow]) -> Accuracy:
-    """Return the accuracy of the predictions in `rows`, at least one."""
+def accuracy(rows: Sequence[Row], pace: float = 0.0, load: float | None = None) -> dict[str, Any]:
+    """Return the accuracy of the predictions in `rows`, at least one, as `vitpar validate --json` prints it.
 
-    def mean_and_largest(errors: Iterable[float | None]) -> tuple[float, float]:
-        sizes = [abs(error) for error in errors if error is not None] or [0.0]
-        return statistics.mean(sizes), max(sizes)
+    `slowdown` is the mean time of the cores for the same work, relative to that during profiling; 1 if not known.
+    `others_share` is the mean share of the cores that other programs used, or else `load`. `repeat` is the
+    difference of second runs to the first, which limits how accurate a prediction can be known to be; None unless all
+    plans ran twice. `rank_correlation` is Spearman's, of the orders by time. `chosen_slower_than_best` is the relative
+    time by which the plan predicted to be fastest is slower than the fastest.
 
-    return Accuracy(
-        time=mean_and_largest(row.time_error for row in rows),
-        clocked=mean_and_largest(row.price.seconds / row.clocked - 1 for row in rows),
-        slowdown=statistics.mean(row.slowdown for row in rows),
-        repeat=mean_and_largest(row.repeat for row in rows) if all(row.repeat is not None for row in rows) else None,
-        memory=mean_and_largest(row.memory_error for row in rows) if any(row.memory for row in rows) else None,
-        rank=spearman([row.price.seconds for row in rows], [row.seconds for row in rows]),
-        chosen=min(rows, key=lambda row: row.price.seconds).seconds / min(row.seconds for row in rows) - 1,
-    )
+    pace: as for `measured_row`.
+    load: share of the cores that programs used before; None if not known.
+    """
+    repeats, slowdowns = list[float](), list[float]()
+    for row in rows:
+        first, *more = (PlanSteps(**run).middle(pace) for run in row["runs"])
+        repeats += [more[0] / first - 1] if more else []
+        paces = [taken for run in row["runs"] for taken in run["paces"]]
+        slowdowns.append(statistics.mean(paces) / pace if pace and paces else 1.0)
+    others = [run["others"] for row in rows for run in row["runs"] if run["others"] is not None]
+    predicted, seconds = ([row[name] for row in rows] for name in ("predicted_seconds", "measured_seconds"))
+    return {
+        "time_error": _mean_and_largest(map(time_error, rows)),
+        "clocked_time_error": _mean_and_largest(row["predicted_seconds"] / row["clocked_seconds"] - 1 for row in rows),
+        "slowdown": statistics.mean(slowdowns),
+        "others_share": statistics.fmean(others) if others else load,
+        "repeat": _mean_and_largest(repeats) if len(repeats) == len(rows) else None,
+        "memory_error": _mean_and_largest(map(memory_error, rows)) if any(map(fullest, rows)) else None,
+        "rank_correlation": spearman(predicted, seconds),
+        "chosen_slower_than_best": seconds[predicted.index(min(predicted))] / min(seconds) - 1,
+    }
+
+
+def _mean_and_largest(errors: Iterable[float | None]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors if error is not None]
+    return {"mean": statistics.mean(sizes), "largest": max(sizes)}
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -238,16 +183,15 @@ class Correction:
         )
 
 
-def correction(parts: Sequence[tuple[float, float]], missing: Sequence[float]) -> Correction:
+def correction(rows: Sequence[Row]) -> Correction:
     """Return the correction that fits measured plans best.
 
     Its factors minimize the sum of squared relative errors of time. If the plans do not distinguish computing from
-    communication, both get the same factor. Memory is corrected by the median of `missing`, upwards only.
-
-    parts: `AccuracyRow.parts` of each plan.
-    missing: bytes that the fullest rank took more than predicted, where they are known.
+    communication, both get the same factor. Memory is corrected by the median of the bytes that fullest ranks took more
+    than predicted, upwards only.
     """
-    x, y = np.array(parts).T
+    x, y = np.array(list(map(_parts, rows))).T
+    missing = [most - row["predicted_memory_bytes"] for row in rows if (most := fullest(row)) is not None]
     factors = np.full(2, (x + y).sum() / ((x + y) ** 2).sum())
     # Normal equations of: sum over plans of (f_computing · x + f_sending · y - 1)².
     products = np.array([[x @ x, x @ y], [x @ y, y @ y]])
@@ -257,4 +201,13 @@ def correction(parts: Sequence[tuple[float, float]], missing: Sequence[float]) -
         factors = apart if ((apart >= LEAST) & (apart <= MOST)).all() else factors
     computing, sending = np.clip(factors, LEAST, MOST).tolist()
     more = statistics.median_high(missing) if missing else 0.0
-    return Correction(computing, sending, max(0, round(more)), len(parts))
+    return Correction(computing, sending, max(0, round(more)), len(rows))
+
+
+def _parts(row: Row) -> tuple[float, float]:
+    """Return the predicted times of computing and of communication, relative to the measured time of the step."""
+    # Waiting for other stages is distributed over both in proportion to them.
+    spent = row["predicted_breakdown_seconds"]
+    computing, sending = (sum(spent.get(what, 0.0) for what in kind) for kind in (COMPUTING, SENDING))
+    share = row["predicted_seconds"] / (computing + sending) / row["measured_seconds"]
+    return computing * share, sending * share

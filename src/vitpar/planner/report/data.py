@@ -1,33 +1,157 @@
-"""Results of searches and predictions as JSON and as words, for the command line and the report."""
+"""Results of searches and predictions: the dictionaries that `--json` prints, and words and tables made from them.
+
+Commands and pages draw these dictionaries. Numbers are in seconds and bytes, and not rounded; plans are as in
+plan.json.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from vitpar.pages.figures import rows_of
-from vitpar.planner.comparison import BestPlan
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.planner.report.timeline import timeline
-from vitpar.planner.report.uncertainty import Uncertainty, uncertainty
+from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.gains import Gain, shares
 from vitpar.planner.search.ranking import SearchEffort
-from vitpar.planner.search.reasons import Reason, reasons
+from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.result import Result
-from vitpar.planner.training_time import TrainingTime
-from vitpar.strategy.plan_json import plan_to_json
+from vitpar.runs.pages.figures import rows_of
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.text import size
 
-COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
-"""Headings of `figures`."""
+Record = Mapping[str, Any]
+"""A result, or a part of one, as JSON."""
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Headings of all columns but the last, which has a plan, and rows."""
+COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
+"""Headings of `figures`."""
 MOST_GAIN = 0.0005
 """Change of the time per image below which a change of the machine counts as none."""
+
+
+def origin_to_json(origin: Record, costs: LayerCosts) -> dict[str, Any]:
+    """Return the model, machine and precision of a prediction with its `origin`: version and command."""
+    return {
+        **origin,
+        "model": costs.config.name,
+        "precision": costs.model.precision,
+        "compiled": costs.model.compiled,
+        "hardware": costs.hardware.name,
+        "device": costs.hardware.device_name,
+        "notes": list(provenance(costs.hardware, costs.model)),
+    }
+
+
+def plan_record(price: Price, costs: LayerCosts) -> dict[str, Any]:
+    """Return a plan with its predicted time and memory, broken down.
+
+    The breakdown of memory is that of the fullest rank at each place of the pp axis.
+    """
+    return {
+        "strategy": str(price.plan),
+        "batch_size": price.batch_size,
+        "images_per_second": price.images_per_second,
+        "mfu": price.mfu(costs),
+        "uncertainty": uncertainty(price, costs),
+        "step_seconds": price.seconds,
+        "step_breakdown_seconds": dict(price.time),
+        "step_shares": shares(price),
+        "memory_bytes": price.memory_bytes,
+        "memory_breakdown_bytes": [{"total": memory.total, **asdict(memory)} for memory in price.memory],
+        "plan": plan_to_json(price.plan),
+    }
+
+
+def search_record(
+    search: Search,
+    result: Result,
+    budget: float,
+    origin: Record,
+    *,
+    train: str = "",
+    training: Record | None = None,
+    gains: Iterable[Gain] = (),
+    frontier: bool = True,
+) -> dict[str, Any]:
+    """Return the results of a search that found a plan.
+
+    `plans` has the best first, `frontier` the fastest plans for decreasing memory, `why_not` the obvious plans with the
+    reason why they are not the best; those that fit and belong to the space join `plans`.
+
+    budget: memory limit of a rank, in bytes.
+    train: command that trains the best plan; empty for none.
+    training: duration of the complete training with the best plan; None if its length is unknown.
+    gains: effects of a better machine or a larger batch on the best plan, the most helpful first.
+    frontier: whether to look for the plans with less memory.
+    """
+    best, costs = result.plans[0], search.costs
+    obvious = reasons(search, best, budget)
+    listed = [price for reason in obvious if (price := reason.price) and search.space.covers(price.plan)]
+    result = result.with_alternatives(price for price in listed if price.memory_bytes <= budget)
+    return {
+        **origin_to_json(origin, costs),
+        "train": train,
+        "training": training,
+        "what_would_help": gain_records(gains),
+        "search_seconds": result.seconds,
+        "memory_budget_bytes": budget,
+        "exact": result.exact,
+        "images_per_second_bound": result.bound,
+        "looked_at": {"strategies": result.strategies, "kinds": result.outlines, "priced": result.priced},
+        "plans": [plan_record(price, costs) for price in result.plans],
+        "frontier": [plan_record(price, costs) for price in search.frontier(best)] if frontier else [],
+        "why_not": [
+            {"strategy": one.plan, "why": one.why, **(plan_record(one.price, costs) if one.price else {})}
+            for one in obvious
+        ],
+        "batch_sizes": [],
+    }
+
+
+def gain_records(gains: Iterable[Gain]) -> list[dict[str, Any]]:
+    """Return the changes with the plan that is best after each, the most helpful first."""
+    return [
+        {
+            "change": gain.change,
+            "time_per_image": gain.time,
+            "strategy": str(gain.price.plan),
+            "batch_size": gain.price.batch_size,
+            "images_per_second": gain.price.images_per_second,
+            "memory_bytes": gain.price.memory_bytes,
+            "plan": plan_to_json(gain.price.plan),
+        }
+        for gain in gains
+    ]
+
+
+def plan_of(record: Record) -> Plan:
+    """Return the plan of a record."""
+    return plan_from_json(record["plan"])
+
+
+def title_of(record: Record) -> str:
+    """Return the title of a record's plan."""
+    return plan_title(plan_of(record))
+
+
+def same(one: Record, other: Record) -> bool:
+    """Return whether two records are of one plan and batch size."""
+    return one["plan"] == other["plan"] and one["batch_size"] == other["batch_size"]
+
+
+def listed(found: Record) -> list[Record]:
+    """Return all plans of a search, each once: the best, then the others by images per second."""
+    best, kept = found["plans"][0], list[Record]()
+    for one in (*found["plans"][1:], *found["frontier"], *(one for one in found["why_not"] if "plan" in one)):
+        if not any(same(one, other) for other in (best, *kept)):
+            kept.append(one)
+    return [best, *sorted(kept, key=lambda one: -one["images_per_second"])]
 
 
 def duration(seconds: float) -> str:
@@ -37,51 +161,68 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
 
 
-def speed_words(price: Price, costs: LayerCosts) -> str:
+def speed_words(record: Record) -> str:
     """Return the predicted speed in words; uncertainty and MFU only if they are known.
 
     Example: `3,898.5 samples/s ± 4.0 %, 262.7 ms a step of 1,024 samples, MFU 49.4 %`.
     """
-    doubt, mfu = uncertainty(price, costs), price.mfu(costs)
-    words = f"{price.images_per_second:,.1f} samples/s{f' {doubt}' if doubt else ''}"
-    words += f", {duration(price.seconds)} per step of {price.batch_size:,} samples"
-    return words + ("" if mfu is None else f", MFU {mfu * 100:.1f} %")
+    words = f"{record['images_per_second']:,.1f} samples/s{f' {band}' if (band := band_words(record)) else ''}"
+    words += f", {duration(record['step_seconds'])} per step of {record['batch_size']:,} samples"
+    return words + ("" if record["mfu"] is None else f", MFU {record['mfu'] * 100:.1f} %")
 
 
-def figures(price: Price, best: Price, doubt: Uncertainty | None = None) -> tuple[str, ...]:
-    """Return a plan's figures in the order of `COLUMNS`.
+def band_words(record: Record) -> str:
+    """Return the uncertainty of a plan such as `± 4.0 %`; empty if it is not known."""
+    doubt = record["uncertainty"]
+    return doubt["source"].partition(":")[0] if doubt else ""
 
-    doubt: uncertainty of the best plan; plans within it are marked by `≈`
-    """
+
+def sources(record: Record) -> tuple[str, ...]:
+    """Return the sentence on the origin of a plan's uncertainty; empty if it is not known."""
+    return (record["uncertainty"]["source"],) if record["uncertainty"] else ()
+
+
+def figures(record: Record, best: Record) -> tuple[str, ...]:
+    """Return a plan's figures in the order of `COLUMNS`. Plans within the uncertainty of the best are marked by `≈`."""
     return (
-        str(price.plan.microbatches or 1),
-        f"{price.images_per_second:,.1f}",
-        f"{price.images_per_second / best.images_per_second - 1:+.1%}{_mark(price, best, doubt)}",
-        size(price.memory_bytes),
+        str(record["plan"]["microbatches"] or 1),
+        f"{record['images_per_second']:,.1f}",
+        f"{record['images_per_second'] / best['images_per_second'] - 1:+.1%}{_mark(record, best)}",
+        size(record["memory_bytes"]),
     )
 
 
-def _mark(price: Price, best: Price, doubt: Uncertainty | None) -> str:
-    """Return the mark of a plan that is within the uncertainty of the best, empty for others."""
-    return " ≈" if doubt is not None and price is not best and doubt.covers(price, best) else ""
+def _mark(record: Record, best: Record) -> str:
+    """Return the mark of a plan that is too close to the best to say which is faster, empty for others."""
+    doubt, apart = best["uncertainty"], abs(record["images_per_second"] / best["images_per_second"] - 1)
+    return " ≈" if doubt and not same(record, best) and apart < doubt["share"] else ""
 
 
-def noise_words(doubt: Uncertainty | None) -> str:
+def why_words(reason: Record, found: Record) -> str:
+    """Return the text of a reason of `why_not`, with the mark of `figures` if its plan fits."""
+    fits = "plan" in reason and reason["memory_bytes"] <= found["memory_budget_bytes"]
+    return reason["why"] + (_mark(reason, found["plans"][0]) if fits else "")
+
+
+def noise_words(best: Record) -> str:
     """Return the meaning of `≈` in a table of `figures`; empty if no uncertainty is known."""
-    within = "within the error of estimates" if doubt and doubt.band else "within the noise"
-    return f"≈ {within} ({doubt}) of the best: measure both to compare them" if doubt else ""
+    if not best["uncertainty"]:
+        return ""
+    within = "within the error of estimates" if best["uncertainty"]["of"] == "estimates" else "within the noise"
+    return f"≈ {within} ({band_words(best)}) of the best: measure both to compare them"
 
 
-def certainty(result: Result) -> str:
+def certainty(found: Record) -> str:
     """Return in words how much faster other plans may be."""
-    best = result.plans[0].images_per_second
-    faster = max(price.images_per_second for price in result.plans) / best - 1
+    best, bound = found["plans"][0]["images_per_second"], found["images_per_second_bound"]
+    faster = max(one["images_per_second"] for one in found["plans"]) / best - 1
     how = "not every plan was examined"
-    if result.exact:
+    if found["exact"]:
         how = f"no plan of the searched space is more than {max(SearchEffort().simpler, faster):.1%} faster"
     if faster > SearchEffort().tolerance:
         how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
-    return f"{how}; no mix of strategies can be more than {result.gap:.2%} faster"
+    gap = max(0.0, bound / best - 1) if bound else 0.0
+    return f"{how}; no mix of strategies can be more than {gap:.2%} faster"
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
@@ -98,192 +239,24 @@ def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def assumptions(training: TrainingTime | None) -> tuple[str, ...]:
-    """Return the note on the assumed length of a training; empty if nothing is assumed."""
-    return (training.assumed,) if training and training.assumed else ()
+def remarks(notes: Sequence[str], training: Record | None, plan: Record) -> list[str]:
+    """Return notes on figures: their origin, the assumed length of the training, and the uncertainty of a plan."""
+    return [*notes, *([training["assumed"]] if training and training["assumed"] else []), *sources(plan)]
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """The program that made an output."""
-
-    version: str
-    """Version of vitpar."""
-    command: str
-    """Command line as it was typed."""
-
-    def __str__(self) -> str:
-        return f"vitpar {self.version}: {self.command}"
-
-
-def origin_to_json(origin: Provenance, costs: LayerCosts) -> dict[str, object]:
-    """Return the model, machine, precision, command and version of a prediction as JSON."""
-    return {
-        "vitpar": origin.version,
-        "command": origin.command,
-        "model": costs.config.name,
-        "precision": costs.model.precision,
-        "compiled": costs.model.compiled,
-        "hardware": costs.hardware.name,
-        "device": costs.hardware.device_name,
-        "notes": list(provenance(costs.hardware, costs.model)),
-    }
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Results of a search that found a plan."""
-
-    result: Result
-    """Plans, best first, and the bound."""
-    budget: float
-    """Memory limit of a rank, in bytes."""
-    frontier: tuple[Price, ...]
-    """The fastest plans for decreasing memory."""
-    reasons: tuple[Reason, ...]
-    """Reasons why the obvious plans were not chosen."""
-    costs: LayerCosts
-    """Costs of layers that the search used."""
-    origin: Provenance
-    """Version and command of the search."""
-    train: str = ""
-    """Command that trains the best plan; empty for none."""
-    training: TrainingTime | None = None
-    """Duration of the complete training with the best plan; None if its length is unknown."""
-    gains: tuple[Gain, ...] = ()
-    """Effects of a better machine or a larger batch on the best plan, the most helpful first."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on the origin of the figures."""
-        return provenance(self.costs.hardware, self.costs.model)
-
-    @cached_property
-    def doubt(self) -> Uncertainty | None:
-        """Uncertainty of the best plan; None if it is not known."""
-        return uncertainty(self.result.plans[0], self.costs)
-
-    @cached_property
-    def listed(self) -> tuple[Price, ...]:
-        """All plans that the output lists, each once: the best, then the others by images per second."""
-        best, *others = self.result.plans
-        others += [*self.frontier, *(reason.price for reason in self.reasons if reason.price)]
-        known = {(one.plan, one.batch_size): one for one in reversed([best, *others])}
-        return best, *sorted((one for one in known.values() if one is not best), key=lambda one: -one.images_per_second)
-
-    def why(self, reason: Reason) -> str:
-        """Return the text of a reason, with the mark of `figures` if its plan fits."""
-        fits = reason.price is not None and reason.price.memory_bytes <= self.budget
-        return reason.why + (_mark(reason.price, self.result.plans[0], self.doubt) if reason.price and fits else "")
-
-    def to_json(self) -> dict[str, object]:
-        """Return the results as JSON, in seconds and bytes; plans as in plan.json."""
-        result = self.result
-        return {
-            **origin_to_json(self.origin, self.costs),
-            "train": self.train,
-            "training": self.training and self.training.to_json(),
-            "what_would_help": gains_to_json(self.gains),
-            "search_seconds": result.seconds,
-            "memory_budget_bytes": self.budget,
-            "exact": result.exact,
-            "images_per_second_bound": result.bound,
-            "looked_at": {"strategies": result.strategies, "kinds": result.outlines, "priced": result.priced},
-            "plans": [price_to_json(price, self.costs) for price in result.plans],
-            "frontier": [price_to_json(price, self.costs) for price in self.frontier],
-            "why_not": [
-                {"strategy": one.plan, "why": one.why, **(price_to_json(one.price, self.costs) if one.price else {})}
-                for one in self.reasons
-            ],
-        }
-
-
-def findings(search: Search, result: Result, budget: float, origin: Provenance, train: str = "") -> Findings:
-    """Collect the results of a search that found a plan, without the duration of a training and what would help.
-
-    Obvious plans that fit and belong to the space join the list of plans.
-    """
-    best = result.plans[0]
-    obvious = reasons(search, best, budget)
-    listed = [price for reason in obvious if (price := reason.price) and search.space.covers(price.plan)]
-    result = result.with_alternatives(price for price in listed if price.memory_bytes <= budget)
-    return Findings(result, budget, search.frontier(best), obvious, search.costs, origin, train)
-
-
-def price_to_json(price: Price, costs: LayerCosts) -> dict[str, object]:
-    """Return a plan with its predicted time and memory, broken down.
-
-    The breakdown of memory is that of the fullest rank at each place of the pp axis.
-    """
-    doubt = uncertainty(price, costs)
-    return {
-        "strategy": str(price.plan),
-        "batch_size": price.batch_size,
-        "images_per_second": price.images_per_second,
-        "mfu": price.mfu(costs),
-        "uncertainty": doubt and doubt.to_json(),
-        "step_seconds": price.seconds,
-        "step_breakdown_seconds": dict(price.time),
-        "step_shares": shares(price),
-        "memory_bytes": price.memory_bytes,
-        "memory_breakdown_bytes": [{"total": memory.total, **asdict(memory)} for memory in price.memory],
-        "plan": plan_to_json(price.plan),
-    }
-
-
-@dataclass(frozen=True)
-class Prediction(BestPlan):
-    """Predicted cost of one plan, which need not be the best, and what would make it faster."""
-
-    gains: tuple[Gain, ...]
-    """Effects of a better machine or a larger batch, the most helpful first."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the fullest rank needs at most the budget."""
-        return self.price.memory_bytes <= self.budget
-
-
-def prediction_to_json(prediction: Prediction, origin: Provenance) -> dict[str, object]:
-    """Return a prediction as JSON, in seconds and bytes; the plan as in plan.json."""
-    return {
-        **origin_to_json(origin, prediction.costs),
-        "memory_budget_bytes": prediction.budget,
-        "fits": prediction.fits,
-        "training": prediction.training.to_json(),
-        "what_would_help": gains_to_json(prediction.gains),
-        **price_to_json(prediction.price, prediction.costs),
-    }
-
-
-def gain_table(gains: Iterable[Gain], best: Price) -> Table:
+def gain_table(gains: Iterable[Record], best: Record) -> Table:
     """Return a row for each change, with the plan that is best after it."""
     return ("time per sample", "change"), [
         (
-            "as before" if abs(gain.time) < MOST_GAIN else f"{gain.time:+.1%}",
-            gain.change,
-            "same plan" if gain.price.plan == best.plan else plan_title(gain.price.plan),
+            "as before" if abs(gain["time_per_image"]) < MOST_GAIN else f"{gain['time_per_image']:+.1%}",
+            gain["change"],
+            "same plan" if gain["plan"] == best["plan"] else title_of(gain),
         )
         for gain in gains
     ]
 
 
-def gains_to_json(gains: Iterable[Gain]) -> list[dict[str, object]]:
-    """Return the changes as JSON, the most helpful first."""
-    return [
-        {
-            "change": gain.change,
-            "time_per_image": gain.time,
-            "strategy": str(gain.price.plan),
-            "batch_size": gain.price.batch_size,
-            "images_per_second": gain.price.images_per_second,
-            "memory_bytes": gain.price.memory_bytes,
-        }
-        for gain in gains
-    ]
-
-
-def trace(price: Price, costs: LayerCosts, origin: Provenance) -> dict[str, object]:
+def trace(price: Price, costs: LayerCosts, origin: Record) -> dict[str, Any]:
     """Return the spans of one step in the Trace Event Format, for chrome://tracing and Perfetto.
 
     Times are in microseconds. Each row of the timeline is a process.

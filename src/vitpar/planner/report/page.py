@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from vitpar.pages import figures as f
-from vitpar.pages.document import facts, table
-from vitpar.pages.maps import placement
-from vitpar.pages.plotly import Charts, Figure
-from vitpar.planner.comparison import Compared
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title, price, schedule_words
-from vitpar.planner.report.comparison import SCALING_WORDS, comparison_table, scaling_notes, scaling_table
+from vitpar.planner.report.comparison import comparison_table
 from vitpar.planner.report.data import (
     COLUMNS,
-    Findings,
-    Provenance,
+    Record,
     Table,
-    assumptions,
     certainty,
     duration,
     figures,
+    listed,
     noise_words,
+    plan_of,
+    plan_record,
+    remarks,
+    same,
     speed_words,
+    title_of,
+    why_words,
 )
+from vitpar.planner.report.scaling import COLUMN_WORDS, WORDS, scaling_notes, scaling_table
 from vitpar.planner.report.timeline import messages, timeline
-from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form
-from vitpar.planner.search.scaling import Point
-from vitpar.planner.training_time import hours_name
+from vitpar.planner.training_time import hours_name, training_words
+from vitpar.runs.pages import figures as f
+from vitpar.runs.pages.document import facts, table
+from vitpar.runs.pages.maps import placement
+from vitpar.runs.pages.plotly import Charts, Figure
 from vitpar.strategy import Plan
 from vitpar.text import size
 
 SIMULATED = "Simulated with the best plan for each number of devices"
-WORDS = {"weak": "fixed batch per device", "strong": "fixed total batch"}
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Factors on the speed of links in the sensitivity chart."""
 SHOWN = 5
@@ -48,68 +50,66 @@ SPREAD = 12.0
 """Ratio of the largest memory, or the budget, to the smallest above which the axis of memory is logarithmic."""
 
 
-def page(findings: Findings, moments: float, batches: Sequence[Compared] = ()) -> str:
+def page(found: Record, costs: LayerCosts, moments: float) -> str:
     """Return the HTML page of a search.
 
+    found: result of ``vitpar.planner.report.data.search_record``, by `costs`.
     moments: bytes of optimizer state per byte of parameters.
-    batches: the best plan for each batch size, if there are several.
     """
-    best, result, costs, doubt = findings.result.plans[0], findings.result, findings.costs, findings.doubt
-    title = f"{plan_title(best.plan)}, batch {best.batch_size:,}"
-    charts = Charts()
-    noise = f'<p class="note">{escape(noise_words(doubt))}</p>' if doubt else ""
+    best, looked, charts = found["plans"][0], found["looked_at"], Charts()
+    title, hours = f"{title_of(best)}, batch {best['batch_size']:,}", hours_name(costs.hardware)
+    noise = noise_words(best)
     parts = [
-        f"<h1>{escape(costs.config.name)}: <code>{escape(str(best.plan))}</code>"
-        f"<small>{escape(title.removeprefix(str(best.plan)))}</small></h1>",
-        _facts(findings),
-        f"<h2>Train it</h2><pre>{escape(findings.train)}</pre>" if findings.train else "",
+        f"<h1>{escape(costs.config.name)}: <code>{escape(best['strategy'])}</code>"
+        f"<small>{escape(title.removeprefix(best['strategy']))}</small></h1>",
+        _facts(found, costs),
+        f"<h2>Train it</h2><pre>{escape(found['train'])}</pre>" if found["train"] else "",
         "<h2>Speed and memory</h2>",
-        _speed_and_memory(findings, charts),
+        _speed_and_memory(found, charts),
         "<h2>Plans</h2>",
-        _table(findings),
-        noise,
-        *_batch_sizes(batches, charts),
-        placement(best.plan, costs.config),
+        _table(found),
+        f'<p class="note">{escape(noise)}</p>' if noise else "",
+        *_batch_sizes(found["batch_sizes"], hours, charts),
+        placement(plan_of(best), costs.config),
         "<h2>Breakdown of a step</h2>",
     ]
-    compared = _unlike(findings)[:SHOWN]
+    compared = _unlike(found, costs, moments)[:SHOWN]
     for number, shown in enumerate(compared):
-        parts.append(_plan(shown, findings, charts, opened=number == 0))
+        parts.append(_plan(shown, costs, found["memory_budget_bytes"], charts, opened=number == 0))
     note = "Speed of the same plans if every link were this many times as fast."
     ticks = [f"× {factor:g}" for factor in FACTORS]
     speeds = _sensitivity(compared, costs, moments)
     parts += [
         "<h2>Sensitivity</h2>",
         charts.add(f.sweep("Samples/s by speed of links", speeds, ticks, ("speed of links", "samples/s"), note)),
-        f'<p class="note">{result.seconds:.2f} s over {result.strategies:,} strategies and {result.outlines:,} '
-        f"pipelines with micro-batches; {escape(certainty(result))}.</p>",
+        f'<p class="note">{found["search_seconds"]:.2f} s over {looked["strategies"]:,} strategies and '
+        f"{looked['kinds']:,} pipelines with micro-batches; {escape(certainty(found))}.</p>",
     ]
     return charts.page(f"vitpar search: {title}", parts)
 
 
-def _facts(findings: Findings) -> str:
+def _facts(found: Record, costs: LayerCosts) -> str:
     """Return the table of facts about the best plan."""
-    best, costs, doubt = findings.result.plans[0], findings.costs, findings.doubt
-    remarks = [*(findings.notes or ("measured",)), *assumptions(findings.training), *([doubt.source] if doubt else [])]
-    training = {"training": escape(findings.training.words(hours_name(costs.hardware)))} if findings.training else {}
+    best, training, budget = found["plans"][0], found["training"], found["memory_budget_bytes"]
+    notes = remarks(found["notes"] or ("measured",), training, best)
+    duration = {"training": escape(training_words(training, hours_name(costs.hardware)))} if training else {}
     return facts(
         {
-            "speed": escape(speed_words(best, costs)),
-            **training,
-            "memory": escape(f"{size(best.memory_bytes)} on the fullest rank, of {size(findings.budget)} allowed"),
-            **_source(costs, findings.origin, best.plan.world_size),
-            "figures": "<br>".join(map(escape, remarks)),
+            "speed": escape(speed_words(best)),
+            **duration,
+            "memory": escape(f"{size(best['memory_bytes'])} on the fullest rank, of {size(budget)} allowed"),
+            **_source(found, plan_of(best).world_size),
+            "figures": "<br>".join(map(escape, notes)),
         }
     )
 
 
-def _source(costs: LayerCosts, origin: Provenance, ranks: int) -> dict[str, str]:
+def _source(found: Record, ranks: int) -> dict[str, str]:
     """Return rows of `facts`: hardware, precision and the command."""
-    compiled = ", compiled" if costs.model.compiled else ""
     return {
-        "hardware": escape(f"{ranks} ranks of {costs.hardware.device_name} ({costs.hardware.name})"),
-        "precision": escape(f"{costs.model.precision}{compiled}"),
-        "made by": f"vitpar {escape(origin.version)}: <code>{escape(origin.command)}</code>",
+        "hardware": escape(f"{ranks} ranks of {found['device']} ({found['hardware']})"),
+        "precision": escape(f"{found['precision']}{', compiled' * found['compiled']}"),
+        "made by": f"vitpar {escape(found['vitpar'])}: <code>{escape(found['command'])}</code>",
     }
 
 
@@ -120,13 +120,14 @@ def family(plan: Plan) -> int:
     return max(2 if one.degree("tp") > 1 else 1 if one.degree("fsdp") > 1 else 0 for one in plan.distinct)
 
 
-def _speed_and_memory(findings: Findings, charts: Charts) -> str:
+def _speed_and_memory(found: Record, charts: Charts) -> str:
     """Return the chart of the memory and the speed of every listed plan, with buttons for families of plans."""
-    listed, budget = findings.listed, findings.budget
-    known = sorted({family(one.plan) for one in listed})
+    plans, budget = listed(found), found["memory_budget_bytes"]
+    families = [family(plan_of(one)) for one in plans]
+    known = sorted(set(families))
     keys = [f.series_key(FAMILIES[number], number) for number in known]
-    keys += [f.BANDS] if findings.doubt else []
-    sizes = [one.memory_bytes for one in listed]
+    keys += [f.BANDS] if plans[0]["uncertainty"] else []
+    sizes = [one["memory_bytes"] for one in plans]
     unit, scale = ("GB", 1e9) if max(sizes) >= 1e9 else ("MB", 1e6)
     log = max(*sizes, budget) / min(sizes) > SPREAD
     ranges = {"type": "log", "dtick": "D2", "tickformat": ",.3~g"} if log else {"rangemode": "tozero"}
@@ -139,78 +140,77 @@ def _speed_and_memory(findings: Findings, charts: Charts) -> str:
     notes = ["The line joins the fastest plans for each amount of memory. The star is the chosen plan."]
     if any(needed > budget for needed in sizes):
         notes.append(f"Hollow marks need more memory than the budget of {size(budget)}.")
-    front: list[Price] = []  # plans that are faster than every listed plan with less memory
-    for one in sorted(listed, key=lambda one: (one.memory_bytes, -one.images_per_second)):
-        if not front or one.images_per_second > front[-1].images_per_second:
+    front: list[Record] = []  # plans that are faster than every listed plan with less memory
+    for one in sorted(plans, key=lambda one: (one["memory_bytes"], -one["images_per_second"])):
+        if not front or one["images_per_second"] > front[-1]["images_per_second"]:
             front.append(one)
     line = {"color": "#888888", "width": 1, "shape": "hv"}
     traces = [{**_places(front, scale), "mode": "lines", "line": line, "hoverinfo": "skip"}]
     for number in known:
-        traces.append(_marks([one for one in listed if family(one.plan) == number], findings, scale, number))
+        members = [one for one, its in zip(plans, families, strict=True) if its == number]
+        traces.append(_marks(members, plans[0], budget, scale, number))
     return charts.add(Figure("Samples/s by memory", {"traces": traces, "layout": layout}, (), (), notes, keys, 420))
 
 
-def _places(prices: Sequence[Price], scale: float) -> dict[str, Any]:
-    return {"x": [one.memory_bytes / scale for one in prices], "y": [one.images_per_second for one in prices]}
+def _places(plans: Sequence[Record], scale: float) -> dict[str, Any]:
+    return {"x": [one["memory_bytes"] / scale for one in plans], "y": [one["images_per_second"] for one in plans]}
 
 
-def _marks(prices: Sequence[Price], findings: Findings, scale: float, number: int) -> dict[str, Any]:
+def _marks(plans: Sequence[Record], best: Record, budget: float, scale: float, number: int) -> dict[str, Any]:
     """Return the marks of plans of a family, with their bands of uncertainty. number: index in `FAMILIES`."""
-    best, colour, mark = findings.result.plans[0], f.series_colour(number), f.series_mark(number)
-    doubts = [uncertainty(one, findings.costs) for one in prices]
-    shares = [doubt.share if doubt else 0.0 for doubt in doubts]
+    colour, mark, shares = f.series_colour(number), f.series_mark(number), list(map(_share, plans))
     return {
-        **_places(prices, scale),
+        **_places(plans, scale),
         "mode": "markers",
         "name": FAMILIES[number],
-        "error_y": f.band([one.images_per_second for one in prices], shares, colour),
+        "error_y": f.band([one["images_per_second"] for one in plans], shares, colour),
         "marker": {
             "color": colour,
-            "symbol": [
-                ("star" if one is best else mark) + "-open" * (one.memory_bytes > findings.budget) for one in prices
-            ],
-            "size": [15 if one is best else 9 for one in prices],
+            "symbol": [("star" if one is best else mark) + "-open" * (one["memory_bytes"] > budget) for one in plans],
+            "size": [15 if one is best else 9 for one in plans],
         },
-        "text": [plan_title(one.plan) for one in prices],
+        "text": [title_of(one) for one in plans],
         "customdata": [
             [
-                f"{one.images_per_second:,.1f} samples/s",
-                _band_words(one, share),
-                f"{size(one.memory_bytes)} on the fullest rank, batch {one.batch_size:,}",
+                f"{one['images_per_second']:,.1f} samples/s",
+                _range_words(one["images_per_second"], share),
+                f"{size(one['memory_bytes'])} on the fullest rank, batch {one['batch_size']:,}",
             ]
-            for one, share in zip(prices, shares, strict=True)
+            for one, share in zip(plans, shares, strict=True)
         ],
         "hovertemplate": "<b>%{text}</b><br>%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
     }
 
 
-def _band_words(one: Price, share: float) -> str:
-    low, high = ((1 + sign * share) * one.images_per_second for sign in (-1, 1))
+def _share(record: Record) -> float:
+    return record["uncertainty"]["share"] if record["uncertainty"] else 0.0
+
+
+def _range_words(speed: float, share: float) -> str:
+    low, high = ((1 + sign * share) * speed for sign in (-1, 1))
     return f"± {100 * share:.3g} %: {low:,.0f} to {high:,.0f}" if share else "uncertainty unknown"
 
 
-def _table(findings: Findings) -> str:
+def _table(found: Record) -> str:
     """Return the table of all listed plans with their figures, and why the obvious ones were not chosen."""
-    best, doubt = findings.result.plans[0], findings.doubt
-    why = {(r.price.plan, r.price.batch_size): findings.why(r) for r in findings.reasons if r.price}
-    rows = []
-    for one in findings.listed:
-        name = f"<code>{escape(str(one.plan))}</code>{schedule_words(one.plan)}"
-        rows.append([name, *figures(one, best, doubt), escape(why.get((one.plan, one.batch_size), ""))])
-    for reason in findings.reasons:
-        if reason.price is None:
-            rows.append([f"<code>{escape(reason.plan)}</code>", *("",) * len(COLUMNS), escape(reason.why)])
+    best, reasons, rows = found["plans"][0], found["why_not"], []
+    for one in listed(found):
+        name = f"<code>{escape(one['strategy'])}</code>{schedule_words(plan_of(one))}"
+        why = [why_words(reason, found) for reason in reasons if "plan" in reason and same(reason, one)]
+        rows.append([name, *figures(one, best), escape("".join(why[-1:]))])
+    for reason in reasons:
+        if "plan" not in reason:
+            rows.append([f"<code>{escape(reason['strategy'])}</code>", *("",) * len(COLUMNS), escape(reason["why"])])
     return table(["plan", *COLUMNS, "why not"], rows, numbers=slice(1, -1))
 
 
-def _batch_sizes(rows: Sequence[Compared], charts: Charts) -> list[str]:
+def _batch_sizes(rows: Sequence[Record], hours: str, charts: Charts) -> list[str]:
     """Return the chart and the table of the best plans for several batch sizes."""
     if not rows:
         return []
-    series = _series("best plan", [(row.best.price, row.best.costs) if row.best else None for row in rows])
-    ticks = [f"{row.combination.batch_size:,}" for row in rows]
-    chart = f.sweep("Samples/s by batch size", [series], ticks, ("samples per step", "samples/s"))
-    return ["<h2>Batch sizes</h2>", charts.add(chart), _plan_table(comparison_table(rows), slice(1, -1))]
+    ticks = [f"{row['batch_size']:,}" for row in rows]
+    chart = f.sweep("Samples/s by batch size", [_series("best plan", rows)], ticks, ("samples per step", "samples/s"))
+    return ["<h2>Batch sizes</h2>", charts.add(chart), _plan_table(comparison_table(rows, hours), slice(1, -1))]
 
 
 def _plan_table(found: Table, numbers: slice) -> str:
@@ -220,7 +220,7 @@ def _plan_table(found: Table, numbers: slice) -> str:
     return table([*heads, "plan"], cells, numbers)
 
 
-def _plan(priced: Price, findings: Findings, charts: Charts, opened: bool) -> str:
+def _plan(priced: Price, costs: LayerCosts, budget: float, charts: Charts, opened: bool) -> str:
     """Return the charts of a plan's time, timeline and memory. opened: whether they are unfolded at first."""
     places = [f"pp {place}" if len(priced.memory) > 1 else "all ranks" for place in range(len(priced.memory))]
     memory = [{name: part for name, part in asdict(one).items() if name != "host"} for one in priced.memory]
@@ -229,12 +229,12 @@ def _plan(priced: Price, findings: Findings, charts: Charts, opened: bool) -> st
     large = ("GB", 1e9) if priced.memory_bytes >= 1e9 else ("MB", 1e6)
     drawn = [
         f.bars("Time of a step", list(zip(places, priced.rank_times, strict=True)), duration, seconds, note=_TIMES),
-        f.timeline("Timeline of a step", timeline(priced, findings.costs), priced.seconds, messages=messages(priced)),
-        f.bars(f"Memory of {each}", list(zip(places, memory, strict=True)), size, large, limit=findings.budget),
+        f.timeline("Timeline of a step", timeline(priced, costs), priced.seconds, messages=messages(priced)),
+        f.bars(f"Memory of {each}", list(zip(places, memory, strict=True)), size, large, limit=budget),
     ]
     return (
         f"<details{' open' * opened}><summary>{escape(plan_title(priced.plan))}: "
-        f"{escape(speed_words(priced, findings.costs))}</summary>{''.join(map(charts.add, drawn))}</details>"
+        f"{escape(speed_words(plan_record(priced, costs)))}</summary>{''.join(map(charts.add, drawn))}</details>"
     )
 
 
@@ -244,12 +244,13 @@ _TIMES = (
 )
 
 
-def _unlike(findings: Findings) -> list[Price]:
-    """Return the best plan and those other plans that fit, one for each form (`form`)."""
-    kept: dict[tuple, Price] = {}
-    for one in findings.listed:
-        if one.memory_bytes <= findings.budget or one is findings.result.plans[0]:
-            kept.setdefault(form(one), one)
+def _unlike(found: Record, costs: LayerCosts, moments: float) -> list[Price]:
+    """Return the best plan and those other plans that fit, priced again, one for each form (`form`)."""
+    best, kept = found["plans"][0], dict[tuple, Price]()
+    for one in listed(found):
+        if one is best or one["memory_bytes"] <= found["memory_budget_bytes"]:
+            priced = price(plan_of(one), costs, one["batch_size"], moments)
+            kept.setdefault(form(priced), priced)
     return list(kept.values())
 
 
@@ -262,41 +263,37 @@ def _sensitivity(prices: Sequence[Price], costs: LayerCosts, moments: float) -> 
     ]
 
 
-def scaling_page(title: str, by_regime: Mapping[str, Sequence[Point]], costs: LayerCosts, origin: Provenance) -> str:
+def scaling_page(title: str, found: Record) -> str:
     """Return the HTML page of a scaling prediction: images per second per device and in all, and the plans.
 
-    by_regime: points by scaling regime, for the same numbers of ranks
+    found: what `vitpar scaling --json` prints, with points by scaling regime for the same numbers of ranks
     """
-    points, charts = next(iter(by_regime.values())), Charts()
-    ticks = [str(point.ranks) for point in points]
-    regimes = f"{'; '.join(f'{regime}: {WORDS[regime]}' for regime in by_regime)}."
-    notes = "; ".join((SIMULATED, *scaling_notes(by_regime, costs)))
+    points, charts = found["weak"], Charts()
+    ticks = [str(point["ranks"]) for point in points]
+    regimes = f"{'; '.join(f'{regime}: {words}' for regime, words in WORDS.items())}."
+    notes = "; ".join((SIMULATED, *scaling_notes(found)))
     parts = [
         f"<h1>{escape(title)}</h1>",
-        facts({**_source(costs, origin, points[-1].ranks), "figures": escape(notes)}),
+        facts({**_source(found, points[-1]["ranks"]), "figures": escape(notes)}),
         "<h2>Scaling</h2>",
     ]
     for name, each in (("Samples/s per device", True), ("Samples/s", False)):
-        series = [
-            _series(regime, [(one.price, costs) if one.price else None for one in points], each)
-            for regime, points in by_regime.items()
-        ]
+        series = [_series(regime, found[regime], each) for regime in WORDS]
         figure = f.sweep(f"{name} by number of devices", series, ticks, ("devices", "samples/s"), regimes)
         parts.append(charts.add(figure))
-    for regime, points in by_regime.items():
-        parts.append(f"<h2>{regime.capitalize()} scaling: {WORDS[regime]}</h2>")
-        parts.append(_plan_table(scaling_table(points, costs), slice(-1)))
-    parts.append(f'<p class="note">{escape(". ".join(SCALING_WORDS))}.</p>')
+    for regime, words in WORDS.items():
+        parts.append(f"<h2>{regime.capitalize()} scaling: {words}</h2>")
+        parts.append(_plan_table(scaling_table(found[regime]), slice(-1)))
+    parts.append(f'<p class="note">{escape(". ".join(COLUMN_WORDS))}.</p>')
     return charts.page(title, parts)
 
 
-def _series(name: str, found: Sequence[tuple[Price, LayerCosts] | None], each: bool = False) -> f.Series:
+def _series(name: str, rows: Sequence[Record], each: bool = False) -> f.Series:
     """Return the speeds of best plans, with their uncertainties. each: whether they are those of one device."""
-    doubts = [one and uncertainty(*one) for one in found]
-    prices = [one and one[0] for one in found]
+    plans = [row if "plan" in row else None for row in rows]
     return f.Series(
         name,
-        [one.images_per_second / (one.plan.world_size if each else 1) if one else None for one in prices],
-        [doubt.share if doubt else 0.0 for doubt in doubts],
-        [f"{plan_title(one.plan)}, {size(one.memory_bytes)}" if one else "" for one in prices],
+        [one["images_per_second"] / (plan_of(one).world_size if each else 1) if one else None for one in plans],
+        [_share(one) if one else 0.0 for one in plans],
+        [f"{title_of(one)}, {size(one['memory_bytes'])}" if one else "" for one in plans],
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from vitpar.pages.figures import ACTIONS, SentMessage, Span
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.pipeline import Event
@@ -15,6 +14,7 @@ from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import build_stage
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import Overlap
+from vitpar.runs.pages.figures import ACTIONS, SentMessage, Span
 from vitpar.strategy import batch_arithmetic
 
 COMPUTES, SENDS = "computes", "sends"

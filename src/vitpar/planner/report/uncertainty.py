@@ -9,7 +9,7 @@ independent: a disturbance of some minutes affects all measurements of that time
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from typing import Any
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
@@ -27,44 +27,14 @@ SENT: dict[str, tuple[Operation, ...]] = {
 """Collectives that each communication part of a step can consist of."""
 
 
-@dataclass(frozen=True)
-class Uncertainty:
-    """Uncertainty of a predicted step time."""
+def uncertainty(price: Price, costs: LayerCosts) -> dict[str, Any] | None:
+    """Return the uncertainty of a step's time; None if the profiles are measured, but without spreads.
 
-    share: float
-    """Relative uncertainty: the step may take this share of its time more or less."""
-    band: Band | None = None
-    """Error band of an estimate, whose share it is; None if it is the spread of measured times."""
-
-    def __str__(self) -> str:
-        return str(self.band) if self.band else f"± {100 * self.share:.1f} %"
-
-    @property
-    def source(self) -> str:
-        """Origin of the uncertainty, in words."""
-        if self.band is None:
-            return f"{self}: spread of the timings in the profiles, weighted by their share of a step"
-        words = f"{self}: error of {self.band.runs} {self.band.description}, each predicted without it"
-        if self.band == VITPAR:
-            return f"{words}; none is from more than one GPU"
-        return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.description}, compiled: {VITPAR})"
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON: the share, what it is of, and the runs that an error band rests on."""
-        if self.band is None:
-            return {"share": self.share, "of": "timings"}
-        return {"share": self.share, "of": "estimates", "runs": self.band.runs, "source": self.source}
-
-    def covers(self, price: Price, other: Price) -> bool:
-        """Return whether two plans are too close to say which is faster."""
-        return abs(price.images_per_second / other.images_per_second - 1) < self.share
-
-
-def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
-    """Return the uncertainty of a step's time; None if the profiles are measured, but without spreads."""
+    The step may take `share` of its time more or less. `source` says what that rests on, behind the share and a colon.
+    """
     if costs.model.estimated:
         band = error_band(costs.config, costs.model, price.plan.world_size)
-        return Uncertainty(band.share, band)
+        return {"share": band.share, "of": "estimates", "runs": band.runs, "source": band_source(band)}
     spreads = {
         "forward": _layer_spread(price, costs, "forward"),
         "backward": _layer_spread(price, costs, "backward"),
@@ -76,7 +46,16 @@ def uncertainty(price: Price, costs: LayerCosts) -> Uncertainty | None:
     }
     known = {part: seconds for part, seconds in price.time.items() if part in spreads and seconds > 0}
     share = sum(spreads[part] * seconds for part, seconds in known.items()) / sum(known.values())
-    return Uncertainty(share) if share else None
+    source = f"± {100 * share:.1f} %: spread of the timings in the profiles, weighted by their share of a step"
+    return {"share": share, "of": "timings", "source": source} if share else None
+
+
+def band_source(band: Band) -> str:
+    """Return the error band of estimates and the runs that it rests on, in words."""
+    words = f"{band}: error of {band.runs} {band.description}, each predicted without it"
+    if band == VITPAR:
+        return f"{words}; none is from more than one GPU"
+    return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.description}, compiled: {VITPAR})"
 
 
 def _median(curves: list[Curve]) -> float:

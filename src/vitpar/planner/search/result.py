@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from vitpar.pages.document import table
 from vitpar.planner.cost.price import Price, plan_title
+from vitpar.runs.pages.document import table
 from vitpar.text import size
 
 

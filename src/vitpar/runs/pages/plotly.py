@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitpar.errors import DataError
-from vitpar.pages.document import document, table, toggles
+from vitpar.runs.pages.document import document, table, toggles
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Charts:
         """Return the complete page.
 
         parts: HTML of its main part, which a live page replaces.
-        style, version: as for ``vitpar.pages.document.document``.
+        style, version: as for ``vitpar.runs.pages.document.document``.
 
         Raises DataError if Plotly is not installed.
         """

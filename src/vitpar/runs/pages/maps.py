@@ -8,7 +8,7 @@ from itertools import groupby
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import block_index, is_block
-from vitpar.pages.document import table
+from vitpar.runs.pages.document import table
 from vitpar.strategy import Plan, Strategy, place_of_rank, stage_layers, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 from vitpar.text import ranks

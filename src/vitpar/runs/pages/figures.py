@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitpar.pages.plotly import Figure, Key
+from vitpar.runs.pages.plotly import Figure, Key
 
 ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Names of pipeline actions by the computations of ``vitpar.planner.cost.pipeline``."""

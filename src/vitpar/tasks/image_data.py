@@ -141,7 +141,7 @@ def held_bytes(recipe: Recipe, config: ModelConfig) -> int:
 
 def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:
     """Raise StrategyError for a stream if ranks that do not take its images make targets of them."""
-    if recipe.stream and task.LOCAL_TARGETS and not images_are_at_outputs(config, plan):
+    if recipe.stream and task.IMAGE_TARGETS and not images_are_at_outputs(config, plan):
         raise StrategyError(
             f"task '{shown(task.NAME)}' needs streamed images on all ranks that give outputs: pack the data, or leave "
             "pp and +sp out of the plan"

@@ -10,6 +10,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.families import family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.dino import DINO
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, MaskedLanguage, SpanCorruption)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, DINO, MaskedLanguage, SpanCorruption)}
 """Tasks by name. `load` adds those of the user."""
 
 
@@ -118,5 +119,5 @@ def _refuse_other_model(task: type[Task], model: str) -> None:
         )
 
 
-_EXAMPLES = {"mae": "mae_vit_base"}
+_EXAMPLES = {"mae": "mae_vit_base", "dino": "dino_vit_small_patch14_224"}
 """Name of a model by family, for messages."""

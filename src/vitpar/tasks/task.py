@@ -6,7 +6,7 @@ A task is a frozen dataclass, equal on all ranks. Its fields beside `labels` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -120,6 +120,10 @@ class Task:
     """Metrics of training steps besides the loss, which `measure` returns."""
     PREDICTS: ClassVar[bool] = True
     """Whether `predict` says something about each sample."""
+    EVALUATES: ClassVar[bool] = True
+    """Whether a validation set is evaluated."""
+    IMAGE_TARGETS: ClassVar[bool] = False
+    """Whether `local_targets` makes targets of images and keys, under LOCAL_TARGETS."""
     PICTURES: ClassVar[str] = ""
     """Sentence on what `pictures` shows, for `vitpar report --images`; empty if it shows nothing."""
     MIXES: ClassVar[bool] = False
@@ -127,7 +131,7 @@ class Task:
     FAMILIES: ClassVar[tuple[str, ...]] = ()
     """Families of models that only this task trains; without any, those that no other task names."""
     LOCAL_TARGETS: ClassVar[bool] = False
-    """Whether targets are made of images and keys by `local_targets`. A rank then has those of its own outputs only."""
+    """Whether a rank has the targets of its own outputs only, not those of the complete batch."""
     OUTPUTS_ARE_LABELS: ClassVar[bool] = False
     """Whether the model has an output for each label, so that weights and data are matched by the labels' names."""
 
@@ -170,6 +174,27 @@ class Task:
                 f"task '{self.NAME}' reads images, but {config.name} takes text: name a model of images, or a task of "
                 "text, such as --task mlm"
             )
+
+    def teacher_config(self, config: ModelConfig) -> ModelConfig | None:
+        """Return the model of the teacher that is the average of the model `config`; None for a task without one.
+
+        It has the same parameters. Its outputs give the targets.
+        """
+        return None
+
+    def sides(self, keys: Tensor, rows: Collection[int], config: ModelConfig) -> Mapping[str, Tensor]:
+        """Return the side inputs of the model that follow from the keys of a batch, by name, [batch, …] on the CPU.
+
+        keys: int64 [batch], on the CPU. rows: samples that are needed.
+        """
+        return {}
+
+    def reference_taught(self, outputs: Tensor, taught: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of each sample by a formula of its own, [batch], with a teacher of `teacher_config`.
+
+        taught: outputs of the teacher for the same samples.
+        """
+        raise NotImplementedError
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the targets of samples, [batch] or [batch, …], on the device of `labels`.

@@ -21,13 +21,20 @@ class EMA:
     and saving. That of a frozen parameter is the parameter itself, in the same memory.
 
     warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
+    holder: model under the same plan whose parameters are the average, such as a teacher; None for none.
     """
 
-    def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
+    def __init__(
+        self, model: ParallelModel, decay: float, warmup: bool = False, holder: ParallelModel | None = None
+    ) -> None:
         self._model, self._decay, self._warmup = model, decay, warmup
         shards = {name: local(p.detach()) for name, p in model.named_parameters()}
         self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
+        if holder is not None:
+            self.average = {name: local(p.detach()) for name, p in holder.named_parameters()}
+            for name, shard in self.average.items():
+                shard.copy_(shards[name])
 
     def _averages(self) -> list[Tensor]:
         return [self.average[name] for name in self._trained]

@@ -7,7 +7,7 @@ masked patches (iBOT), and it spreads the features of class tokens (KoLeo).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
     from vitpar.models.dino.config import DINOConfig
     from vitpar.parallel.vocabulary import VocabularyPart
+    from vitpar.training.optim.shapes import RunLengths
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,15 @@ class DINO(Task):
     warmup_teacher_temp: float = 0.04
     """Temperature of the teacher at the beginning, from which it rises linearly."""
     warmup_teacher_temp_epochs: float = 30.0
-    """Epochs of this warm-up."""
+    """Epochs of this warm-up, at most three tenths of the run."""
+    freeze_last_layer_epochs: float = 1.0
+    """Epochs at the beginning in which prototypes do not change, at most a tenth of the run."""
+    heads_first_epochs: float = 0.0
+    """Epochs at the beginning in which only the heads change, for a backbone that was trained before."""
+    backbone_rate: float = 1.0
+    """Factor of the learning rate of the backbone."""
+    patch_embed_rate: float = 0.2
+    """Factor of the learning rate of the patch embedding, besides that of the backbone."""
     mask_probability: float = 0.5
     """Share of the global crops that have masked patches."""
     mask_ratio_min: float = 0.1
@@ -75,6 +84,11 @@ class DINO(Task):
         return self.prototypes
 
     def refuse_model(self, config: ModelConfig) -> None:
+        if self.prototypes < _dino(config).embed_dim:
+            raise RecipeError(
+                f"task.options.prototypes is {self.prototypes}, but {config.name} has {_dino(config).embed_dim} features "
+                "of a token: use at least as many prototypes"
+            )
         if self.mask_ratio_max > 0.5:
             raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")
 
@@ -91,10 +105,20 @@ class DINO(Task):
         masks = block_masks(keys.numpy(), rows, side, probability=self.mask_probability, ratios=ratios)
         return {"masks": torch.from_numpy(masks)}
 
-    def teacher_temperature(self, epoch: float) -> float:
-        """Return the temperature of the teacher after `epoch` epochs."""
-        done = min(1.0, epoch / self.warmup_teacher_temp_epochs) if self.warmup_teacher_temp_epochs else 1.0
-        return self.warmup_teacher_temp + (self.teacher_temp - self.warmup_teacher_temp) * done
+    def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:
+        rising = min(self.warmup_teacher_temp_epochs * run.epoch, 0.3 * run.steps)
+        held = min(self.freeze_last_layer_epochs * run.epoch, 0.1 * run.steps)
+        alone, first, last = self.heads_first_epochs * run.epoch, self.warmup_teacher_temp, self.teacher_temp
+
+        def backbone(step: int) -> float:
+            return 0.0 if step <= alone else self.backbone_rate
+
+        return {
+            "teacher_temp": lambda step: first + (last - first) * min(1.0, (step - 1) / max(1.0, rising - 1)),
+            "rate_prototypes": lambda step: float(step > held),
+            "rate_backbone": backbone,
+            "rate_patch_embed": lambda step: self.patch_embed_rate * backbone(step),
+        }
 
     def count(self, targets: Tensor, batch: int) -> int:
         """Return the number of images."""
@@ -143,7 +167,7 @@ class DINO(Task):
         import torch
 
         scores, features = outputs[:, :-2] / self.student_temp, outputs[:, -2:]
-        logs, taught = scores.log_softmax(-1), taught / self.teacher_temperature(0.0)
+        logs, taught = scores.log_softmax(-1), taught / self.warmup_teacher_temp
         classes, places = logs.shape[1] - taught.shape[1] + 2, taught.shape[1] // 2 - 1
         counts = sides["masks"].sum(-1)
         of_classes = _spread(taught[:, :2].flatten(0, 1)).unflatten(0, (-1, 2))

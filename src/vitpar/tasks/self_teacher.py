@@ -31,17 +31,16 @@ class SelfTeacher:
 
     def __init__(self, student: ParallelModel, config: ModelConfig, task: Task, device: torch.device) -> None:
         assert isinstance(task, DINO), "the only task with such a teacher"
-        self._task = task
         frozen = frozenset(parameter_names(config))
         alone = replace(student.execution, frozen=frozen, communication=Communication())
         self.model = parallelize_checked(config, student.plan, alone, device)
         self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), dtype=torch.int64, device=device)
-        self.epoch = 0.0
-        """Epochs that the run has seen, on which the temperature depends."""
+        self.temperature = task.warmup_teacher_temp
+        """Temperature of the coming step."""
 
     def targets(self, given: StepInput) -> Tensor:
         """Return the targets of a step, as `DINO.total` takes them, for this rank's outputs. Collective."""
-        model, task = self.model, self._task
+        model = self.model
         model.parameters_changed()  # by the average
         images = given.images
         if images is not None:
@@ -51,7 +50,7 @@ class SelfTeacher:
         if scores is None:
             scores = masks.new_zeros(0, model.config.output_shape[0], 0, dtype=model.precision.parameters)
         wide = scores.to(torch.float64 if scores.dtype is torch.float64 else torch.float32)
-        wide = wide / task.teacher_temperature(self.epoch)
+        wide = wide / self.temperature
         counts = self._counts(masks)
         # Class tokens and masked patches are distributed over the prototypes apart.
         classes, patches = wide[:, :2], wide[:, 2:]

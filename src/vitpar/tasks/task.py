@@ -6,7 +6,7 @@ A task is a frozen dataclass, equal on all ranks. Its fields beside `labels` are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from vitpar.data.classes import ClassMatch, NamedClasses
     from vitpar.models.config import ModelConfig
+    from vitpar.training.optim.shapes import RunLengths
 
 
 _LONGEST = 60
@@ -186,6 +187,14 @@ class Task:
         """Return the side inputs of the model that follow from the keys of a batch, by name, [batch, …] on the CPU.
 
         keys: int64 [batch], on the CPU. rows: samples that are needed.
+        """
+        return {}
+
+    def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:
+        """Return functions of the number of an update, from 1, by the name of what changes over a run.
+
+        `teacher_temp` is the temperature of the teacher; `rate_PART` the factor of the learning rate of a part of the
+        model (``ModelConfig.rate_part``).
         """
         return {}
 

@@ -169,6 +169,7 @@ def build(
         recipe.optimizer,
         matrices=config.hidden_matrices,
         layers_above=config.layers_above,
+        part=config.rate_part,
         implementation=implementation.name,
     )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None

@@ -9,6 +9,7 @@ from vitpar.copying import upload_end
 from vitpar.data.loader import Batch
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, WAITING
@@ -17,6 +18,9 @@ from vitpar.training.open_run import OpenRun
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.step import Garbage, Stepped
 from vitpar.weights.folder import save_weights
+
+RATE = "rate_"
+"""Beginning of the names of schedules of the learning rate of parts of a model (``Task.schedules``)."""
 
 
 class Trainer(OpenRun):
@@ -97,6 +101,12 @@ class Trainer(OpenRun):
         extra = self.schedules.others(number)
         if "weight_decay" in extra:
             self.optimizer.set_weight_decay(extra["weight_decay"])
+        if "ema_decay" in extra and self.ema:
+            self.ema.set_decay(extra["ema_decay"])
+        if "teacher_temp" in extra and isinstance(self.teacher, SelfTeacher):
+            self.teacher.temperature = extra["teacher_temp"]
+        if rates := {name.removeprefix(RATE): value for name, value in extra.items() if name.startswith(RATE)}:
+            self.optimizer.set_rates(rates)
         if self.schedules.drop_share:
             self.model.set_drop_path(self.schedules.drop_share(number))
         if "image_size" in extra:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
-from vitpar.limits import MAX_CLASSES, MAX_TOKENS, MAX_WIDTH
+from vitpar.limits import MAX_TOKENS, MAX_WIDTH
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import ExtraPasses, InputSpec, SideInput
 from vitpar.models.rows import MadeTensor
@@ -83,11 +83,6 @@ class DINOConfig(ViTConfig):
             )
         if self.parallel_blocks:
             raise ModelError(f"{name} has parallel blocks, which do not know crops: set parallel_blocks to false")
-        if self.num_classes < self.embed_dim or self.num_classes > MAX_CLASSES:
-            raise ModelError(
-                f"{name} has {self.num_classes:,} prototypes: use at least embed_dim, {self.embed_dim:,}, and at most "
-                f"{MAX_CLASSES:,}"
-            )
         if self.tokens > MAX_TOKENS:
             raise ModelError(f"all crops of {name} have {self.tokens:,} tokens, above {MAX_TOKENS:,}: use fewer crops")
 
@@ -150,6 +145,16 @@ class DINOConfig(ViTConfig):
         same = [name for name in self.backbone.layer_names if name != "head"]
         names = [f"{layer}.{name}" for layer in same for name in self.backbone.layers[layer].parameters]
         return self.backbone, {name: MadeTensor((name,)) for name in [*names, "head.norm.weight", "head.norm.bias"]}
+
+    def layers_above(self, parameter: str) -> int:
+        return 0 if parameter.startswith("head.norm.") else super().layers_above(parameter)
+
+    def rate_part(self, parameter: str) -> str:
+        if parameter.startswith("embed.patch_embed."):
+            return "patch_embed"
+        if parameter.startswith("head.") and not parameter.startswith("head.norm."):
+            return "prototypes" if ".fc." in parameter or ".lengths." in parameter else "heads"
+        return "backbone"
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
         return None

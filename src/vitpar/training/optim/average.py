@@ -45,6 +45,10 @@ class EMA:
         if self._trained:
             torch._foreach_copy_(self._averages(), list(self._trained.values()))
 
+    def set_decay(self, decay: float) -> None:
+        """Set the decay from the next update on."""
+        self._decay = decay
+
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.
 

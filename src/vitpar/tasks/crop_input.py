@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vitpar.data.loader import Batch
+from vitpar.data.transforms.policies import Distortions
 from vitpar.data.transforms.sample import TrainTransform
-from vitpar.models.dino.config import DINOConfig
+from vitpar.models.dino.config import GLOBAL, DINOConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_input import ImageInput
@@ -18,10 +19,10 @@ from vitpar.training.recipe import Recipe
 
 
 class CropInput(ImageInput):
-    """Input of crops for one rank of `model`, which has the student's and the teacher's in one row of pixels.
+    """Input of crops for one rank of `model`, which has those of the student and the teacher in one row of pixels.
 
-    Each crop is a view of the image that is decoded once (``vitpar.data.loader.Loader``). Masks are on every rank,
-    those of other samples than the rank's empty.
+    Crops are distorted as in DINOv2, unless the recipe names a policy. Each crop is a view of the image that is decoded
+    once (``vitpar.data.loader.Loader``). Masks are on every rank, those of other samples than the rank's empty.
     """
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: DINO) -> None:
@@ -29,13 +30,15 @@ class CropInput(ImageInput):
         config = model.config.unadapted
         assert isinstance(config, DINOConfig), "the task has been compared with the model"
         self._crops = config.crops
-        base, scales = self._train, (task.global_crops_scale, task.local_crops_scale)
+        base = self._train
         assert isinstance(base, TrainTransform)
-        self._train = [
-            replace(base, size=crops.size, scale=scale)
-            for crops, scale in zip(config.crops, scales, strict=False)
-            for _ in range(crops.count)
-        ]
+        scales = base.scale, task.local_crops_scale
+        self._train = []
+        for crops, scale in zip(config.crops, scales, strict=False):
+            for _ in range(crops.count):
+                number = min(len(self._train), GLOBAL)
+                policy = base.policy or Distortions(task.blur[number], task.solarize * (number == 1))
+                self._train.append(replace(base, size=crops.size, scale=scale, policy=policy))
         outputs = model.output_rows(model.batch_size) if model.gives_outputs else []
         self._masked_rows = sorted({*self._rows, *outputs})
 

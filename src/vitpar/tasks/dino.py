@@ -37,6 +37,7 @@ class DINO(Task):
     LOCAL_TARGETS: ClassVar[bool] = True
     PREDICTS: ClassVar[bool] = False
     EVALUATES: ClassVar[bool] = False
+    AVERAGES: ClassVar[bool] = True
 
     prototypes: int = 65_536
     """Prototypes of each head."""
@@ -70,14 +71,21 @@ class DINO(Task):
     """Share of the patches that are masked in the crop with the fewest, about."""
     mask_ratio_max: float = 0.5
     """Share in the crop with the most; at most 0.5."""
-    global_crops_scale: tuple[float, float] = (0.32, 1.0)
-    """Range of the area of a global crop, as a fraction of the image's."""
     local_crops_scale: tuple[float, float] = (0.05, 0.32)
-    """Range of the area of a local crop, as a fraction of the image's."""
+    """Range of the area of a local crop, as a fraction of the image's; that of a global one is `data.crop_scale`."""
+
+    blur: tuple[float, float, float] = (0.0, 0.9, 0.5)
+    """Probability of a blur in the first and second global crop, and in a local one. The published weights were trained
+    with these; their paper has 1, 0.1 and 0.5 (facebookresearch/dinov3, issue 286)."""
+    solarize: float = 0.2
+    """Probability that the second global crop is solarised."""
 
     def __post_init__(self) -> None:
-        for name in ("global_crops_scale", "local_crops_scale"):
-            object.__setattr__(self, name, tuple(map(float, getattr(self, name))))
+        for name, numbers in (("local_crops_scale", 2), ("blur", 3)):
+            given = tuple(map(float, getattr(self, name)))
+            if len(given) != numbers:
+                raise ValueError(f"{name} has {len(given)} numbers instead of {numbers}")
+            object.__setattr__(self, name, given)
 
     @property
     def outputs(self) -> int:
@@ -86,8 +94,8 @@ class DINO(Task):
     def refuse_model(self, config: ModelConfig) -> None:
         if self.prototypes < _dino(config).embed_dim:
             raise RecipeError(
-                f"task.options.prototypes is {self.prototypes}, but {config.name} has {_dino(config).embed_dim} features "
-                "of a token: use at least as many prototypes"
+                f"task.options.prototypes is {self.prototypes}, but tokens of {config.name} have "
+                f"{_dino(config).embed_dim} features: use at least as many prototypes"
             )
         if self.mask_ratio_max > 0.5:
             raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")

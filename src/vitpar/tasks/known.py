@@ -71,6 +71,10 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
         raise RecipeError(
             f"task.options has '{shown(option)}', which {name} does not{nearest(option, known)}: leave it out"
         )
+    if task.AVERAGES and train.ema_decay is None:
+        raise RecipeError(
+            f"task '{name}' learns from the average of its parameters: set train.ema_decay, such as to 0.992"
+        )
     if recipe.distill.teacher is not None:
         task = Distill
         options |= recipe.distill.model_dump(include={"kind", "alpha", "tau"})

@@ -123,6 +123,8 @@ class Task:
     """Whether `predict` says something about each sample."""
     EVALUATES: ClassVar[bool] = True
     """Whether a validation set is evaluated."""
+    AVERAGES: ClassVar[bool] = False
+    """Whether the average of the parameters is the teacher (`teacher_config`), so that a training needs one."""
     IMAGE_TARGETS: ClassVar[bool] = False
     """Whether `local_targets` makes targets of images and keys, under LOCAL_TARGETS."""
     PICTURES: ClassVar[str] = ""

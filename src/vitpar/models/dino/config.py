@@ -178,6 +178,8 @@ class DINOConfig(ViTConfig):
         plain = ViTConfig.named(name.removeprefix(PREFIX), shared)
         values = {field.name: getattr(plain, field.name) for field in fields(ViTConfig)}
         del values["num_classes"]
+        # 96 of 224 pixels, in whole patches.
+        values["local_size"] = max(1, round(plain.image_size * 3 / 7 / plain.patch_size)) * plain.patch_size
         return cls(**{**values, "name": name, **{key: value for key, value in options.items() if key not in shared}})
 
     @classmethod

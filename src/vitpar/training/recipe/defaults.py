@@ -179,6 +179,31 @@ TASKS = {
         "256 images that grows with the batch (2111.06377)",
         model="mae_vit_base_{}",
     ),
+    "dino": DefaultsRow(
+        None,
+        "ImageNet-1k",
+        *(4e-3, 1024),
+        epochs=100,
+        warmup_epochs=10,
+        settings={
+            "optimizer.name": "adamw",
+            "optimizer.lr_scaling": "sqrt",
+            "data.crop_scale": (0.32, 1.0),
+            "optimizer.weight_decay": 0.04,
+            "optimizer.weight_decay_end": 0.4,
+            "optimizer.layer_decay": 0.9,
+            "lr_schedule.min_lr": 1e-6,
+            "train.clip_grad_norm": 3.0,
+            "train.ema_decay": 0.992,
+            "train.ema_decay_end": 1.0,
+            "model.drop_path": 0.3,
+            "model.layer_scale": 1e-5,
+        },
+        sources="global crops of 0.32 to 1, AdamW with a rate of 4e-3 for 1,024 images that grows with the root of the "
+        "batch, weight decay that rises from 0.04 to 0.4, layer decay 0.9, clipping at 3, an average whose decay rises "
+        "from 0.992 to 1, drop-path 0.3, layer scale 1e-5 (2304.07193, the short configuration of its code)",
+        model="dino_vit_small_{}",
+    ),
     "mlm": DefaultsRow(
         None,
         "BERT",
@@ -353,9 +378,11 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
 def _of_task(recipe: Recipe, row: DefaultsRow) -> dict[str, Any]:
     """Return the settings of a task of TASKS, by dotted key; those of its optimizer only if the recipe has no other."""
     optimizer, settings = recipe.optimizer, {**row.settings}
+    ratio = (optimizer.lr_batch_size or recipe.train.batch_size) / row.batch
+    if settings.pop("optimizer.lr_scaling", "linear") == "sqrt":
+        ratio = math.sqrt(ratio)
     if settings["optimizer.name"] == "adamw":
-        lr = row.lr * (optimizer.lr_batch_size or recipe.train.batch_size) / row.batch
-        settings["optimizer.lr"] = float(f"{lr:.3g}")
+        settings["optimizer.lr"] = float(f"{row.lr * ratio:.3g}")
     if "name" in optimizer.model_fields_set and optimizer.name != settings["optimizer.name"]:
         settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.")}
     return settings

@@ -59,8 +59,8 @@ class DINO(Task):
     """Epochs of this warm-up, at most three tenths of the run."""
     freeze_last_layer_epochs: float = 1.0
     """Epochs at the beginning in which prototypes do not change, at most a tenth of the run."""
-    heads_first_epochs: float = 0.0
-    """Epochs at the beginning in which only the heads change, for a backbone that was trained before."""
+    heads_first: float = 0.0
+    """Share of the run, at its beginning, in which only the heads change, for a backbone that was trained before."""
     backbone_rate: float = 1.0
     """Factor of the learning rate of the backbone."""
     patch_embed_rate: float = 0.2
@@ -100,6 +100,14 @@ class DINO(Task):
         if self.mask_ratio_max > 0.5:
             raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")
 
+    @classmethod
+    def model_for(cls, config: ModelConfig) -> ModelConfig | None:
+        from vitpar.models.dino.config import DINOConfig
+        from vitpar.models.vit.config import ViTConfig
+
+        backbone = config.unadapted if config.pretrained is None else config.pretrained[0]
+        return DINOConfig.around(backbone) if type(backbone) is ViTConfig else None
+
     def teacher_config(self, config: ModelConfig) -> ModelConfig:
         return _dino(config).of_teacher
 
@@ -116,7 +124,7 @@ class DINO(Task):
     def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:
         rising = min(self.warmup_teacher_temp_epochs * run.epoch, 0.3 * run.steps)
         held = min(self.freeze_last_layer_epochs * run.epoch, 0.1 * run.steps)
-        alone, first, last = self.heads_first_epochs * run.epoch, self.warmup_teacher_temp, self.teacher_temp
+        alone, first, last = self.heads_first * run.steps, self.warmup_teacher_temp, self.teacher_temp
 
         def backbone(step: int) -> float:
             return 0.0 if step <= alone else self.backbone_rate

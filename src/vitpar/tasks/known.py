@@ -21,6 +21,7 @@ from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
+    from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
 
 TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, DINO, MaskedLanguage, SpanCorruption)}
@@ -36,6 +37,12 @@ def load(text: str) -> str:
     task.NAME = name
     TASKS[name] = task
     return text
+
+
+def model_for(task: str, config: ModelConfig) -> ModelConfig | None:
+    """Return the model with which the task called `task` continues the training of a model (``Task.model_for``)."""
+    known = TASKS.get(PurePath(task).name)
+    return None if known is None else known.model_for(config)
 
 
 def task_class(recipe: Recipe) -> type[Task]:

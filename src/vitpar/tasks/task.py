@@ -178,6 +178,11 @@ class Task:
                 "text, such as --task mlm"
             )
 
+    @classmethod
+    def model_for(cls, config: ModelConfig) -> ModelConfig | None:
+        """Return the model with which this task continues the training of a model; None if that is the same model."""
+        return None
+
     def teacher_config(self, config: ModelConfig) -> ModelConfig | None:
         """Return the model of the teacher that is the average of the model `config`; None for a task without one.
 

@@ -81,7 +81,7 @@ def opened_for(folder: Path, config: ModelConfig) -> Opened:
     opened, pretrained = Opened(weights.config, weights.read), None
     if type(weights.config) is not type(config):
         pretrained = weights.config.pretrained
-    if pretrained is not None and type(pretrained[0]) is type(config):
+    if pretrained is not None and (type(pretrained[0]) is type(config) or config.adapted(pretrained[0])):
         change = f"the encoder of {weights.config.name} is used; its decoder is left out"
         opened = Opened(pretrained[0], _made(pretrained[1], weights.read), (change,))
     if adapted := config.adapted(opened.config):

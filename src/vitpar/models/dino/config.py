@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_TOKENS, MAX_WIDTH
-from vitpar.models.config import ModelConfig
+from vitpar.models.config import ModelConfig, late_module
 from vitpar.models.description import ExtraPasses, InputSpec, SideInput
 from vitpar.models.rows import MadeTensor
 from vitpar.models.vit.config import ViTConfig
@@ -157,7 +157,14 @@ class DINOConfig(ViTConfig):
         return "backbone"
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
-        return None
+        if type(there) is not ViTConfig:
+            return None
+        backbone = {field.name: getattr(there, field.name) for field in fields(ViTConfig)}
+        made = replace(self, **{**backbone, "name": self.name, "num_classes": self.num_classes})
+        known = {f"{layer}.{name}" for layer in there.layer_names for name in there.layers[layer].parameters}
+        every = [f"{layer}.{name}" for layer in self.layer_names for name in self.layers[layer].parameters]
+        kept = tuple(name for name in every if name not in known)
+        return late_module("vitpar.models.rows").Adapted(made, {}, "the heads and the mask token are new", kept)
 
     def resized(self, image_size: int) -> Self | None:
         return None
@@ -168,6 +175,14 @@ class DINOConfig(ViTConfig):
         return replace(self, teacher=True)
 
     @classmethod
+    def around(cls, backbone: ViTConfig) -> Self:
+        """Return the model that continues the training of `backbone`. Raises ModelError for one without class token."""
+        known = {field.name: getattr(backbone, field.name) for field in fields(ViTConfig)}
+        # 96 of 224 pixels, in whole patches.
+        size = max(1, round(backbone.image_size * 3 / 7 / backbone.patch_size)) * backbone.patch_size
+        return cls(**{**known, "name": f"{PREFIX}{backbone.name}", "num_classes": 1, "local_size": size})
+
+    @classmethod
     def knows(cls, name: str) -> bool:
         return name.startswith(PREFIX) and ViTConfig.knows(name.removeprefix(PREFIX))
 
@@ -175,12 +190,10 @@ class DINOConfig(ViTConfig):
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
         own = {field.name for field in fields(cls)} - {field.name for field in fields(ViTConfig)}
         shared = {key: value for key, value in options.items() if key not in own and key != "num_classes"}
-        plain = ViTConfig.named(name.removeprefix(PREFIX), shared)
-        values = {field.name: getattr(plain, field.name) for field in fields(ViTConfig)}
-        del values["num_classes"]
-        # 96 of 224 pixels, in whole patches.
-        values["local_size"] = max(1, round(plain.image_size * 3 / 7 / plain.patch_size)) * plain.patch_size
-        return cls(**{**values, "name": name, **{key: value for key, value in options.items() if key not in shared}})
+        plain = cls.around(ViTConfig.named(name.removeprefix(PREFIX), shared))
+        own_options = {key: value for key, value in options.items() if key not in shared}
+        changed: dict[str, Any] = {"num_classes": cls.num_classes, **own_options}
+        return replace(plain, **changed)
 
     @classmethod
     def published(cls) -> tuple[str, ...]:

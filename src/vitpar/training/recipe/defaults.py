@@ -44,6 +44,21 @@ FEW_IMAGES = 20_000
 """Number of images below which fine-tuning is advised."""
 FINE_TUNED = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 """timm's name, on the hub, of weights to fine-tune."""
+CONTINUED: dict[str, dict[str, Any]] = {
+    "dino": {
+        "optimizer.weight_decay": 0.04,
+        "optimizer.layer_decay": 0.9,
+        "train.epochs": 20,
+        "train.clip_grad_norm": 3.0,
+        "train.ema_decay": 0.996,
+        "train.ema_decay_end": 1.0,
+        "data.crop_scale": (0.32, 1.0),
+        "lr_schedule.warmup": "1 epochs",
+        "task.options.heads_first": 0.1,
+        "task.options.backbone_rate": 0.02,
+    }
+}
+"""Settings of tasks that go on with weights of another task, by dotted key. The rate is that of the task's defaults."""
 FINE_TUNING = {"optimizer.lr": 1e-4, "train.epochs": 10}
 """Settings of a run that starts from weights, by dotted key."""
 
@@ -301,7 +316,10 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
 
 
 def for_fine_tuning(recipe: Recipe) -> Recipe:
-    """Return `recipe`, which starts from weights, with FINE_TUNING in the settings that it leaves out."""
+    """Return `recipe`, which starts from weights, with FINE_TUNING or CONTINUED in the settings that it leaves out."""
+    if (task := recipe.task.name) in CONTINUED:
+        rate = {"optimizer.lr": _of_task(recipe, TASKS[task])["optimizer.lr"]}
+        return _filled(recipe, {**CONTINUED[task], **rate})
     left = {"train.epochs"} if recipe.train.steps is not None else set()
     left |= set() if recipe.optimizer.name in ("adamw", "adam") else {"optimizer.lr"}  # others have rates of their own
     return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in left})
@@ -312,7 +330,10 @@ def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     values, idle = recipe.model_dump(exclude_unset=True), idle_settings(recipe)
     for key, value in settings.items():
         section, _, name = key.partition(".")
-        if key not in idle:
+        inner, _, option = name.partition(".")
+        if option:
+            values.setdefault(section, {}).setdefault(inner, {}).setdefault(option, value)
+        elif key not in idle:
             values.setdefault(section, {}).setdefault(name, value)
     return checked(values)
 

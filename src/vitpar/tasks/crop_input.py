@@ -10,6 +10,7 @@ from torch import Tensor
 from vitpar.data.loader import Batch
 from vitpar.data.transforms.policies import Distortions
 from vitpar.data.transforms.sample import TrainTransform
+from vitpar.errors import RecipeError
 from vitpar.models.dino.config import GLOBAL, DINOConfig
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.dino import DINO
@@ -27,6 +28,11 @@ class CropInput(ImageInput):
 
     def __init__(self, recipe: Recipe, model: ParallelModel, task: DINO) -> None:
         super().__init__(recipe, model, task)
+        if recipe.data.bad_sample == "skip":
+            raise RecipeError(
+                f"data.bad_sample is 'skip', but task '{task.NAME}' has no labels by which images would not count: "
+                "leave it out"
+            )
         config = model.config.unadapted
         assert isinstance(config, DINOConfig), "the task has been compared with the model"
         self._crops = config.crops

@@ -36,14 +36,14 @@ def open_data(
 ) -> tuple[ImageSet | TextSet, ImageSet | TextSet | None]:
     """Return the training and validation sets of a recipe.
 
-    The latter is None for a data set without a `val` split, and for a task that evaluates nothing.
+    The latter is None for a data set without a `val` split.
 
     train: training set if it is open already.
 
     Raises DataError and RecipeError.
     """
     path = recipe.data.path
-    has_val = task_class(recipe).EVALUATES and (path is None or "val" in read_manifest(path).splits)
+    has_val = path is None or "val" in read_manifest(path).splits
     return train or open_split(recipe, "train"), open_split(recipe, "val") if has_val else None
 
 

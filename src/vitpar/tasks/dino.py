@@ -8,11 +8,11 @@ masked patches (iBOT), and it spreads the features of class tokens (KoLeo).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from vitpar.errors import RecipeError
-from vitpar.tasks.task import Task
+from vitpar.tasks.task import Metric, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,12 @@ class DINO(Task):
     FAMILIES: ClassVar[tuple[str, ...]] = ("dino",)
     LOCAL_TARGETS: ClassVar[bool] = True
     PREDICTS: ClassVar[bool] = False
+    METRICS: ClassVar[tuple[Metric, ...]] = (
+        Metric("knn", "kNN", share=True),
+        Metric("feature_std", "deviation of features"),
+    )
     EVALUATES: ClassVar[bool] = False
+    STREAMS: ClassVar[bool] = False
     AVERAGES: ClassVar[bool] = True
 
     prototypes: int = 65_536
@@ -92,10 +97,10 @@ class DINO(Task):
         return self.prototypes
 
     def refuse_model(self, config: ModelConfig) -> None:
-        if self.prototypes < _dino(config).embed_dim:
+        if self.prototypes < dino_of(config).embed_dim:
             raise RecipeError(
                 f"task.options.prototypes is {self.prototypes}, but tokens of {config.name} have "
-                f"{_dino(config).embed_dim} features: use at least as many prototypes"
+                f"{dino_of(config).embed_dim} features: use at least as many prototypes"
             )
         if self.mask_ratio_max > 0.5:
             raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")
@@ -108,15 +113,21 @@ class DINO(Task):
         backbone = config.unadapted if config.pretrained is None else config.pretrained[0]
         return DINOConfig.around(backbone) if type(backbone) is ViTConfig else None
 
+    def words(self, row: Mapping[str, float], brief: bool = False) -> str:
+        return "  ".join(f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in self.METRICS)
+
     def teacher_config(self, config: ModelConfig) -> ModelConfig:
-        return _dino(config).of_teacher
+        from vitpar.models.lora import LoRA
+
+        teacher = dino_of(config).of_teacher
+        return replace(config, whole=teacher) if isinstance(config, LoRA) else teacher
 
     def sides(self, keys: Tensor, rows: Collection[int], config: ModelConfig) -> Mapping[str, Tensor]:
         import torch
 
         from vitpar.tasks.block_masks import block_masks
 
-        c, ratios = _dino(config), (self.mask_ratio_min, self.mask_ratio_max)
+        c, ratios = dino_of(config), (self.mask_ratio_min, self.mask_ratio_max)
         side = c.image_size // c.patch_size
         masks = block_masks(keys.numpy(), rows, side, probability=self.mask_probability, ratios=ratios)
         return {"masks": torch.from_numpy(masks)}
@@ -183,7 +194,7 @@ class DINO(Task):
         import torch
 
         scores, features = outputs[:, :-2] / self.student_temp, outputs[:, -2:]
-        logs, taught = scores.log_softmax(-1), taught / self.warmup_teacher_temp
+        logs, taught = scores.log_softmax(-1), taught[:, :-2] / self.warmup_teacher_temp
         classes, places = logs.shape[1] - taught.shape[1] + 2, taught.shape[1] // 2 - 1
         counts = sides["masks"].sum(-1)
         of_classes = _spread(taught[:, :2].flatten(0, 1)).unflatten(0, (-1, 2))
@@ -235,7 +246,7 @@ def _spread(scores: Tensor) -> Tensor:
     return (q * q.shape[1]).T
 
 
-def _dino(config: ModelConfig) -> DINOConfig:
+def dino_of(config: ModelConfig) -> DINOConfig:
     """Return the configuration of the model, which is of the task's family."""
     from vitpar.models.dino.config import DINOConfig
 

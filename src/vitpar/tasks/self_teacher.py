@@ -10,10 +10,12 @@ from torch import Tensor
 
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
+from vitpar.models.dino.config import GLOBAL
+from vitpar.models.layers import zero_sides
 from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.strategy.freezing import parameter_names
-from vitpar.tasks.dino import DINO
+from vitpar.tasks.dino import DINO, dino_of
 from vitpar.tasks.soft_loss import log_sums
 from vitpar.tasks.task import StepInput, Task
 
@@ -49,6 +51,7 @@ class SelfTeacher:
         masks = given.sides["masks"]
         if scores is None:
             scores = masks.new_zeros(0, model.config.output_shape[0], 0, dtype=model.precision.parameters)
+        scores = scores[:, :-GLOBAL]  # without features
         wide = scores.to(torch.float64 if scores.dtype is torch.float64 else torch.float32)
         wide = wide / self.temperature
         counts = self._counts(masks)
@@ -58,9 +61,26 @@ class SelfTeacher:
         patches = patches + self._offsets(patches[counts])
         return torch.cat([classes, patches.masked_fill(~counts[..., None], float("nan"))], dim=1)
 
+    @property
+    def width(self) -> int:
+        """Features of a token."""
+        return dino_of(self.model.config).embed_dim
+
+    def features(self, images: Tensor | None) -> Tensor | None:
+        """Return the features of class tokens, [this rank's outputs, width]; None where not ``gives_outputs``.
+
+        images: this rank's images of a batch, [rows, channels, size, size], normalised. Collective.
+        """
+        model = self.model
+        model.parameters_changed()  # by the average
+        crops = None if images is None else images.flatten(2).repeat(1, 1, GLOBAL)
+        sides = {name: x.bool() for name, x in zero_sides(model.config, model.batch_size, model.device).items()}
+        outputs = model.predict(crops, model.batch_size, masks=sides["masks"])
+        return None if outputs is None else outputs[:, -1, : self.width]
+
     def _counts(self, masks: Tensor) -> Tensor:
         """Return which places for masked patches count, bool [rows, places]."""
-        slots = self.model.config.slots  # type: ignore[attr-defined]
+        slots = dino_of(self.model.config).slots
         here = masks[self._rows] if self.model.gives_outputs else masks[:0]
         number = here.sum(-1, keepdim=True)
         return (torch.arange(slots, device=masks.device) < number).flatten(1)

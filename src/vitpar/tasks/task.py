@@ -122,7 +122,10 @@ class Task:
     PREDICTS: ClassVar[bool] = True
     """Whether `predict` says something about each sample."""
     EVALUATES: ClassVar[bool] = True
-    """Whether a validation set is evaluated."""
+    """Whether models are evaluated by the loss and METRICS of their outputs. Otherwise a training evaluates what its
+    teacher makes of labelled images, if there are any."""
+    STREAMS: ClassVar[bool] = True
+    """Whether a training can read streams."""
     AVERAGES: ClassVar[bool] = False
     """Whether the average of the parameters is the teacher (`teacher_config`), so that a training needs one."""
     IMAGE_TARGETS: ClassVar[bool] = False

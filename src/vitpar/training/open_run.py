@@ -62,12 +62,14 @@ class OpenRun:
         self.prepared, self.device = prepared, device
         self.recipe, self.plan, self.config, self.task = prepared.recipe, prepared.plan, prepared.config, prepared.task
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
+        if not self.task.EVALUATES and self.train_set.num_classes < 2:
+            self.val_set = None  # without labels
         self.shown, self.watchdog, self.rank = reporter, watchdog or Watchdog(), dist.get_rank()
         schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
         self.lr = schedules.lr
         self.schedules = replace(schedules, named={**schedules.named, **self.task.schedules(self.lr.run)})
         self.total_steps = self.lr.run.steps
-        self.done, self.samples = 0, 0
+        self.done, self.samples, self._deviation = 0, 0, 0.0
         data = {TRAINING_DATA: self.train_set, "the validation data": self.val_set}
         place = None if prepared.run_dir is None else str(prepared.run_dir)
         trained = build(self.recipe, self.config, self.plan, device, self.task, data, {"--run-dir": place})

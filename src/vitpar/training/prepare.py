@@ -166,7 +166,7 @@ def prepare(
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
-        if config.pretrained is not None:
+        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.value("task.name"):
             hints.append(f"these weights continue task '{recipe.task.name}': to fine-tune them, add --task classify")
     if recipe.lora.weights is not None and source.begins:
         from vitpar.models.lora import LoRA

@@ -63,7 +63,7 @@ class DINOConfig(ViTConfig):
     patch_head: bool = False
     """Whether masked patches have a head of their own, instead of that of the class tokens."""
     teacher: bool = False
-    """Whether it takes the global crops only, without masks, and gives no features: the teacher."""
+    """Whether it takes the global crops only, without masks: the teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,8 +132,7 @@ class DINOConfig(ViTConfig):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        features = 0 if self.teacher else GLOBAL
-        return self.class_tokens + GLOBAL * self.slots + features, self.num_classes
+        return self.class_tokens + GLOBAL * self.slots + GLOBAL, self.num_classes
 
     @property
     def words(self) -> tuple[str, str]:

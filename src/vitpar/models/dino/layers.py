@@ -135,6 +135,7 @@ class Lengths(nn.Module):
     def __init__(self, prototypes: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(prototypes))
+        self.divisible = {"prototype": prototypes}
 
 
 class PrototypeHead(nn.Module):
@@ -169,7 +170,6 @@ class Head(Layer):
     def __init__(self, config: DINOConfig) -> None:
         super().__init__()
         self.crops, self.slots, self.prefix_tokens = config.crops, config.slots, config.prefix_tokens
-        self.gives_features = not config.teacher
         self.norm = NORMS[config.norm](config.embed_dim, eps=config.norm_eps)
         self.gathered = nn.Identity()  # a place for collectives
         self.class_head = PrototypeHead(config)
@@ -192,16 +192,14 @@ class Head(Layer):
             scores = [self.class_head(torch.cat([of_classes, of_patches], dim=1))]
         else:
             scores = [self.class_head(of_classes), self.patch_head(of_patches)]
-        if self.gives_features:
-            features = self.gathered(of_classes[:, :GLOBAL])
-            columns = scores[0].shape[2] - features.shape[2]
-            if columns < 0:
-                raise ModelError(
-                    f"a rank has {scores[0].shape[2]:,} prototypes, fewer than the {features.shape[2]:,} features of a "
-                    "token: use a smaller tp, or a larger model.num_classes"
-                )
-            scores.append(F.pad(features, (0, columns)))
-        return torch.cat(scores, dim=1)
+        features = self.gathered(of_classes[:, :GLOBAL])
+        columns = scores[0].shape[2] - features.shape[2]
+        if columns < 0:
+            raise ModelError(
+                f"a rank has {scores[0].shape[2]:,} prototypes, fewer than the {features.shape[2]:,} features of a "
+                "token: use a smaller tp, or a larger task.options.prototypes"
+            )
+        return torch.cat([*scores, F.pad(features, (0, columns))], dim=1)
 
 
 def build_layer(config: DINOConfig, name: str) -> Layer:

@@ -327,15 +327,19 @@ def for_fine_tuning(recipe: Recipe) -> Recipe:
 
 def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Return `recipe` with `settings`, by dotted key, where it leaves them out."""
-    values, idle = recipe.model_dump(exclude_unset=True), idle_settings(recipe)
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        inner, _, option = name.partition(".")
-        if option:
-            values.setdefault(section, {}).setdefault(inner, {}).setdefault(option, value)
-        elif key not in idle:
-            values.setdefault(section, {}).setdefault(name, value)
-    return checked(values)
+    left, idle = {**settings}, idle_settings(recipe)
+    while left.keys() - idle.keys():
+        values = recipe.model_dump(exclude_unset=True)
+        for key in [key for key in left if key not in idle]:
+            section, _, name = key.partition(".")
+            inner, _, option = name.partition(".")
+            place = values.setdefault(section, {})
+            if option:
+                place, name = place.setdefault(inner, {}), option
+            place.setdefault(name, left.pop(key))
+        recipe = checked(values)
+        idle = idle_settings(recipe)  # some have an effect beside those that are set now
+    return recipe
 
 
 def _with_model(recipe: Recipe, samples: int, side: int | None) -> Recipe:

@@ -169,7 +169,8 @@ REFUSED = (
         "task.options.prototypes is 10, but tokens of dino_vit_small",
     ),
     (
-        "train --task dino --steps 1 --set stream.train=x.tar --set stream.samples=9 --set stream.classes=7",
+        "train --task dino --steps 1 --set stream.train=x.tar --set stream.samples=9 --set stream.classes=7 --set "
+        "stream.val=x.tar --set stream.val_samples=9",
         "task 'dino' does not read streams",
     ),
 )

@@ -49,11 +49,17 @@ UNCHECKED = (
     "evaluation; checkpoints"
 )
 _TEXT_MODEL = {"model.embed_dim": 48, "model.num_heads": 12, "model.depth": 4}
-_TEXT_MODELS: Mapping[str, Mapping[str, Any]] = {
+_MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlm": {"model.name": "bert_custom", **_TEXT_MODEL},
     "span": {"model.name": "t5_custom", **_TEXT_MODEL, "model.decoder_depth": 3, "model.head_dim": 4},
+    "dino": {
+        "model.name": "dino_vit_nano_patch4_16",
+        "model.dropout": 0.0,
+        "model.options": {"local_crops": 3, "local_size": 8, "head_hidden_dim": 32, "head_bottleneck_dim": 16},
+        "task.options": {"prototypes": 256, "koleo_group": 2},
+    },
 }
-"""Default models of tasks of text."""
+"""Settings of the default models of tasks."""
 _DEFAULTS: dict[str, Any] = {
     "data.path": "unused",  # no data is read
     "train.steps": 1,
@@ -81,7 +87,7 @@ def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Se
     task = str(assigned.get("task.name") or given.get("task.name") or CLASSIFY)
     unused = OF_IMAGES if task in TEXT else OF_CLASSES if task != CLASSIFY else ()
     named = assigned.get("model.name") or given.get("model.name")
-    usual = {**_DEFAULTS, **(_TEXT_MODELS[task] if task in TEXT and not named else {})}
+    usual = {**_DEFAULTS, **({} if named else _MODELS.get(task, {}))}
     known = field_names(family_of(str(named or usual["model.name"]).strip()))
     defaults = {
         key: value

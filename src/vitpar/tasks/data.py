@@ -58,4 +58,7 @@ def model_of(recipe: Recipe, num_classes: int | None, default: int) -> ModelConf
     usual: dict[str, Any] = {} if num_classes is None else {"vocab_size": num_classes}
     if there and task_class(recipe).INPUT == "text":
         usual = {**task_of(recipe, open_split(recipe, "train")).model_options, **usual}
-    return recipe.config(classes_of(recipe, num_classes, default), usual)
+    outputs = classes_of(recipe, num_classes, default)
+    if not (task := task_class(recipe)).OUTPUTS_ARE_LABELS and task.INPUT == "images":
+        outputs = task_of(recipe, outputs).outputs
+    return recipe.config(outputs, usual)

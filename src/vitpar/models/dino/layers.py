@@ -70,6 +70,9 @@ class CropAttention(Attention):
     def __init__(self, config: DINOConfig) -> None:
         super().__init__(config)
         self.crops = config.crops
+        # As many windows of equal size as compute at most as much, for prices: the rest is counted apart.
+        pairs = sum(crops.count * crops.tokens**2 for crops in config.crops)
+        self.attention_shape = replace(self.attention_shape, windows=-(-(config.tokens**2) // pairs))
 
     def fill_tables(self) -> None:
         if self.config.rope != "none":

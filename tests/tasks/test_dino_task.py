@@ -23,6 +23,7 @@ from vitpar.training.optim.shapes import RunLengths
 from vitpar.training.probe.running import collapse_warning
 from vitpar.training.recipe import read_recipe
 from vitpar.training.recipe.defaults import recipe_for
+from vitpar.weights.folder import open_weights
 
 PLANS: dict[str, dict[str, Any]] = {
     "dp1": {"model.options": {**CROPS, "patch_head": True}},
@@ -147,6 +148,11 @@ def test_backbone_is_trained_resumed_continued_and_used(place: Path, vitpar: Com
     assert "the heads and the mask token are new" in went_on and "newly initialised" not in went_on
     first = json.loads((place / "on" / "metrics.jsonl").read_text().splitlines()[1])
     assert first["rate_backbone"] in (0.0, 0.02) and first["teacher_temp"] == 0.04
+    said("checkpoint", "export", "on", "--out", "timm", "--format", "timm")
+    said("checkpoint", "import", "timm", "--out", "back")
+    there, back = open_weights(place / "on" / "weights"), open_weights(place / "back")
+    for name in ("embed.pos_embed", "blocks.1.attn.qkv.weight", "head.norm.bias"):
+        assert torch.equal(there.read(name), back.read(name)), name
     refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
 
 
@@ -168,6 +174,11 @@ REFUSED = (
         "train --data data --task dino --steps 1 --set task.options.prototypes=10",
         "task.options.prototypes is 10, but tokens of dino_vit_small",
     ),
+    (
+        "train --data data --task dino --steps 1 --set model.options.teacher=true",
+        "model.options.teacher is true, which",
+    ),
+    ("train --data data --task dino --steps 1 --set task.options.blur=[1,2]", "blur has 2 numbers instead of 3"),
     (
         "train --task dino --steps 1 --set stream.train=x.tar --set stream.samples=9 --set stream.classes=7 --set "
         "stream.val=x.tar --set stream.val_samples=9",

@@ -60,10 +60,10 @@ class DINO(Task):
     """Temperature of the teacher after its warm-up."""
     warmup_teacher_temp: float = 0.04
     """Temperature of the teacher at the beginning, from which it rises linearly."""
-    warmup_teacher_temp_epochs: float = 30.0
-    """Epochs of this warm-up, at most three tenths of the run."""
-    freeze_last_layer_epochs: float = 1.0
-    """Epochs at the beginning in which prototypes do not change, at most a tenth of the run."""
+    teacher_temp_warmup: float = 0.3
+    """Share of the run in which it rises."""
+    freeze_last_layer: float = 0.01
+    """Share of the run, at its beginning, in which prototypes do not change."""
     heads_first: float = 0.0
     """Share of the run, at its beginning, in which only the heads change, for a backbone that was trained before."""
     backbone_rate: float = 1.0
@@ -102,16 +102,16 @@ class DINO(Task):
                 f"task.options.prototypes is {self.prototypes}, but tokens of {config.name} have "
                 f"{dino_of(config).embed_dim} features: use at least as many prototypes"
             )
+        if dino_of(config).teacher:
+            raise RecipeError("model.options.teacher is true, which stands for the teacher of a training: leave it out")
         if self.mask_ratio_max > 0.5:
             raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")
 
     @classmethod
     def model_for(cls, config: ModelConfig) -> ModelConfig | None:
         from vitpar.models.dino.config import DINOConfig
-        from vitpar.models.vit.config import ViTConfig
 
-        backbone = config.unadapted if config.pretrained is None else config.pretrained[0]
-        return DINOConfig.around(backbone) if type(backbone) is ViTConfig else None
+        return DINOConfig.continuing(config.unadapted if config.pretrained is None else config.pretrained[0])
 
     def words(self, row: Mapping[str, float], brief: bool = False) -> str:
         return "  ".join(f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in self.METRICS)
@@ -133,8 +133,7 @@ class DINO(Task):
         return {"masks": torch.from_numpy(masks)}
 
     def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:
-        rising = min(self.warmup_teacher_temp_epochs * run.epoch, 0.3 * run.steps)
-        held = min(self.freeze_last_layer_epochs * run.epoch, 0.1 * run.steps)
+        rising, held = round(self.teacher_temp_warmup * run.steps), self.freeze_last_layer * run.steps
         alone, first, last = self.heads_first * run.steps, self.warmup_teacher_temp, self.teacher_temp
 
         def backbone(step: int) -> float:

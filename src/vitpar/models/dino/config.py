@@ -11,12 +11,11 @@ from vitpar.errors import ModelError
 from vitpar.limits import MAX_TOKENS, MAX_WIDTH
 from vitpar.models.config import ModelConfig, late_module
 from vitpar.models.description import ExtraPasses, InputSpec, SideInput
-from vitpar.models.rows import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
 if TYPE_CHECKING:
-    from vitpar.models.rows import Adapted
+    from vitpar.models.rows import Adapted, MadeTensor
 
 PREFIX = "dino_"
 """Beginning of a name. What follows is the name of the Vision Transformer."""
@@ -143,7 +142,8 @@ class DINOConfig(ViTConfig):
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]]:
         same = [name for name in self.backbone.layer_names if name != "head"]
         names = [f"{layer}.{name}" for layer in same for name in self.backbone.layers[layer].parameters]
-        return self.backbone, {name: MadeTensor((name,)) for name in [*names, "head.norm.weight", "head.norm.bias"]}
+        made: Any = late_module("vitpar.models.rows").MadeTensor
+        return self.backbone, {name: made((name,)) for name in [*names, "head.norm.weight", "head.norm.bias"]}
 
     def layers_above(self, parameter: str) -> int:
         return 0 if parameter.startswith("head.norm.") else super().layers_above(parameter)
@@ -174,8 +174,16 @@ class DINOConfig(ViTConfig):
         return replace(self, teacher=True)
 
     @classmethod
+    def continuing(cls, config: ModelConfig) -> Self | None:
+        """Return the model that continues the training of a backbone; None for another model than a ViT.
+
+        Raises ModelError for a ViT without a class token.
+        """
+        return cls.around(config) if type(config) is ViTConfig else None
+
+    @classmethod
     def around(cls, backbone: ViTConfig) -> Self:
-        """Return the model that continues the training of `backbone`. Raises ModelError for one without class token."""
+        """Return the model with a backbone. Raises ModelError for one without a class token."""
         known = {field.name: getattr(backbone, field.name) for field in fields(ViTConfig)}
         # 96 of 224 pixels, in whole patches.
         size = max(1, round(backbone.image_size * 3 / 7 / backbone.patch_size)) * backbone.patch_size

@@ -53,7 +53,6 @@ CONTINUED: dict[str, dict[str, Any]] = {
         "train.ema_decay": 0.996,
         "train.ema_decay_end": 1.0,
         "data.crop_scale": (0.32, 1.0),
-        "lr_schedule.warmup": "1 epochs",
         "task.options.heads_first": 0.1,
         "task.options.backbone_rate": 0.02,
     }
@@ -317,10 +316,10 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
 
 def for_fine_tuning(recipe: Recipe) -> Recipe:
     """Return `recipe`, which starts from weights, with FINE_TUNING or CONTINUED in the settings that it leaves out."""
-    if (task := recipe.task.name) in CONTINUED:
-        rate = {"optimizer.lr": _of_task(recipe, TASKS[task])["optimizer.lr"]}
-        return _filled(recipe, {**CONTINUED[task], **rate})
     left = {"train.epochs"} if recipe.train.steps is not None else set()
+    if (task := recipe.task.name) in CONTINUED:
+        settings = {**CONTINUED[task], "optimizer.lr": _of_task(recipe, TASKS[task])["optimizer.lr"]}
+        return _filled(recipe, {key: value for key, value in settings.items() if key not in left})
     left |= set() if recipe.optimizer.name in ("adamw", "adam") else {"optimizer.lr"}  # others have rates of their own
     return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in left})
 

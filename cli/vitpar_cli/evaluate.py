@@ -74,6 +74,11 @@ def evaluate(
     if predictions is not None and predictions.suffix != ".parquet":
         raise DataError(f"--predictions writes Parquet: name '{predictions.with_suffix('.parquet')}'")
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, fetch=local_weights)
+    if not saved.task().EVALUATES:
+        raise DataError(
+            f"models of task '{saved.recipe.task.name}' have no labels to be evaluated with: write features with "
+            "`vitpar features`, and evaluate these with `vitpar probe`"
+        )
     from vitpar.data.shards.shard_set import ShardSet
     from vitpar.tasks.data import open_split
 

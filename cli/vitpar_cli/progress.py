@@ -180,12 +180,12 @@ class ConsoleReporter(Reporter):
             self._print(f"loss       {loss}")
         result = (
             f"val {self._header.task.words(summary, brief=True)}"
-            if "loss" in summary
-            else "not evaluated: the data set has no val split"
+            if (evaluated := self._header.task.best.name in summary)
+            else "not evaluated: the data set has no labelled val split"
         )
         self._print(f"result     {result}", style="bold green")
         self._print(f"weights    {summary['weights']}")
-        if "loss" in summary:
+        if evaluated and self._header.task.EVALUATES:
             self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
         self._print(f"report     {shlex.join(['vitpar', 'report', self._header.folder])}")
         if self._header.config.pretrained is not None:

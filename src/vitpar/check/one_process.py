@@ -95,6 +95,8 @@ class OneProcess:
         every = {name: p.detach() for name, p in self._model.named_parameters()}
         for p in every.values():
             p.copy_(self._noisy(p, self._noise))
+        average = task.teacher_config(config)
+        self._averaged: LayeredModel | None = None if average is None else self._layered(average).eval()
         frozen = recipe.frozen(config)
         self._parameters = {name: p for name, p in every.items() if name not in frozen}
         self._has_frozen = bool(frozen)
@@ -115,6 +117,7 @@ class OneProcess:
         """Run all steps: first plain SGD with the learning rate `lr`, then the steps of the recipe."""
         trace, gradients = Trace(), dict[str, Tensor]()
         begin = self._copies()
+        self._take_average(begin)
         for step, drawn in enumerate(samples.plain, start=1):
             trace.numbers[f"loss of SGD step {step}"], gradients = self._of(drawn)
             if step == 1:
@@ -130,6 +133,7 @@ class OneProcess:
             return trace
         begin, optimizer = self._copies(), Updates(self._recipe.optimizer, self._config)
         average, decay = self._copies(), self._recipe.train.ema_decay
+        self._take_average(average)
         for step, given in enumerate(samples.further, start=1):
             loss, gradients = self._of_pixels(given) if isinstance(given, Pixels) else self._of(given)
             norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
@@ -142,6 +146,7 @@ class OneProcess:
             if decay is not None:
                 now = min(decay, 1 - step ** (-2 / 3)) if self._recipe.train.ema_warmup else decay
                 average = {name: _averaged(average[name], p, now) for name, p in self._parameters.items()}
+                self._take_average(average)
         trace.tensors["update"] = self._since(begin)
         if decay is not None:
             trace.tensors["average"] = {name: value - begin[name] for name, value in average.items()}
@@ -177,7 +182,10 @@ class OneProcess:
         # Not the kernel under test: on GPUs the reference computes attention by matrix products.
         with by_products(self._device):
             outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
-        if isinstance(labels, Tensor):
+        count: int | Tensor = len(inputs)
+        if self._averaged is not None:
+            losses = self._task.reference_taught(outputs, self._taught(taken, beside), beside)
+        elif isinstance(labels, Tensor):
             losses = self._task.reference(outputs, self._targets(inputs, labels, keys))
             count = self._task.count(labels, len(inputs))
         else:
@@ -196,6 +204,23 @@ class OneProcess:
             if name in self._parameters:
                 gradients[name] = p.grad / self._scale
         return loss.item(), gradients
+
+    @torch.no_grad()
+    def _take_average(self, average: Mapping[str, Tensor]) -> None:
+        """Fill the teacher that is the average of the model, if the task has one."""
+        if self._averaged is not None:
+            for name, parameter in self._averaged.named_parameters():
+                parameter.copy_(average.get(name, self._model.get_parameter(name)))
+
+    @torch.no_grad()
+    def _taught(self, inputs: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
+        """Return the outputs of that teacher for the batch."""
+        assert self._averaged is not None
+        computed = {name: p.to(self._numbers.compute) for name, p in self._averaged.named_parameters()}
+        taken = inputs[..., : self._averaged.config.input.shape[-1]]
+        with by_products(self._device):
+            outputs: Tensor = functional_call(self._averaged, computed, (taken,), dict(sides))
+        return outputs.to(self._numbers.parameters)
 
     @torch.no_grad()
     def _logits(self, images: Tensor) -> Tensor:

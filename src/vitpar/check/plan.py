@@ -33,6 +33,7 @@ from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.recipe.sections import CLASSIFY, TEXT, OptimizerSection
+from vitpar.training.teacher import Teacher
 from vitpar.weights.folder import open_weights
 
 LEARNING_RATE = 0.05
@@ -48,11 +49,17 @@ UNCHECKED = (
     "evaluation; checkpoints"
 )
 _TEXT_MODEL = {"model.embed_dim": 48, "model.num_heads": 12, "model.depth": 4}
-_TEXT_MODELS: Mapping[str, Mapping[str, Any]] = {
+_MODELS: Mapping[str, Mapping[str, Any]] = {
     "mlm": {"model.name": "bert_custom", **_TEXT_MODEL},
     "span": {"model.name": "t5_custom", **_TEXT_MODEL, "model.decoder_depth": 3, "model.head_dim": 4},
+    "dino": {
+        "model.name": "dino_vit_nano_patch4_16",
+        "model.dropout": 0.0,
+        "model.options": {"local_crops": 3, "local_size": 8, "head_hidden_dim": 32, "head_bottleneck_dim": 16},
+        "task.options": {"prototypes": 256, "koleo_group": 2},
+    },
 }
-"""Default models of tasks of text."""
+"""Settings of the default models of tasks."""
 _DEFAULTS: dict[str, Any] = {
     "data.path": "unused",  # no data is read
     "train.steps": 1,
@@ -80,7 +87,7 @@ def recipe_to_check(options: Mapping[str, object] | None = None, assignments: Se
     task = str(assigned.get("task.name") or given.get("task.name") or CLASSIFY)
     unused = OF_IMAGES if task in TEXT else OF_CLASSES if task != CLASSIFY else ()
     named = assigned.get("model.name") or given.get("model.name")
-    usual = {**_DEFAULTS, **(_TEXT_MODELS[task] if task in TEXT and not named else {})}
+    usual = {**_DEFAULTS, **({} if named else _MODELS.get(task, {}))}
     known = field_names(family_of(str(named or usual["model.name"]).strip()))
     defaults = {
         key: value
@@ -144,7 +151,7 @@ def compare_with_one_process(
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)
-    weights = None if trained.teacher is None else open_weights(trained.teacher.folder)
+    weights = open_weights(trained.teacher.folder) if isinstance(trained.teacher, Teacher) else None
     mine = _under_plan(trained, task, samples, scale)
 
     reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds
@@ -179,9 +186,10 @@ def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale
     sgd = OptimizerSection(name="sgd", lr=LEARNING_RATE, weight_decay=0)
     plain = ShardedOptimizer(parameters.items(), sgd)
     for step, drawn in enumerate(samples.plain, start=1):
-        x, targets, keys, sides, taught = _given(trained, task, drawn)
+        mine = _given(trained, task, drawn)
+        x, targets, keys, sides, _ = mine
         if trained.teacher is not None:
-            targets = trained.teacher.targets(targets, taught)
+            targets = trained.teacher.targets(mine)
         part = model.forward_backward(x, targets, keys, **sides)
         trace.numbers[f"loss of SGD step {step}"] = model.global_loss(part).item()
         if scale != 1.0:
@@ -240,6 +248,8 @@ def _given(trained: TrainingComponents, task: Task, drawn: Drawn) -> StepInput:
 
 def _targets(task: Task, model: ParallelModel, drawn: Drawn) -> Tensor:
     """Return the targets of a step, of all samples or of this rank's outputs as the task wants."""
+    if task.teacher_config(model.config) is not None:
+        return drawn.inputs.new_zeros(0)  # the teacher makes them
     if not task.LOCAL_TARGETS:
         return task.counted_targets(drawn.labels.to(model.device))
     if not model.gives_outputs:

@@ -63,6 +63,9 @@ def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, fu
     if isinstance(task, TextTask):
         steps = [_text(recipe, config, task, draws) for _ in range(plain + further)]
         return Samples(steps[:plain], steps[plain:])
+    if task.teacher_config(config) is not None:
+        crops = [_images(recipe, config, task, draws) for _ in range(plain + further)]
+        return Samples(crops[:plain], crops[plain:])
     return Samples(
         [_images(recipe, config, task, draws) for _ in range(plain)], _pixels(recipe, config, task, further, draws)
     )
@@ -70,11 +73,10 @@ def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, fu
 
 def _images(recipe: Recipe, config: ModelConfig, task: Task, draws: torch.Generator) -> Drawn:
     batch = recipe.train.batch_size
-    return Drawn(
-        torch.randn(batch, config.channels, config.image_size, config.image_size, generator=draws),
-        torch.randint(0, task.labels.count, (batch,), generator=draws),
-        torch.randint(0, 2**62, (batch,), generator=draws),
-    )
+    images = torch.randn(batch, *config.input.shape, generator=draws)
+    labels = torch.randint(0, task.labels.count, (batch,), generator=draws)
+    keys = torch.randint(0, 2**62, (batch,), generator=draws)
+    return Drawn(images, labels, keys, task.sides(keys, range(batch), config))
 
 
 def _text(recipe: Recipe, config: ModelConfig, task: TextTask, draws: torch.Generator) -> Drawn:

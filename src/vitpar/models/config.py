@@ -334,6 +334,13 @@ class ModelConfig:
             layer = self.layer_names[-2]
         return len(self.layers) - 1 - self.layer_names.index(layer)
 
+    def rate_part(self, parameter: str) -> str:
+        """Return the part of the model, by name, whose learning rate a task may change during a run.
+
+        parameter: its name.
+        """
+        return ""
+
     @cached_property
     def kinds(self) -> dict[str, LayerDescription]:
         """Return the first layer of each kind by the kind's name, in order."""

@@ -10,6 +10,7 @@ from typing import Any
 from vitpar.errors import ModelError
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import ModelConfig, field_names
+from vitpar.models.dino.config import DINOConfig
 from vitpar.models.lora import LoRA
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.swin.config import SwinConfig
@@ -18,7 +19,7 @@ from vitpar.models.vit.config import ViTConfig
 from vitpar.text import nearest, shown
 
 FAMILIES: dict[str, type[ModelConfig]] = {
-    family.FAMILY: family for family in (ViTConfig, SwinConfig, MAEConfig, BertConfig, T5Config)
+    family.FAMILY: family for family in (ViTConfig, SwinConfig, MAEConfig, DINOConfig, BertConfig, T5Config)
 }
 """Configuration classes by the name of their family. ``vitpar.models.own`` adds those of the user."""
 SHIPPED = tuple(name for family in FAMILIES.values() for name in family.published())

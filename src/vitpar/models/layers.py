@@ -187,7 +187,7 @@ class ResidualBlock(Layer):
     dropout: dropout rate at the end of each branch.
     """
 
-    TENSOR_MODES = MODES
+    TENSOR_MODES: ClassVar[tuple[str, ...]] = MODES
     place: Tensor
     rate: Tensor
 

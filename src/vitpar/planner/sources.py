@@ -15,6 +15,8 @@ from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 from vitpar.planner.search.space import FLAGS
 from vitpar.strategy.execution import FP8_MIN_FEATURES
+from vitpar.tasks import task_of
+from vitpar.tasks.known import task_class
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.machine import automatic_precision
 
@@ -29,6 +31,10 @@ def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | Non
 
     Raises DataError, RecipeError and StrategyError for a teacher that does not fit.
     """
+    if task_class(recipe).AVERAGES:
+        average = task_of(recipe, config.num_classes).teacher_config(config)
+        assert average is not None, "the average is its teacher"
+        return PlannedTeacher(average, None)
     if recipe.distill.teacher is None:
         return None
     from vitpar.training.teacher import open_teacher

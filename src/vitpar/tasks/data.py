@@ -34,7 +34,9 @@ def open_split(recipe: Recipe, split: str) -> ImageSet | TextSet:
 def open_data(
     recipe: Recipe, train: ImageSet | TextSet | None = None
 ) -> tuple[ImageSet | TextSet, ImageSet | TextSet | None]:
-    """Return the training and validation sets of a recipe; None for a data set without a `val` split.
+    """Return the training and validation sets of a recipe.
+
+    The latter is None for a data set without a `val` split.
 
     train: training set if it is open already.
 
@@ -56,4 +58,7 @@ def model_of(recipe: Recipe, num_classes: int | None, default: int) -> ModelConf
     usual: dict[str, Any] = {} if num_classes is None else {"vocab_size": num_classes}
     if there and task_class(recipe).INPUT == "text":
         usual = {**task_of(recipe, open_split(recipe, "train")).model_options, **usual}
-    return recipe.config(classes_of(recipe, num_classes, default), usual)
+    outputs = classes_of(recipe, num_classes, default)
+    if not (task := task_class(recipe)).OUTPUTS_ARE_LABELS and task.INPUT == "images":
+        outputs = task_of(recipe, outputs).outputs
+    return recipe.config(outputs, usual)

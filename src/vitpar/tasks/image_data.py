@@ -140,8 +140,13 @@ def held_bytes(recipe: Recipe, config: ModelConfig) -> int:
 
 
 def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, plan: Plan) -> None:
-    """Raise StrategyError for a stream if ranks that do not take its images make targets of them."""
-    if recipe.stream and task.LOCAL_TARGETS and not images_are_at_outputs(config, plan):
+    """Refuse a stream that the task does not read, or of which ranks make targets that do not take its images.
+
+    Raises RecipeError and StrategyError.
+    """
+    if recipe.stream and not task.STREAMS:
+        raise RecipeError(f"task '{shown(task.NAME)}' does not read streams: pack the data, or index the shards")
+    if recipe.stream and task.IMAGE_TARGETS and not images_are_at_outputs(config, plan):
         raise StrategyError(
             f"task '{shown(task.NAME)}' needs streamed images on all ranks that give outputs: pack the data, or leave "
             "pp and +sp out of the plan"

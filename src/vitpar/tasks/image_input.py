@@ -14,6 +14,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.loader import StreamLoader
 from vitpar.data.stream.stream_set import StreamPart, StreamSet
 from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import ModelError
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
@@ -71,16 +72,17 @@ class ImageInput(Input):
         self.workers = self._threads()
         self._kept: dict[tuple[object, str], KeptImages] = {}
         """Images in memory by data set and use, `train` or `eval`."""
-        self._train, self._eval, normalize = transforms(recipe, model.config.image_size)
+        train, self._eval, normalize = transforms(recipe, model.config.image_size)
+        self._train: TrainTransform | list[TrainTransform] = train
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._decoder: DeviceDecoder | None = None
         self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
-        self._outputs = model.output_rows(model.batch_size) if task.LOCAL_TARGETS and model.gives_outputs else []
+        self._outputs = model.output_rows(model.batch_size) if task.IMAGE_TARGETS and model.gives_outputs else []
         self._teacher = teacher
         taught = [] if teacher is None else teacher.image_rows(model.batch_size)
-        apart = task.LOCAL_TARGETS and not images_are_at_outputs(model.config, model.plan)
+        apart = task.IMAGE_TARGETS and not images_are_at_outputs(model.config, model.plan)
         if teacher is not None:
             plans = model.plan, teacher.plan, model.config, teacher.config
             apart = not takes_all_of(*plans, model.batch_size)
@@ -138,6 +140,7 @@ class ImageInput(Input):
         if isinstance(images, StreamSet):
             part, parts = self._part()
             images.refuse_few(parts)
+            assert not isinstance(self._train, list), "tasks of several crops refuse streams"
             return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, start=start, **settings)
         return TrainLoader(images, self._train, order=order_of(self._recipe, len(images)), start=start, **settings)
 
@@ -174,13 +177,13 @@ class ImageInput(Input):
             return torch.randn(len(rows), c.channels, c.image_size, c.image_size, device=device)
 
         images, taught, compute = None, None, self._model.precision.compute
-        if self._decoded and not self.task.LOCAL_TARGETS:
+        if self._decoded and not self.task.IMAGE_TARGETS:
             images, taught = self._shared(noise(self._decoded).to(compute))
         elif self._model.takes_images:
             images = noise(self._rows).to(compute)
         numbers = torch.arange(size, device=device)
         labels = numbers % self.task.labels.count
-        if not self.task.LOCAL_TARGETS:
+        if not self.task.IMAGE_TARGETS:
             return StepInput(images, self.task.counted_targets(labels), numbers, taught=taught)
         return StepInput(images, self._local_targets(noise(self._outputs), labels, numbers), numbers)
 
@@ -193,14 +196,14 @@ class ImageInput(Input):
 
     def train_step(self, batch: Batch) -> StepInput:
         labels, keys = self._labels_and_keys(batch)
-        if self.task.LOCAL_TARGETS:
+        if self.task.IMAGE_TARGETS:
             return StepInput(*self._images_and_targets(batch, labels, keys), keys)
         mixed = self._mix(batch.keys.numpy(), batch.size) if self._mix else None
         targets = self.task.counted_targets(labels) if mixed is None else mixed.labels(labels, IGNORED)
         if not self._decoded:
             return StepInput(None, targets, keys)
         needed, compute = self._needed(), self._model.precision.compute
-        images = self._gathered(batch, len(needed))
+        images = self._gathered(batch.images, batch.size, len(needed))
         if mixed is None:
             images = self.normalize(images, compute)
         else:
@@ -218,13 +221,13 @@ class ImageInput(Input):
         labels = self._evaluated(batch)
         if labels is None:
             return None
-        if self.task.LOCAL_TARGETS:
+        if self.task.IMAGE_TARGETS:
             return EvalInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels)), labels)
         return EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
 
     def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return this rank's images, None where the model takes none, and the targets of its outputs."""
-        pixels = self._gathered(batch, len(self._eval_rows))
+        pixels = self._gathered(batch.images, batch.size, len(self._eval_rows))
         images = None
         if self._model.takes_images:
             taken = pixels if self._taken is None else pixels[self._taken]
@@ -247,8 +250,8 @@ class ImageInput(Input):
         """
         if not self._model.takes_images:
             return None
-        pixels = self._gathered(batch, len(self._eval_rows))
-        taken = self._taken if self.task.LOCAL_TARGETS else None
+        pixels = self._gathered(batch.images, batch.size, len(self._eval_rows))
+        taken = self._taken if self.task.IMAGE_TARGETS else None
         return self.normalize(pixels if taken is None else pixels[taken], self._model.precision.compute)
 
     def labels(self, batch: Batch) -> Tensor:
@@ -325,9 +328,8 @@ class ImageInput(Input):
         begin = share * dist.get_rank(self._peers)
         return list(rows[begin : begin + share])
 
-    def _gathered(self, batch: Batch, number: int) -> Tensor:
-        """Return all `number` images, on the device. batch: has this rank's share of them."""
-        images, size = batch.images, batch.size
+    def _gathered(self, images: Tensor | DrawnBatch | None, size: int, number: int) -> Tensor:
+        """Return all `number` images of `size` pixels, on the device. images: this rank's share of them."""
         if isinstance(images, DrawnBatch):
             mine = images.made(self.to_device)
         else:

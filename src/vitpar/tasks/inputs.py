@@ -1,6 +1,8 @@
 """The input that a task reads."""
 
 from vitpar.parallel import ParallelModel
+from vitpar.tasks.crop_input import CropInput
+from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.input import Input
 from vitpar.tasks.task import Task
@@ -14,6 +16,8 @@ def build_input(recipe: Recipe, model: ParallelModel, task: Task, teacher: Paral
 
     teacher: takes images too; None for none.
     """
+    if isinstance(task, DINO):
+        return CropInput(recipe, model, task)
     if isinstance(task, TextTask):
         return TextInput(recipe, model, task)
     return ImageInput(recipe, model, task, teacher)

@@ -10,6 +10,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.families import family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
+from vitpar.tasks.dino import DINO
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
@@ -20,9 +21,10 @@ from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
+    from vitpar.models.config import ModelConfig
     from vitpar.training.recipe import Recipe
 
-TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, MaskedLanguage, SpanCorruption)}
+TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, DINO, MaskedLanguage, SpanCorruption)}
 """Tasks by name. `load` adds those of the user."""
 
 
@@ -35,6 +37,12 @@ def load(text: str) -> str:
     task.NAME = name
     TASKS[name] = task
     return text
+
+
+def model_for(task: str, config: ModelConfig) -> ModelConfig | None:
+    """Return the model with which the task called `task` continues the training of a model (``Task.model_for``)."""
+    known = TASKS.get(PurePath(task).name)
+    return None if known is None else known.model_for(config)
 
 
 def task_class(recipe: Recipe) -> type[Task]:
@@ -69,6 +77,10 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
         option = min(unknown)
         raise RecipeError(
             f"task.options has '{shown(option)}', which {name} does not{nearest(option, known)}: leave it out"
+        )
+    if task.AVERAGES and train.ema_decay is None:
+        raise RecipeError(
+            f"task '{name}' learns from the average of its parameters: set train.ema_decay, such as to 0.992"
         )
     if recipe.distill.teacher is not None:
         task = Distill
@@ -118,5 +130,5 @@ def _refuse_other_model(task: type[Task], model: str) -> None:
         )
 
 
-_EXAMPLES = {"mae": "mae_vit_base"}
+_EXAMPLES = {"mae": "mae_vit_base", "dino": "dino_vit_small_patch14_224"}
 """Name of a model by family, for messages."""

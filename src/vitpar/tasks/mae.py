@@ -29,6 +29,7 @@ class MAE(Task):
     NAME: ClassVar[str] = "mae"
     FAMILIES: ClassVar[tuple[str, ...]] = ("mae",)
     LOCAL_TARGETS: ClassVar[bool] = True
+    IMAGE_TARGETS: ClassVar[bool] = True
     PREDICTS: ClassVar[bool] = False
     PICTURES: ClassVar[str] = (
         "Visible patches of a reconstruction are those of the original; where the loss normalises patches, masked "

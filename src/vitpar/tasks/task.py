@@ -6,7 +6,7 @@ A task is a frozen dataclass, equal on all ranks. Its fields beside `labels` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from vitpar.data.classes import ClassMatch, NamedClasses
     from vitpar.models.config import ModelConfig
+    from vitpar.training.optim.shapes import RunLengths
 
 
 _LONGEST = 60
@@ -120,6 +121,15 @@ class Task:
     """Metrics of training steps besides the loss, which `measure` returns."""
     PREDICTS: ClassVar[bool] = True
     """Whether `predict` says something about each sample."""
+    EVALUATES: ClassVar[bool] = True
+    """Whether models are evaluated by the loss and METRICS of their outputs. Otherwise a training evaluates what its
+    teacher makes of labelled images, if there are any."""
+    STREAMS: ClassVar[bool] = True
+    """Whether a training can read streams."""
+    AVERAGES: ClassVar[bool] = False
+    """Whether the average of the parameters is the teacher (`teacher_config`), so that a training needs one."""
+    IMAGE_TARGETS: ClassVar[bool] = False
+    """Whether `local_targets` makes targets of images and keys, under LOCAL_TARGETS."""
     PICTURES: ClassVar[str] = ""
     """Sentence on what `pictures` shows, for `vitpar report --images`; empty if it shows nothing."""
     MIXES: ClassVar[bool] = False
@@ -127,7 +137,7 @@ class Task:
     FAMILIES: ClassVar[tuple[str, ...]] = ()
     """Families of models that only this task trains; without any, those that no other task names."""
     LOCAL_TARGETS: ClassVar[bool] = False
-    """Whether targets are made of images and keys by `local_targets`. A rank then has those of its own outputs only."""
+    """Whether a rank has the targets of its own outputs only, not those of the complete batch."""
     OUTPUTS_ARE_LABELS: ClassVar[bool] = False
     """Whether the model has an output for each label, so that weights and data are matched by the labels' names."""
 
@@ -170,6 +180,40 @@ class Task:
                 f"task '{self.NAME}' reads images, but {config.name} takes text: name a model of images, or a task of "
                 "text, such as --task mlm"
             )
+
+    @classmethod
+    def model_for(cls, config: ModelConfig) -> ModelConfig | None:
+        """Return the model with which this task continues the training of a model; None if that is the same model."""
+        return None
+
+    def teacher_config(self, config: ModelConfig) -> ModelConfig | None:
+        """Return the model of the teacher that is the average of the model `config`; None for a task without one.
+
+        It has the same parameters. Its outputs give the targets.
+        """
+        return None
+
+    def sides(self, keys: Tensor, rows: Collection[int], config: ModelConfig) -> Mapping[str, Tensor]:
+        """Return the side inputs of the model that follow from the keys of a batch, by name, [batch, …] on the CPU.
+
+        keys: int64 [batch], on the CPU. rows: samples that are needed.
+        """
+        return {}
+
+    def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:
+        """Return functions of the number of an update, from 1, by the name of what changes over a run.
+
+        `teacher_temp` is the temperature of the teacher; `rate_PART` the factor of the learning rate of a part of the
+        model (``ModelConfig.rate_part``).
+        """
+        return {}
+
+    def reference_taught(self, outputs: Tensor, taught: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of each sample by a formula of its own, [batch], with a teacher of `teacher_config`.
+
+        taught: outputs of the teacher for the same samples.
+        """
+        raise NotImplementedError
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the targets of samples, [batch] or [batch, …], on the device of `labels`.

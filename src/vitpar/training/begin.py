@@ -81,8 +81,8 @@ def opened_for(folder: Path, config: ModelConfig) -> Opened:
     opened, pretrained = Opened(weights.config, weights.read), None
     if type(weights.config) is not type(config):
         pretrained = weights.config.pretrained
-    if pretrained is not None and type(pretrained[0]) is type(config):
-        change = f"the encoder of {weights.config.name} is used; its decoder is left out"
+    if pretrained is not None and (type(pretrained[0]) is type(config) or config.adapted(pretrained[0])):
+        change = f"the encoder of {weights.config.name} is used; what only pretraining needs is left out"
         opened = Opened(pretrained[0], _made(pretrained[1], weights.read), (change,))
     if adapted := config.adapted(opened.config):
         read = _made(adapted.tensors, opened.read)
@@ -135,7 +135,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasse
         or match.kind in ("other", "mixed")
         or (match.kind == "unnamed" and config.num_classes != there.num_classes)
     )
-    if new:
+    if new and config.classifiers:
         why = "the weights have none" if changed else match.words or f"the weights have {there.num_classes:,}"
         notes.append(f"the classifier of {config.num_classes:,} classes is newly initialised ({why})")
     elif match.words:

@@ -24,6 +24,7 @@ from vitpar.tasks import Task, task_of
 from vitpar.tasks.input import Input
 from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
+from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.average import EMA
@@ -59,7 +60,7 @@ class TrainingComponents:
     """Watch for steps that are not finite."""
     ema: EMA | None
     """Average of the parameters; None if the recipe has none."""
-    teacher: Teacher | None
+    teacher: Teacher | SelfTeacher | None
     """Teacher, which is not trained; None without distillation."""
     warnings: tuple[str, ...]
     """Reasons why steps are slower than they could be."""
@@ -157,18 +158,23 @@ def build(
     compiling = choose_compiling(wanted, plan, train.precision, device)
     executed = execution(recipe, config, plan, compiling.blocks)
     setup = teacher_of(recipe, config, plan, (data or {}).get(TRAINING_DATA))
-    teacher = None if setup is None else Teacher(setup, executed, task, device)
+    teacher: Teacher | SelfTeacher | None = None if setup is None else Teacher(setup, executed, task, device)
     model = parallelize_checked(config, plan, executed, device, task)
+    own = None
+    if (average := task.teacher_config(config)) is not None:
+        teacher = own = SelfTeacher(model, average, task, device)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),
         recipe.optimizer,
         matrices=config.hidden_matrices,
         layers_above=config.layers_above,
+        part=config.rate_part,
         implementation=implementation.name,
     )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
-    ema = EMA(model, train.ema_decay, train.ema_warmup) if train.ema_decay else None
+    holder = None if own is None else own.model
+    ema = EMA(model, train.ema_decay, train.ema_warmup, holder) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     passes = implementation.because and f"AdamW does not run in one pass: {implementation.because}"
     warnings = tuple(filter(None, (because, passes, slow_here(train.precision, device))))

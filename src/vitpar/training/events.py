@@ -149,7 +149,7 @@ class Logged(Reporter):
         self._shown.info(text)
 
     def finished(self, summary: Row) -> None:
-        result = f"val {self._task.words(summary)}" if "loss" in summary else "not evaluated"
+        result = f"val {self._task.words(summary)}" if self._task.best.name in summary else "not evaluated"
         self._log(f"done  {result}  weights {summary['weights']}")
         self._event("done")
         self._shown.finished(summary)

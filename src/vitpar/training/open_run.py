@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,19 @@ class OpenRun:
         self.prepared, self.device = prepared, device
         self.recipe, self.plan, self.config, self.task = prepared.recipe, prepared.plan, prepared.config, prepared.task
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
+        if not self.task.EVALUATES and self.train_set.num_classes < 2:
+            self.val_set = None  # without labels
         self.shown, self.watchdog, self.rank = reporter, watchdog or Watchdog(), dist.get_rank()
-        self.schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
-        self.lr = self.schedules.lr
+        schedules = Schedules.of(self.recipe, len(self.train_set), self.config)
+        self.lr = schedules.lr
+        self.schedules = replace(schedules, named={**schedules.named, **self.task.schedules(self.lr.run)})
         self.total_steps = self.lr.run.steps
-        self.done, self.samples = 0, 0
+        self.done, self.samples, self._deviation = 0, 0, 0.0
         data = {TRAINING_DATA: self.train_set, "the validation data": self.val_set}
         place = None if prepared.run_dir is None else str(prepared.run_dir)
         trained = build(self.recipe, self.config, self.plan, device, self.task, data, {"--run-dir": place})
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
-        self.non_finite, self.input = trained.non_finite, trained.input()
+        self.teacher, self.non_finite, self.input = trained.teacher, trained.non_finite, trained.input()
         self._teacher_fingerprint = teacher_fingerprint(self.recipe)
         self.state = TrainingState(self.model, self.optimizer, self.ema, trained.scaler)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None

@@ -23,6 +23,7 @@ from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
 from vitpar.tasks.image_data import ImageSet, check_images, order_of, refuse_streamed_targets
+from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
 from vitpar.training.recipe import Recipe, read_recipe
@@ -31,7 +32,7 @@ from vitpar.training.recipe.machine import on_device, refuse_huge_batch
 from vitpar.training.recipe.recipe import Chosen
 from vitpar.training.recipe.request import Merged, RecipeRequest
 from vitpar.training.recipe.schedules import Schedules
-from vitpar.training.recipe.sections import AUTO
+from vitpar.training.recipe.sections import AUTO, ModelSection
 from vitpar.training.run_folder import check_run_folder
 from vitpar.training.saving.resume import (
     Resumed,
@@ -165,7 +166,7 @@ def prepare(
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
-        if config.pretrained is not None:
+        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.value("task.name"):
             hints.append(f"these weights continue task '{recipe.task.name}': to fine-tune them, add --task classify")
     if recipe.lora.weights is not None and source.begins:
         from vitpar.models.lora import LoRA
@@ -224,8 +225,9 @@ def refuse_teacher(recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedC
 def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -> tuple[RecipeRequest, bool]:
     """Return the request for a model that begins with `model.weights`, and whether its recipe came with them.
 
-    A request without recipe and model gets those of the weights. For another task than theirs, weights of pretraining
-    give the model that they are for, as a masked autoencoder gives its encoder.
+    A request without recipe and model gets those of the weights. For another task than theirs it gets the model with
+    which that task continues (``Task.model_for``), or the one that pretraining was for, as a masked autoencoder's
+    encoder.
 
     fetch: returns the local folder of weights, which may be on the hub.
 
@@ -239,12 +241,19 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
     if request.path is not None or request.value("model.name") is not None or not file.is_file():
         return request, False
     saved = read_recipe(file, {"data.path": "unused"}, needs_length=False)
-    pretrained = saved.config(1).pretrained if task not in (None, saved.task.name) else None
-    if pretrained is None:
+    made = None
+    if task not in (None, saved.task.name):
+        there = saved.config(1)
+        made = model_for(str(task), there) or (None if there.pretrained is None else there.pretrained[0])
+    if made is None:
         return replace(request, path=file), True
     from vitpar.weights.importing import model_section
 
-    theirs = {f"model.{name}": value for name, value in model_section(pretrained[0]).items()}
+    known = ModelSection.model_fields
+    theirs: dict[str, object] = {
+        f"model.{name}" if name in known else f"model.options.{name}": value
+        for name, value in model_section(made).items()
+    }
     theirs |= {"data.mean": saved.data.mean, "data.std": saved.data.std}
     given = {key: value for key, value in request.given.items() if value is not None}
     return replace(request, given=theirs | given), False

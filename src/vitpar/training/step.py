@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
+from vitpar.tasks.task import StepInput
 from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
+    from vitpar.tasks.self_teacher import SelfTeacher
     from vitpar.training.faults.non_finite import NonFinite
     from vitpar.training.optim.average import EMA
     from vitpar.training.optim.loss_scale import LossScaler
@@ -67,7 +69,7 @@ class TrainStep:
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
         non_finite: NonFinite | None = None,
-        teacher: Teacher | None = None,
+        teacher: Teacher | SelfTeacher | None = None,
         signals: LayerSignals | None = None,
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,
@@ -95,7 +97,7 @@ class TrainStep:
         scale = self._scaler.scale if self._scaler else 1.0
         if self._teacher is not None:
             with phase("teacher"):
-                targets = self._teacher.targets(targets, taught)
+                targets = self._teacher.targets(StepInput(images, targets, keys, sides, taught))
         model.loss_scale, model.keep_low_precision_gradients = scale, self.optimizer.one_pass
         loss = model.forward_backward(images, targets, keys, **sides)
         self._after_gradients(number)

@@ -23,6 +23,7 @@ from vitpar.strategy.stages import takes_all_of
 from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.distill import Distill
+from vitpar.tasks.task import StepInput
 from vitpar.text import divisors, shown
 from vitpar.training.recipe import Recipe
 from vitpar.training.recipe.file import read_section
@@ -182,13 +183,9 @@ class Teacher:
         load_weights(self.model, setup.folder)
         self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), device=device)
 
-    def targets(self, targets: Tensor, images: Tensor | None) -> Tensor:
-        """Return the targets of a step, with the teacher's logits for the complete batch.
-
-        targets: those of the labels.
-        images: this rank's images of the teacher.
-        """
-        return self._task.with_teacher(targets, self.logits(images))
+    def targets(self, given: StepInput) -> Tensor:
+        """Return the targets of a step, with the teacher's logits for the complete batch."""
+        return self._task.with_teacher(given.targets, self.logits(given.taught))
 
     def logits(self, images: Tensor | None) -> Tensor:
         """Return the logits of the complete batch, [batch, classes of the data], float32 or float64.

@@ -7,16 +7,23 @@ from typing import Any
 
 from vitpar.copying import upload_end
 from vitpar.data.loader import Batch
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, WAITING
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.open_run import OpenRun
+from vitpar.training.probe.running import collapse_warning, evaluate_neighbours
 from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.step import Garbage, Stepped
 from vitpar.weights.folder import save_weights
+
+RATE = "rate_"
+"""Beginning of the names of schedules of the learning rate of parts of a model (``Task.schedules``)."""
 
 
 class Trainer(OpenRun):
@@ -97,6 +104,12 @@ class Trainer(OpenRun):
         extra = self.schedules.others(number)
         if "weight_decay" in extra:
             self.optimizer.set_weight_decay(extra["weight_decay"])
+        if "ema_decay" in extra and self.ema:
+            self.ema.set_decay(extra["ema_decay"])
+        if "teacher_temp" in extra and isinstance(self.teacher, SelfTeacher):
+            self.teacher.temperature = extra["teacher_temp"]
+        if rates := {name.removeprefix(RATE): value for name, value in extra.items() if name.startswith(RATE)}:
+            self.optimizer.set_rates(rates)
         if self.schedules.drop_share:
             self.model.set_drop_path(self.schedules.drop_share(number))
         if "image_size" in extra:
@@ -132,6 +145,13 @@ class Trainer(OpenRun):
             self.watchdog.beat(EVALUATING, self.done)
             self.reporter.evaluating(done, len(images))
 
+        if isinstance(self.teacher, SelfTeacher):
+            assert isinstance(images, ShardSet) and isinstance(self.train_set, ShardSet), "streams are refused"
+            assert isinstance(self.input, ImageInput), "the task reads images"
+            result = evaluate_neighbours(self.teacher, self.input, self.train_set, images, progress)
+            self.note(collapse_warning(deviation := result.metrics["feature_std"], self._deviation))
+            self._deviation = max(deviation, self._deviation)
+            return result
         self.model.take_image_size(self.config.image_size)
         with self.ema.averaged() if self.ema else nullcontext():
             return evaluate(self.model, self.input, images, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +55,8 @@ def export_weights(
     Raises DataError for a model or parts that the library does not have. Raises CheckpointError for a folder that is
     not empty and if writing fails.
     """
+    if weights.config.FAMILY not in FAMILIES and weights.config.pretrained is not None:
+        weights = _backbone(weights)
     family = FAMILIES.get(weights.config.FAMILY)
     if family is None:
         raise DataError(
@@ -82,6 +84,17 @@ def export_weights(
         progress=progress,
     )
     return ExportedWeights(files, list(made.notes))
+
+
+def _backbone(weights: Weights) -> Weights:
+    """Return the weights of the model that pretraining was for, with a classifier of zeros."""
+    assert weights.config.pretrained is not None
+    config, tensors = weights.config.pretrained
+
+    def read(name: str) -> Tensor:
+        return _made(tensors[name], weights) if name in tensors else torch.zeros(config.shape(name))
+
+    return replace(weights, config=config, read=read)
 
 
 def _refuse_other_parameters(

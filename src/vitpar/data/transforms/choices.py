@@ -99,6 +99,8 @@ def draw_changes(transform: TrainTransform, draws: Draws) -> Work:
         for step in steps:
             groups: dict[str, list[tuple[Numbers, NDArray[Any]]]] = {}
             for name, (rows, values) in step.items():
+                if not len(rows):
+                    continue
                 change, numbers = arguments(name, values, transform.size)
                 groups.setdefault(change, []).append((rows, numbers))
             for change, parts in groups.items():

@@ -189,6 +189,25 @@ def _equalized(images: Tensor, _: Tensor) -> Tensor:
     return tables.to(torch.uint8).gather(1, flat).view(images.shape)
 
 
+def _hue_moved(images: Tensor, turns: Tensor) -> Tensor:
+    """Turn the hue of images by parts of a circle, [k]. Rounds once, where Pillow rounds hue and saturation too."""
+    pixels = images.float()
+    high, low = pixels.amax(1), pixels.amin(1)
+    spread = (high - low).clamp(min=1e-6)
+    red, green, blue = pixels.unbind(1)
+    of_green = torch.where(high == green, 2 + (blue - red) / spread, 4 + (red - green) / spread)
+    sixths = torch.where(high == red, (green - blue) / spread, of_green) + 6 * turns.float()[:, None, None]
+    # A channel is at its highest within a sixth of its own hue, and at its lowest from two sixths on.
+    places = torch.tensor([0.0, 2.0, 4.0], device=images.device)[:, None, None]
+    away = (sixths[:, None] - places).remainder(6.0)
+    share = (2 - torch.minimum(away, 6 - away)).clamp_(0, 1)
+    return _rounded_levels(low[:, None] + share * (high - low)[:, None])
+
+
+def _rounded_levels(levels: Tensor) -> Tensor:
+    return levels.round_().clamp_(0, 255).to(torch.uint8)
+
+
 def _taps(sigma: float) -> NDArray[np.float64]:
     """Return the weights of a pass of Pillow's blur, in units of 1 / _BLUR_ONE: of the middle, its neighbours, theirs.
 
@@ -277,6 +296,7 @@ CHANGES: dict[str, Change] = {
             "Contrast": lambda images, factors: _blended(_mean_grey(images), images, factors),
             "Brightness": lambda images, factors: _blended(0.0, images, factors),
             "Sharpness": lambda images, factors: _blended(_smoothed(images), images, factors),
+            "Hue": _hue_moved,
             "Grayscale": lambda images, _: grey(images).to(torch.uint8).expand_as(images),
             "GaussianBlur": _blurred,
         }.items()

@@ -158,11 +158,12 @@ OPERATIONS: dict[str, Operation] = {
     "ShearY": _moved(3, _SHEAR),
     "TranslateX": _moved(2, _TRANSLATION, of_side=True),
     "TranslateY": _moved(5, _TRANSLATION, of_side=True),
+    "Hue": Operation(_nothing),
     "Grayscale": Operation(_nothing),
     "GaussianBlur": Operation(lambda level, context, _: context.draws.uniform(0.1, LARGEST_BLUR)),
 }
 
-_RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
+_RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Hue", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
 
 
@@ -222,6 +223,44 @@ class OneOf:
             yield _by_name(draws, rows, names[rows], levels[rows], side, self.increasing)
 
 
+@dataclass(frozen=True)
+class Distortions:
+    """Colours, grey, blur and solarising of the crops of self-distillation, as in DINOv2 (arXiv 2304.07193)."""
+
+    blur: float = 0.5
+    """Probability of a blur of 0.1 to 2 pixels."""
+    solarize: float = 0.0
+    """Probability that levels from 128 on are inverted."""
+    jitter: float = 0.8
+    """Probability that brightness, contrast, saturation and hue change, in any order."""
+    grey: float = 0.2
+    """Probability that the image becomes grey."""
+
+    def steps(self, draws: Draws, side: int) -> Iterator[Step]:
+        """Yield the operations on images with their arguments, in order."""
+        changed = np.flatnonzero(draws.uniform() < self.jitter)
+        own = draws.of(changed)
+        amounts = {"Brightness": (0.6, 1.4), "Contrast": (0.6, 1.4), "Color": (0.8, 1.2), "Hue": (-0.1, 0.1)}
+        order = np.argsort(np.stack([own.uniform() for _ in amounts]), axis=0, kind="stable")
+        for place in order:
+            step: Step = {}
+            for number, (name, (low, high)) in enumerate(amounts.items()):
+                rows = np.flatnonzero(place == number)
+                if len(rows):
+                    step[name] = changed[rows], own.of(rows).uniform(low, high)
+            yield step
+        yield {"Grayscale": _where(draws, self.grey, 0)}
+        blurred = np.flatnonzero(draws.uniform() < self.blur)
+        yield {"GaussianBlur": (blurred, draws.of(blurred).uniform(0.1, LARGEST_BLUR))}
+        yield {"Solarize": _where(draws, self.solarize, 128)}
+
+
+def _where(draws: Draws, probability: float, argument: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return rows drawn with a probability, and the same argument for each."""
+    rows = np.flatnonzero(draws.uniform() < probability)
+    return rows, np.full(len(rows), argument)
+
+
 def _by_name(
     draws: Draws,
     rows: NDArray[np.int64],
@@ -240,7 +279,7 @@ def _by_name(
     return step
 
 
-Policy = RandAugment | OneOf
+Policy = RandAugment | OneOf | Distortions
 
 
 def _named() -> dict[str, Policy]:

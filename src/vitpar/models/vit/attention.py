@@ -63,6 +63,10 @@ class Attend(nn.Module):
         if self.config.rope != "none":
             halves = self.config.rope == "dinov3"
             q, k = (rotate(x, self.cosines, self.sines, halves=halves) for x in (q, k))
+        return self.attend_heads(q, k, v)
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what `attend` does, of queries and keys that are complete."""
         return rearrange(F.scaled_dot_product_attention(q, k, v), "b h s d -> b s (h d)")
 
 

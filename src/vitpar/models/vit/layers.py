@@ -64,7 +64,7 @@ class Embed(Layer):
     """
 
     TENSOR_PARALLEL = dict.fromkeys(("cls_token", "dist_token", "reg_token", "pos_embed"), "token")
-    TENSOR_MODES = MODES
+    TENSOR_MODES: ClassVar[tuple[str, ...]] = MODES
     positions: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
@@ -99,7 +99,14 @@ class Embed(Layer):
 
         Images of another size than the configuration's get resampled positions.
         """
-        x = self.patch_embed(images)
+        x = self.tokens_of(self.patch_embed(images))
+        if self.training and keys is not None and self.dropout:
+            x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
+        # FSDP2 and pipelines hold on to what a layer gives: a view of the product, if nothing was added to it.
+        return x.clone() if x._is_view() else x
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """Return all tokens of images, [batch, tokens, width], by the embedded patches, [batch, patches, width]."""
         grid = self.grid if x.shape[1] == self.grid**2 else math.isqrt(x.shape[1])
         if self.fixed:
             x = x + self._positions(self.positions, grid, 0).to(x.dtype)
@@ -113,10 +120,7 @@ class Embed(Layer):
         x = torch.cat([*prefix, x], dim=1) if prefix else x
         if self.pos_embed is not None and not self.of_patches:
             x = x + self._positions(for_every_sample(self.pos_embed), grid, self.prefix_tokens)
-        if self.training and keys is not None and self.dropout:
-            x = drop(x, keys, self.dropout, whole_sample=False, first_feature=self.first_feature)
-        # FSDP2 and pipelines hold on to what a layer gives: a view of the product, if nothing was added to it.
-        return x.clone() if x._is_view() else x
+        return x
 
     def _positions(self, positions: Tensor, grid: int, prefix: int) -> Tensor:
         """Return positions [1, prefix + patches, features] for a grid of patches with another side."""

@@ -12,12 +12,12 @@ from vitpar.training.recipe.teacher_plan import teacher_plan
 
 @dataclass(frozen=True)
 class PlannedTeacher:
-    """Teacher of a distillation."""
+    """Teacher of a distillation, or the average of the model as its teacher."""
 
     config: ModelConfig
     """Configuration of the teacher."""
-    distill: DistillSection
-    """Settings of the recipe, with the plan of the teacher."""
+    distill: DistillSection | None
+    """Settings of the recipe, with the plan of the teacher; None for the average, which is a part of the state."""
 
     @property
     def forward_flops(self) -> float:
@@ -29,4 +29,6 @@ class PlannedTeacher:
 
         Raises StrategyError if the plan does not fit this number of ranks.
         """
+        if self.distill is None:
+            return 0
         return sum(layer_parameters(self.config, teacher_plan(self.distill, ranks)).values())

@@ -21,13 +21,19 @@ class EMA:
     and saving. That of a frozen parameter is the parameter itself, in the same memory.
 
     warmup: whether the decay rises from 0 to `decay`, so that initial parameters are forgotten at once.
+    holder: model under the same plan whose parameters are the average, such as a teacher; None for none.
     """
 
-    def __init__(self, model: ParallelModel, decay: float, warmup: bool = False) -> None:
+    def __init__(
+        self, model: ParallelModel, decay: float, warmup: bool = False, holder: ParallelModel | None = None
+    ) -> None:
         self._model, self._decay, self._warmup = model, decay, warmup
-        shards = {name: local(p.detach()) for name, p in model.named_parameters()}
+        self._shards = shards = {name: local(p.detach()) for name, p in model.named_parameters()}
         self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
+        if holder is not None:
+            self.average = {name: local(p.detach()) for name, p in holder.named_parameters()}
+            self.restart()
 
     def _averages(self) -> list[Tensor]:
         return [self.average[name] for name in self._trained]
@@ -35,8 +41,13 @@ class EMA:
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the present parameters."""
-        if self._trained:
-            torch._foreach_copy_(self._averages(), list(self._trained.values()))
+        apart = [name for name, shard in self.average.items() if shard is not self._shards[name]]
+        if apart:
+            torch._foreach_copy_([self.average[name] for name in apart], [self._shards[name] for name in apart])
+
+    def set_decay(self, decay: float) -> None:
+        """Set the decay from the next update on."""
+        self._decay = decay
 
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.

@@ -51,6 +51,7 @@ class ShardedOptimizer:
     matrices: hidden matrices by name, with the rows of their maps, for muon (``ModelConfig.hidden_matrices``).
     layers_above: number of layers above a parameter, by its name (``ModelConfig.layers_above``), which layer-wise
         decay of the learning rate needs.
+    part: part of the model that a parameter belongs to, by its name (``ModelConfig.rate_part``), for `set_rates`.
     implementation: that of the update (``one_pass.choose_implementation``); None for that of the settings.
     """
 
@@ -61,6 +62,7 @@ class ShardedOptimizer:
         *,
         matrices: Mapping[str, tuple[int, ...]] = {},
         layers_above: Callable[[str], int] | None = None,
+        part: Callable[[str], str] = lambda name: "",
         implementation: str | None = None,
     ) -> None:
         # Elementwise optimizers need no empty shards. Others do: ranks with an empty shard take part in the collectives
@@ -70,7 +72,7 @@ class ShardedOptimizer:
             for name, p in parameters
             if p.requires_grad and (local(p).numel() or settings.name not in ELEMENTWISE)
         }
-        groups = _groups(self._pairs, settings, layers_above)
+        groups = _groups(self._pairs, settings, layers_above, part)
         implementation = implementation or settings.implementation
         self.torch_optimizer = _torch_optimizer(groups, settings, implementation, self._pairs, matrices)
         self.implementation = implementation
@@ -144,6 +146,11 @@ class ShardedOptimizer:
         for group in self.torch_optimizer.param_groups:
             group["weight_decay"] = weight_decay * group["wd_scale"]
 
+    def set_rates(self, rates: Mapping[str, float]) -> None:
+        """Multiply the learning rate of parts of the model by `rates`, from the next update on."""
+        for group in self.torch_optimizer.param_groups:
+            group["rate"] = rates.get(group["part"], 1.0)
+
     def step(self, lr: float) -> None:
         """Update with learning rate `lr`, then drop the gradients. Collective for all but elementwise optimizers.
 
@@ -189,7 +196,7 @@ class ShardedOptimizer:
 
     def _update(self, lr: float) -> None:
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+            group["lr"] = lr * group["lr_scale"] * group["rate"]
         self.torch_optimizer.step()
         for parameter, shard in self._pairs.values():
             parameter.grad = shard.grad = None
@@ -200,30 +207,32 @@ _Pairs = dict[str, tuple[nn.Parameter, nn.Parameter]]
 
 
 def _groups(
-    pairs: _Pairs, settings: OptimizerSection, layers_above: Callable[[str], int] | None
+    pairs: _Pairs, settings: OptimizerSection, layers_above: Callable[[str], int] | None, part: Callable[[str], str]
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups: one for each weight decay and factor of the learning rate, in the model's order.
+    """Return the parameter groups: one for each weight decay, factor of the learning rate and part of the model.
 
     The factor has timm's key, lr_scale. `wd_scale` is 1 where weight decay applies, else 0.
     """
-    members: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, int, str], list[nn.Parameter]] = {}
     for name, (parameter, shard) in pairs.items():
         above = 0
         if settings.layer_decay != 1.0:
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
-        members.setdefault((decays(parameter), above), []).append(shard)
+        members.setdefault((decays(parameter), above, part(name)), []).append(shard)
     groups = [
         {
-            "params": members[decay, above],
+            "params": members[decay, above, of],
             "weight_decay": settings.weight_decay if decay else 0.0,
             "wd_scale": float(decay),
             "lr_scale": settings.layer_decay**above,
+            "part": of,
+            "rate": 1.0,
         }
-        for decay, above in sorted(members, reverse=True)
+        for decay, above, of in sorted(members, reverse=True)
     ]
     # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
-    return groups or [{"params": [], "weight_decay": 0.0, "wd_scale": 0.0, "lr_scale": 1.0}]
+    return groups or [{"params": [], "weight_decay": 0.0, "wd_scale": 0.0, "lr_scale": 1.0, "part": "", "rate": 1.0}]
 
 
 def _torch_optimizer(

@@ -44,6 +44,20 @@ FEW_IMAGES = 20_000
 """Number of images below which fine-tuning is advised."""
 FINE_TUNED = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 """timm's name, on the hub, of weights to fine-tune."""
+CONTINUED: dict[str, dict[str, Any]] = {
+    "dino": {
+        "optimizer.weight_decay": 0.04,
+        "optimizer.layer_decay": 0.9,
+        "train.epochs": 20,
+        "train.clip_grad_norm": 3.0,
+        "train.ema_decay": 0.996,
+        "train.ema_decay_end": 1.0,
+        "data.crop_scale": (0.32, 1.0),
+        "task.options.heads_first": 0.1,
+        "task.options.backbone_rate": 0.02,
+    }
+}
+"""Settings of tasks that go on with weights of another task, by dotted key. The rate is that of the task's defaults."""
 FINE_TUNING = {"optimizer.lr": 1e-4, "train.epochs": 10}
 """Settings of a run that starts from weights, by dotted key."""
 
@@ -179,6 +193,31 @@ TASKS = {
         "256 images that grows with the batch (2111.06377)",
         model="mae_vit_base_{}",
     ),
+    "dino": DefaultsRow(
+        None,
+        "ImageNet-1k",
+        *(4e-3, 1024),
+        epochs=100,
+        warmup_epochs=10,
+        settings={
+            "optimizer.name": "adamw",
+            "optimizer.lr_scaling": "sqrt",
+            "data.crop_scale": (0.32, 1.0),
+            "optimizer.weight_decay": 0.04,
+            "optimizer.weight_decay_end": 0.4,
+            "optimizer.layer_decay": 0.9,
+            "lr_schedule.min_lr": 1e-6,
+            "train.clip_grad_norm": 3.0,
+            "train.ema_decay": 0.992,
+            "train.ema_decay_end": 1.0,
+            "model.drop_path": 0.3,
+            "model.layer_scale": 1e-5,
+        },
+        sources="global crops of 0.32 to 1, AdamW with a rate of 4e-3 for 1,024 images that grows with the root of the "
+        "batch, weight decay that rises from 0.04 to 0.4, layer decay 0.9, clipping at 3, an average whose decay rises "
+        "from 0.992 to 1, drop-path 0.3, layer scale 1e-5 (2304.07193, the short configuration of its code)",
+        model="dino_vit_small_{}",
+    ),
     "mlm": DefaultsRow(
         None,
         "BERT",
@@ -276,20 +315,30 @@ def with_defaults(recipe: Recipe, samples: int, side: int | None = None) -> Reci
 
 
 def for_fine_tuning(recipe: Recipe) -> Recipe:
-    """Return `recipe`, which starts from weights, with FINE_TUNING in the settings that it leaves out."""
+    """Return `recipe`, which starts from weights, with FINE_TUNING or CONTINUED in the settings that it leaves out."""
     left = {"train.epochs"} if recipe.train.steps is not None else set()
+    if (task := recipe.task.name) in CONTINUED:
+        settings = {**CONTINUED[task], "optimizer.lr": _of_task(recipe, TASKS[task])["optimizer.lr"]}
+        return _filled(recipe, {key: value for key, value in settings.items() if key not in left})
     left |= set() if recipe.optimizer.name in ("adamw", "adam") else {"optimizer.lr"}  # others have rates of their own
     return _filled(recipe, {key: value for key, value in FINE_TUNING.items() if key not in left})
 
 
 def _filled(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """Return `recipe` with `settings`, by dotted key, where it leaves them out."""
-    values, idle = recipe.model_dump(exclude_unset=True), idle_settings(recipe)
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        if key not in idle:
-            values.setdefault(section, {}).setdefault(name, value)
-    return checked(values)
+    left, idle = {**settings}, idle_settings(recipe)
+    while left.keys() - idle.keys():
+        values = recipe.model_dump(exclude_unset=True)
+        for key in [key for key in left if key not in idle]:
+            section, _, name = key.partition(".")
+            inner, _, option = name.partition(".")
+            place = values.setdefault(section, {})
+            if option:
+                place, name = place.setdefault(inner, {}), option
+            place.setdefault(name, left.pop(key))
+        recipe = checked(values)
+        idle = idle_settings(recipe)  # some have an effect beside those that are set now
+    return recipe
 
 
 def _with_model(recipe: Recipe, samples: int, side: int | None) -> Recipe:
@@ -353,9 +402,11 @@ def _table_settings(recipe: Recipe, config: ModelConfig, samples: int) -> dict[s
 def _of_task(recipe: Recipe, row: DefaultsRow) -> dict[str, Any]:
     """Return the settings of a task of TASKS, by dotted key; those of its optimizer only if the recipe has no other."""
     optimizer, settings = recipe.optimizer, {**row.settings}
+    ratio = (optimizer.lr_batch_size or recipe.train.batch_size) / row.batch
+    if settings.pop("optimizer.lr_scaling", "linear") == "sqrt":
+        ratio = math.sqrt(ratio)
     if settings["optimizer.name"] == "adamw":
-        lr = row.lr * (optimizer.lr_batch_size or recipe.train.batch_size) / row.batch
-        settings["optimizer.lr"] = float(f"{lr:.3g}")
+        settings["optimizer.lr"] = float(f"{row.lr * ratio:.3g}")
     if "name" in optimizer.model_fields_set and optimizer.name != settings["optimizer.name"]:
         settings = {key: value for key, value in settings.items() if not key.startswith("optimizer.")}
     return settings

@@ -83,7 +83,7 @@ NEEDS: tuple[Need, ...] = (
         lambda recipe: recipe.lr_schedule.shape.strip() != "constant",
     ),
     Need(_keys(lr_schedule="warmup_lr after_warmup"), "lr_schedule.warmup", lambda recipe: recipe.has_warmup),
-    Need(("train.ema_warmup",), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
+    Need(_keys(train="ema_warmup ema_decay_end"), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
     Need(("train.activation_memory_budget",), "train.compile", lambda recipe: recipe.train.compile is not False),
     Need(
         _keys(train="fp8_min_features fp8_fast_accum"),

@@ -24,7 +24,7 @@ class Schedules:
     """Learning rate."""
     named: Mapping[str, Callable[[int], float]]
     """Functions of the number of an update, counted from 1, by the name of what else changes: `weight_decay`,
-    `drop_path` (of the last block), `image_size` (in pixels)."""
+    `ema_decay`, `drop_path` (of the last block), `image_size` (in pixels)."""
     drop_share: Callable[[int], float] | None
     """Part of the model's rates of stochastic depth in an update, from 0 to 1; None if it is constant."""
 
@@ -38,6 +38,9 @@ class Schedules:
         first, last = recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end
         if last is not None:  # half a cosine over all updates, as in DINO (2104.14294)
             named["weight_decay"] = lambda step: Cosine().rate(Course(run, step - 1, run.steps, 0), first, last)
+        begin, end = recipe.train.ema_decay, recipe.train.ema_decay_end
+        if begin is not None and end is not None:
+            named["ema_decay"] = lambda step: Cosine().rate(Course(run, step - 1, run.steps, 0), begin, end)
         if (text := recipe.train.drop_path_schedule) != "constant":
             share = _drop_share(text, run, config)
             named["drop_path"] = lambda step: config.drop_path * share(step)  # type: ignore[attr-defined]

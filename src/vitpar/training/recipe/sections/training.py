@@ -169,6 +169,9 @@ class TrainSection(Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Decay of a moving average of the parameters, which is what is evaluated and saved as weights; no average if
     unset."""
+    ema_decay_end: float | None = Field(None, gt=0, le=1)
+    """Decay of that average at the end of the run, reached by half a cosine from `ema_decay`, as in DINO; constant if
+    unset."""
     ema_warmup: bool = False
     """Whether that decay rises from 0, as in timm's ModelEmaV3."""
     compile: bool | None = None

@@ -1,0 +1,74 @@
+"""Input of several crops of each image, for self-distillation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vitpar.data.loader import Batch
+from vitpar.data.transforms.policies import Distortions
+from vitpar.data.transforms.sample import TrainTransform
+from vitpar.errors import RecipeError
+from vitpar.models.dino.config import GLOBAL, DINOConfig
+from vitpar.parallel import ParallelModel
+from vitpar.tasks.dino import DINO
+from vitpar.tasks.image_input import ImageInput
+from vitpar.tasks.task import StepInput
+from vitpar.training.recipe import Recipe
+
+
+class CropInput(ImageInput):
+    """Input of crops for one rank of `model`, which has those of the student and the teacher in one row of pixels.
+
+    Crops are distorted as in DINOv2, unless the recipe names a policy. Each crop is a view of the image that is decoded
+    once (``vitpar.data.loader.Loader``). Masks are on every rank, those of other samples than the rank's empty.
+    """
+
+    def __init__(self, recipe: Recipe, model: ParallelModel, task: DINO) -> None:
+        super().__init__(recipe, model, task)
+        if recipe.data.bad_sample == "skip":
+            raise RecipeError(
+                f"data.bad_sample is 'skip', but task '{task.NAME}' has no labels by which images would not count: "
+                "leave it out"
+            )
+        config = model.config.unadapted
+        assert isinstance(config, DINOConfig), "the task has been compared with the model"
+        self._crops = config.crops
+        base = self._train
+        assert isinstance(base, TrainTransform)
+        scales = base.scale, task.local_crops_scale
+        self._train = []
+        for crops, scale in zip(config.crops, scales, strict=False):
+            for _ in range(crops.count):
+                number = min(len(self._train), GLOBAL)
+                policy = base.policy or Distortions(task.blur[number], task.solarize * (number == 1))
+                self._train.append(replace(base, size=crops.size, scale=scale, policy=policy))
+        outputs = model.output_rows(model.batch_size) if model.gives_outputs else []
+        self._masked_rows = sorted({*self._rows, *outputs})
+
+    def train_step(self, batch: Batch) -> StepInput:
+        _, keys = self._labels_and_keys(batch)
+        images = None
+        if self._model.takes_images:
+            sizes = [crops.size for crops in self._crops for _ in range(crops.count)]
+            made = zip((batch.images, *batch.further), sizes, strict=True)
+            views = [self._gathered(view, size, len(self._decoded)) for view, size in made]
+            compute = self._model.precision.compute
+            images = torch.cat([self.normalize(view, compute).flatten(2) for view in views], dim=2)
+        return self._given(images, keys)
+
+    def _given(self, images: Tensor | None, keys: Tensor) -> StepInput:
+        """Return the input of a step. images: pixels of all crops of each of this rank's images."""
+        made = self.task.sides(keys.cpu(), self._masked_rows, self._model.config)
+        sides = {name: self.to_device(side) for name, side in made.items()}
+        return StepInput(images, torch.zeros(0, device=keys.device), keys, sides)
+
+    def synthetic(self) -> StepInput:
+        model = self._model
+        images = None
+        if model.takes_images:
+            images = torch.randn(len(self._rows), *model.config.input.shape, device=model.device)
+            images = images.to(model.precision.compute)
+        return self._given(images, torch.arange(model.batch_size, device=model.device))

@@ -1,0 +1,114 @@
+"""A teacher that is the running average of its student, under the student's plan, and its targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vitpar.launch.world_group import all_reduce_
+from vitpar.models.config import ModelConfig
+from vitpar.models.dino.config import GLOBAL
+from vitpar.models.layers import zero_sides
+from vitpar.parallel import Communication, ParallelModel
+from vitpar.parallel.parallelize import parallelize_checked
+from vitpar.strategy.freezing import parameter_names
+from vitpar.tasks.dino import DINO, dino_of
+from vitpar.tasks.soft_loss import log_sums
+from vitpar.tasks.task import StepInput, Task
+
+ROUNDS = 3
+"""Rounds of Sinkhorn-Knopp, as in DINOv2."""
+
+
+class SelfTeacher:
+    """The teacher on one rank. All ranks make it together, and call it together.
+
+    Its parameters are the average of the student's, which the training keeps (``vitpar.training.optim.average``).
+
+    student: model that is trained. config: of the teacher.
+    """
+
+    def __init__(self, student: ParallelModel, config: ModelConfig, task: Task, device: torch.device) -> None:
+        assert isinstance(task, DINO), "the only task with such a teacher"
+        frozen = frozenset(parameter_names(config))
+        alone = replace(student.execution, frozen=frozen, communication=Communication())
+        self.model = parallelize_checked(config, student.plan, alone, device)
+        self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), dtype=torch.int64, device=device)
+        self.temperature = task.warmup_teacher_temp
+        """Temperature of the coming step."""
+
+    def targets(self, given: StepInput) -> Tensor:
+        """Return the targets of a step, as `DINO.total` takes them, for this rank's outputs. Collective."""
+        model = self.model
+        model.parameters_changed()  # by the average
+        images = given.images
+        if images is not None:
+            images = images[..., : model.config.input.shape[-1]]  # the global crops come first
+        scores = model.predict(images, model.batch_size, **given.sides)
+        masks = given.sides["masks"]
+        if scores is None:
+            scores = masks.new_zeros(0, model.config.output_shape[0], 0, dtype=model.precision.parameters)
+        scores = scores[:, :-GLOBAL]  # without features
+        wide = scores.to(torch.float64 if scores.dtype is torch.float64 else torch.float32)
+        wide = wide / self.temperature
+        counts = self._counts(masks)
+        # Class tokens and masked patches are distributed over the prototypes apart.
+        classes, patches = wide[:, :2], wide[:, 2:]
+        classes = classes + self._offsets(classes.flatten(0, 1))
+        patches = patches + self._offsets(patches[counts])
+        return torch.cat([classes, patches.masked_fill(~counts[..., None], float("nan"))], dim=1)
+
+    @property
+    def width(self) -> int:
+        """Features of a token."""
+        return dino_of(self.model.config).embed_dim
+
+    def features(self, images: Tensor | None) -> Tensor | None:
+        """Return the features of class tokens, [this rank's outputs, width]; None where not ``gives_outputs``.
+
+        images: this rank's images of a batch, [rows, channels, size, size], normalised. Collective.
+        """
+        model = self.model
+        model.parameters_changed()  # by the average
+        crops = None if images is None else images.flatten(2).repeat(1, 1, GLOBAL)
+        sides = {name: x.bool() for name, x in zero_sides(model.config, model.batch_size, model.device).items()}
+        outputs = model.predict(crops, model.batch_size, masks=sides["masks"])
+        return None if outputs is None else outputs[:, -1, : self.width]
+
+    def _counts(self, masks: Tensor) -> Tensor:
+        """Return which places for masked patches count, bool [rows, places]."""
+        slots = dino_of(self.model.config).slots
+        here = masks[self._rows] if self.model.gives_outputs else masks[:0]
+        number = here.sum(-1, keepdim=True)
+        return (torch.arange(slots, device=masks.device) < number).flatten(1)
+
+    def _offsets(self, scores: Tensor) -> Tensor:
+        """Return numbers to add to scores, so that a softmax spreads the rows evenly over the prototypes. Collective.
+
+        That is Sinkhorn-Knopp: its last step divides each row by its sum.
+
+        scores: [rows on this rank, this rank's prototypes], over the temperature. The result is [prototypes].
+        """
+        model, part = self.model, self.model.vocabulary
+        prototypes, start = model.config.output_shape[1], 0 if part is None else part.start
+        here = slice(start, start + scores.shape[1])
+        # Ranks with the same rows and prototypes count once together.
+        parts = 1 if part is None else dist.get_world_size(part.group)
+        share = parts / model.output_copies if model.gives_outputs else 1.0
+        offsets, of_rows = scores.new_zeros(scores.shape[1]), scores.new_zeros(len(scores), 1)
+        for _ in range(ROUNDS):
+            largest = scores.new_full((prototypes,), -torch.inf)
+            if len(scores):
+                largest[here] = (scores + of_rows).amax(0)
+            all_reduce_(largest, dist.ReduceOp.MAX)
+            sums = scores.new_zeros(prototypes)
+            if len(scores):
+                sums[here] = (scores + of_rows - largest[here]).exp().sum(0) * share
+            all_reduce_(sums)
+            offsets = -(sums.log() + largest)[here]
+            if model.gives_outputs:
+                of_rows = -log_sums(scores + offsets, part)
+        return offsets.nan_to_num(0.0)  # of no rows

@@ -1,0 +1,187 @@
+"""Self-distillation: its loss and gradients under plans against one process, and commands from training to features."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.command_line import Command, Refused
+from helpers.dino_models import CROPS, PROTOTYPES, SETTINGS, SIZES
+from helpers.ranks import RankPool
+from helpers.trained import assembled, rows
+from vitpar import parse
+from vitpar.check import check_plan
+from vitpar.check.compare import CheckResult
+from vitpar.tasks import task_of
+from vitpar.tasks.dino import DINO
+from vitpar.tasks.soft_loss import soft_cross_entropy
+from vitpar.training.optim.shapes import RunLengths
+from vitpar.training.probe.running import collapse_warning
+from vitpar.training.recipe import read_recipe
+from vitpar.training.recipe.defaults import recipe_for
+from vitpar.weights.folder import open_weights
+
+PLANS: dict[str, dict[str, Any]] = {
+    "dp1": {"model.options": {**CROPS, "patch_head": True}},
+    "tp2+sp": {"model.layer_scale": 0.1, "model.drop_path": 0.2},
+    "pp2xtp2": {"parallel.microbatches": 4, "model.drop_path": 0.2, "lora.rank": 2},
+    "pp2xdp2": {
+        **{"parallel.schedule": "zbvzerobubble", "parallel.virtual_stages": 2, "parallel.microbatches": 4},
+        "model.num_reg_tokens": 2,
+    },
+    "pp2: embed=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2": {"parallel.microbatches": 2},
+    "fsdp2xtp2+ckpt": {},
+    "dp4": {"train.freeze": "embed, 0"},
+    "fsdp4": {"parallel.microbatches": 2},
+    "pp4": {"parallel.microbatches": 4},
+    "dp2+zero2": {},
+    "tp4": {"task.options": {"prototypes": 96, "koleo_group": 4}},
+    "dp2+offload": {},
+}
+QUICK = ("dp1", "tp2+sp", "pp2xtp2", "pp2xdp2", "pp2: embed=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2")
+
+
+def checked(device: torch.device, mesh: str, settings: dict[str, Any]) -> CheckResult:
+    """Compare a training in float64 with one process. Runs on every rank."""
+    values = {"data.path": "unused", "train.steps": 1, "train.batch_size": 16, "train.precision": "fp64", **SETTINGS}
+    recipe = read_recipe(None, {**values, "parallel.mesh": mesh, **settings})
+    task = task_of(recipe, 1)
+    config = recipe.config(task.outputs, task.model_options)
+    return check_plan(recipe, config, recipe.plan(config), device, task, tolerance=1e-9)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in QUICK else pytest.mark.slow) for mesh in PLANS]
+)
+def test_plans_train_as_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+    result = ranks(parse(mesh).world_size).run(checked, mesh, PLANS[mesh])[0]
+    assert result.passed, result
+
+
+def test_loss_is_the_cross_entropy_of_torch() -> None:
+    """Three crops and two places of patches, of which the second of the second crop does not count."""
+    torch.manual_seed(0)
+    scores, targets = torch.randn(4, 7, 9, dtype=torch.float64, requires_grad=True), torch.randn(4, 6, 9).double()
+    targets[:, 5] = float("nan")
+    weights = DINO(prototypes=9, ibot_weight=0.5)._weights(scores, targets)
+    loss = soft_cross_entropy(scores, targets, weights, 0.1, 9, None)
+    (found,) = torch.autograd.grad(loss, scores)
+    t, expected = targets.softmax(-1), torch.zeros((), dtype=torch.float64)
+    for student, teacher in ((0, 1), (1, 0), (2, 0), (2, 1)):
+        expected = expected + torch.nn.functional.cross_entropy(scores[:, student] / 0.1, t[:, teacher]) / 4
+    for place, weight in ((2, 0.5), (3, 0.5), (4, 1.0)):
+        entropy = torch.nn.functional.cross_entropy(scores[:, place + 1] / 0.1, t[:, place])
+        expected = expected + 0.5 * 0.5 * weight * entropy
+    torch.testing.assert_close(loss / 4, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found / 4, *torch.autograd.grad(expected, scores), rtol=1e-10, atol=1e-12)
+
+
+def test_schedules_are_those_of_dinov2() -> None:
+    schedules = DINO(backbone_rate=0.5, heads_first=0.05).schedules(RunLengths(1250 * 64, 64, 125_000))
+    temperatures = np.concatenate([np.linspace(0.04, 0.07, 37_500), [0.07] * 10])
+    found = [schedules["teacher_temp"](step) for step in (1, 2, 30_000, 37_500, 37_505)]
+    assert found == pytest.approx([temperatures[step - 1] for step in (1, 2, 30_000, 37_500, 37_505)], rel=1e-12)
+    assert [schedules["rate_prototypes"](step) for step in (1, 1250, 1251)] == [0, 0, 1]
+    assert [schedules["rate_backbone"](step) for step in (6250, 6251)] == [0, 0.5]
+    assert [schedules["rate_patch_embed"](step) for step in (6250, 6251)] == pytest.approx([0, 0.1])
+    assert collapse_warning(0.2, 0.5) is None and collapse_warning(0.2, 0.0) is None
+    assert "deviate by 0.1, but by 0.5 before" in str(collapse_warning(0.1, 0.5))
+
+
+def test_default_settings_are_those_of_the_short_configuration() -> None:
+    options = {"data.path": "x", "task.name": "dino", "train.batch_size": 2048}
+    recipe = recipe_for(1_281_167, options, side=500)
+    assert recipe.model.name == "dino_vit_small_patch16_224" and recipe.lr == pytest.approx(4e-3 * 2**0.5, rel=1e-3)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end) == (0.04, 0.4)
+    assert (recipe.train.ema_decay, recipe.train.ema_decay_end, recipe.train.clip_grad_norm) == (0.992, 1.0, 3.0)
+    assert recipe.model.drop_path == 0.3 and recipe.data.crop_scale == (0.32, 1.0) and recipe.train.epochs == 100
+
+
+SMALL = {**SIZES, "image_size": 8, "patch_size": 2, "depth": 2}
+VIT = ("--model", "vit_custom", *(word for key, value in SMALL.items() for word in ("--set", f"model.{key}={value}")))
+HEADS = (
+    *(w for key, value in {**CROPS, "local_size": 4}.items() for w in ("--set", f"model.options.{key}={value}")),
+    *("--set", f"task.options.prototypes={PROTOTYPES}", "--set", "task.options.koleo_group=4"),
+)
+DINO_WORDS = ("--task", "dino", "--model", "dino_vit_custom", *VIT[2:], *HEADS)
+DATA = ("--data", "data", "--set", "data.workers=0", "--batch-size", "16")
+
+
+def test_backbone_is_trained_resumed_continued_and_used(place: Path, vitpar: Command, refused: Refused) -> None:
+    def said(*words: str) -> str:
+        done = vitpar(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    trained = said("train", *DINO_WORDS, *DATA, "--mesh", "pp2xtp2", "--steps", "4", "--run-dir", "run")
+    assert "val kNN" in trained and "crop 0.32-1" in trained and "100 outputs" in trained
+    said(
+        "train",
+        *DINO_WORDS,
+        *DATA,
+        "--mesh",
+        "dp2",
+        "--steps",
+        "4",
+        "--run-dir",
+        "through",
+        "--set",
+        "checkpoint.every=2",
+    )
+    again = ("train", "--resume", "through/checkpoints/step_2")
+    said(*again, "--run-dir", "same")
+    assert rows(place / "same", after=2) == rows(place / "through", after=2)
+    one, other = (assembled(place / run / "checkpoints" / "step_4") for run in ("same", "through"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert "resuming from" in said(*again, "--mesh", "fsdp2", "--run-dir", "moved")
+    losses = [[row["loss"] for row in rows(place / run, after=2)] for run in ("moved", "through")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    features = said("features", "--data", "data", "--checkpoint", "run", "--out", "f.parquet")
+    assert "f.parquet: 17 images, 24 features each (input of head.fc)" in features
+    tuned = said("train", "--task", "classify", "--weights", "run", *DATA, "--steps", "2", "--run-dir", "tuned")
+    assert "what only pretraining needs is left out" in tuned and "vit_custom" in tuned
+    went_on = said("train", "--task", "dino", "--weights", "tuned", *HEADS, *DATA, "--steps", "3", "--run-dir", "on")
+    assert "the heads and the mask token are new" in went_on and "newly initialised" not in went_on
+    first = json.loads((place / "on" / "metrics.jsonl").read_text().splitlines()[1])
+    assert first["rate_backbone"] in (0.0, 0.02) and first["teacher_temp"] == 0.04
+    said("checkpoint", "export", "on", "--out", "timm", "--format", "timm")
+    said("checkpoint", "import", "timm", "--out", "back")
+    there, back = open_weights(place / "on" / "weights"), open_weights(place / "back")
+    for name in ("embed.pos_embed", "blocks.1.attn.qkv.weight", "head.norm.bias"):
+        assert torch.equal(there.read(name), back.read(name)), name
+    refused(place, [(words.split(), sentence) for words, sentence in REFUSED])
+
+
+REFUSED = (
+    ("eval --checkpoint run --data data", "models of task 'dino' have no labels to be evaluated with"),
+    (
+        "train --data data --model dino_vit_small_patch16_224 --steps 1",
+        "task 'classify' does not train dino_vit_small_patch16_224, which only task 'dino' does",
+    ),
+    (
+        "train --data data --task dino --steps 1 --set train.ema_decay=0.9 --set augment.mixup=0.5",
+        "augment.mixup is 0.5",
+    ),
+    (
+        "train --data data --task dino --steps 1 --recipe digits --model dino_vit_tiny_patch16_224",
+        "set train.ema_decay",
+    ),
+    (
+        "train --data data --task dino --steps 1 --set task.options.prototypes=10",
+        "task.options.prototypes is 10, but tokens of dino_vit_small",
+    ),
+    (
+        "train --data data --task dino --steps 1 --set model.options.teacher=true",
+        "model.options.teacher is true, which",
+    ),
+    ("train --data data --task dino --steps 1 --set task.options.blur=[1,2]", "blur has 2 numbers instead of 3"),
+    (
+        "train --task dino --steps 1 --set stream.train=x.tar --set stream.samples=9 --set stream.classes=7 --set "
+        "stream.val=x.tar --set stream.val_samples=9",
+        "task 'dino' does not read streams",
+    ),
+)

@@ -170,7 +170,7 @@ def _local_world() -> dict[str, Any]:
     start = time.monotonic()
     try:
         probe, messages = "from vitpar.launch.process_group import probe; probe()", list[str]()
-        code = spawn(2, ["-c", probe], device="cpu", tell=messages.append)
+        code = spawn(2, ["-c", probe], tell=messages.append)
         error = "".join(messages) or (f"the ranks ended with exit code {code}" if code else None)
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)

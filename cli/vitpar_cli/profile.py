@@ -118,7 +118,7 @@ def model(
     config = model_of(merged, num_classes, 10)
     refuse_unwritable(out)
     ranks = largest if device_type == "cpu" else 1
-    run_ranks(ranks, device_type, _model, device_type, merged, config, largest, seconds, out, as_json)
+    run_ranks(ranks, _model, device_type, merged, config, largest, seconds, out, as_json)
 
 
 def _model(

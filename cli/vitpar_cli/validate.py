@@ -101,7 +101,7 @@ def validate(
     earlier = _rows_of(out, costs) if resume and out is not None else []
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
     run_ranks(
-        *(machine.ranks, device_type, _validate),
+        *(machine.ranks, _validate),
         *(device_type, seconds, merged, costs, chosen, prices, earlier if resume else None, out, corrected, as_json),
     )
 

@@ -7,7 +7,6 @@ command ── prepares everything, then `run_in_world(ranks, device, work, argu
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -61,7 +60,7 @@ class Job:
         return pickle.loads(job)
 
 
-def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: object, saves: bool = False) -> None:
+def run_ranks(ranks: int, work: Callable[..., int], *arguments: object, saves: bool = False) -> None:
     """Call ``work(world, *arguments)`` on each of `ranks` ranks, and exit with the code that it returns, if not 0.
 
     work: function at the top level of a module; returns the same exit code on all ranks.
@@ -74,8 +73,7 @@ def run_ranks(ranks: int, device: Device, work: Callable[..., int], *arguments: 
     if world is None and ranks > 1:
         if is_terminal(sys.stderr):
             complain(f"starting {ranks:,} ranks")  # each imports torch, which takes seconds
-        debug = bool(os.environ.get("VITPAR_DEBUG"))
-        raise typer.Exit(spawn(ranks, WORKER, device=device, handed=job.to_bytes(), debug=debug, patient=saves))
+        raise typer.Exit(spawn(ranks, WORKER, handed=job.to_bytes(), patient=saves))
     code = job.run(world or ALONE)
     if world is not None or are_hanging():
         finish(code)
@@ -95,7 +93,7 @@ def run_in_world(
 
     store: as in ``vitpar.launch.join``; only for ranks of a launcher.
     """
-    run_ranks(ranks, device, _joined, device, store, work, arguments, saves=saves)
+    run_ranks(ranks, _joined, device, store, work, arguments, saves=saves)
 
 
 def _joined(

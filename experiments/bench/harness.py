@@ -138,7 +138,7 @@ def on_ranks(program: str, ranks: int, *words: str, **environment: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "answer.json")
         given = {"PYTHONPATH": os.pathsep.join(paths), "BENCH_ANSWER": str(output), **environment}
-        if spawn(ranks, [program, *words], device="cpu", env=given):
+        if spawn(ranks, [program, *words], env=given):
             sys.exit(1)  # the ranks printed the reason
         return json.loads(output.read_text())
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from vitpar.errors import LaunchError
 from vitpar.launch import find_world, spawn
-from vitpar.launch.resources import cpu_cores
+from vitpar.launch.resources import ENOUGH, cpu_cores
 from vitpar.text import shown
 
 Severity = Literal["error", "warning"]
@@ -36,8 +36,6 @@ MINIMUM = {
 GB = 10**9
 ENOUGH_SHARED_MEMORY = GB
 """Bytes of /dev/shm, through which NCCL moves data between ranks. Containers often get 64 MB."""
-ENOUGH_OPEN_FILES = 4096
-"""Open files of a process: data shards, and a socket for every peer."""
 ENOUGH_PROCESSES = 1024
 """Processes of the user."""
 ENOUGH_MEMORY = 2 * GB
@@ -170,7 +168,7 @@ def _local_world() -> dict[str, Any]:
     start = time.monotonic()
     try:
         probe, messages = "from vitpar.launch.process_group import probe; probe()", list[str]()
-        code = spawn(2, ["-c", probe], device="cpu", tell=messages.append)
+        code = spawn(2, ["-c", probe], tell=messages.append)
         error = "".join(messages) or (f"the ranks ended with exit code {code}" if code else None)
     except (ImportError, OSError) as failure:  # no torch, no loopback, no processes left
         error = str(failure)
@@ -242,8 +240,8 @@ def _wrong_devices(report: Mapping[str, Any]) -> Iterator[Problem]:
 def _tight_limits(report: Mapping[str, Any]) -> Iterator[Problem]:
     limits, available = report["limits"], report["system"]["memory_available_bytes"]
     files, processes, shared = (limits[key] for key in ("open_files", "user_processes", "shared_memory_bytes"))
-    if files is not None and files < ENOUGH_OPEN_FILES:
-        yield "warning", f"the limit of open files is {files}: raise it with `ulimit -n {ENOUGH_OPEN_FILES}`"
+    if files is not None and files < ENOUGH:
+        yield "warning", f"the limit of open files is {files}: raise it with `ulimit -n {ENOUGH}`"
     if processes is not None and processes < ENOUGH_PROCESSES:
         yield "warning", f"the limit of processes is {processes}: raise it with `ulimit -u {ENOUGH_PROCESSES}`"
     if shared is not None and shared < ENOUGH_SHARED_MEMORY:

@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,18 +89,7 @@ def read_bytes(path: PathLike | ObjectPath, limit: int | None = None) -> bytes:
     if isinstance(path, ObjectPath):
         return path.read_bytes(limit)
     with open_regular(path, limit) as file:
-        return read_all(file)
-
-
-def read_all(file: BinaryIO) -> bytes:
-    """Return the content of an open file.
-
-    Raises OSError.
-    """
-    try:
         return file.read()
-    except MemoryError:
-        raise OSError(errno.ENOMEM, "it does not fit into memory") from None
 
 
 def read_text(path: PathLike, limit: int) -> str:
@@ -153,17 +142,15 @@ def read_json(path: PathLike | ObjectPath, limit: int = MAX_JSON_BYTES) -> Any:
     return parse_json(read_bytes(path, limit))
 
 
-def parse_json(data: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Return the JSON value in `data`.
-
-    pairs: makes an object from its keys and values; None makes a dict.
 
     Raises ValueError for invalid JSON, for text other than UTF-8, for nesting that is too deep to parse, and for half
     of a surrogate pair, which could not be written again.
     """
     text = decode_utf8(data) if isinstance(data, bytes) else data
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if "\\ud" in text.lower() and not is_utf8(json.dumps(value, ensure_ascii=False)):

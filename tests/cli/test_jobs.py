@@ -40,7 +40,7 @@ def handed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> world.Job:
         patch.setattr(launch, "spawn", spawn)
         patch.setattr(launch, "find_world", lambda: None)
         with pytest.raises(typer.Exit) as ended:
-            world.run_ranks(4, "cpu", work, *arguments)
+            world.run_ranks(4, work, *arguments)
     assert ended.value.exit_code == 3
     return world.Job.read(jobs[0])
 
@@ -93,5 +93,5 @@ def test_models_of_the_users_own_are_loaded_before_the_job_is_read(monkeypatch: 
 def test_ranks_read_the_handed_bytes_from_their_folder(tmp_path: Path) -> None:
     program = f"import os, pathlib; data = pathlib.Path(os.environ['{REPORTS}'], '{HANDED}').read_bytes()"
     write = f"pathlib.Path('{tmp_path}', os.environ['RANK']).write_bytes(data)"
-    assert launch.spawn(2, ["-c", f"{program}; {write}"], device="cpu", handed=b"\xff job") == 0
+    assert launch.spawn(2, ["-c", f"{program}; {write}"], handed=b"\xff job") == 0
     assert [(tmp_path / str(rank)).read_bytes() for rank in range(2)] == [b"\xff job"] * 2

@@ -84,6 +84,10 @@ def test_environment_without_a_launcher_gives_no_world(env: dict[str, str]) -> N
             (TORCHRUN | {name: value}, "torchrun gave rank .* which is impossible: start all ranks with one launcher")
             for name, value in (("RANK", "8"), ("LOCAL_RANK", "4"), ("MASTER_PORT", "65536"), ("WORLD_SIZE", "9" * 30))
         ),
+        *(
+            (SLURM | wrong, "SLURM_NODEID is . but SLURM_STEP_TASKS_PER_NODE .* lists . hosts?: correct them, or start")
+            for wrong in ({"SLURM_NODEID": "3"}, {"SLURM_STEP_TASKS_PER_NODE": "x"})
+        ),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "8"}, "mpirun started 8 ranks, 4 of them .* add `-x MASTER_ADDR="),
         (without(OPENMPI, "PMIX_NAMESPACE"), "add `-x MASTER_PORT=29500` to mpirun"),
     ],

@@ -87,7 +87,7 @@ time.sleep(100)
 
 
 def test_local_launcher_listens_on_loopback_only() -> None:
-    code = f"from vitpar.launch import spawn; spawn(2, ['-c', {RANK!r}], device='cpu')"
+    code = f"from vitpar.launch import spawn; spawn(2, ['-c', {RANK!r}])"
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     with subprocess.Popen(command, env=clean_environment(), stdout=pipe, text=True) as launcher:
         assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"  # printed by rank 0

@@ -88,7 +88,8 @@ def test_canonical_form(text: str, canonical: str) -> None:
     assert str(parse(text)) == canonical
 
 
-FLAGS = "sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, offload"
+FLAGS = "sp, 2d, 2.5d, 3d, zero1, zero2, ckpt, ckpt.full, ckpt.selective, offload"
+REPEATS = "repeats a flag, or contradicts one"
 READ_AS = "an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
 ONE_X = "write one 'x' between two axes, as in dp2xtp2"
 ALIKE = "give all layers strategies of the same size"
@@ -102,12 +103,12 @@ ALIKE = "give all layers strategies of the same size"
         ("pp2xqp2", "unknown role 'qp' at position 5 of 'pp2xqp2': roles are pp, dp, fsdp, tp"),
         ("fsd4", "unknown role 'fsd' at position 1 of 'fsd4': roles are pp, dp, fsdp, tp (did you mean 'fsdp'?)"),
         ("PP2xDDP2", "unknown role 'ddp' at position 5 of 'PP2xDDP2': roles are pp, dp, fsdp, tp (did you mean 'dp'?)"),
-        ("dp2xtp0", "the degree of 'tp' at position 5 of 'dp2xtp0' is 0: use 1 to 65,536"),
-        ("tp-2", "the degree of 'tp' at position 1 of 'tp-2' is -2: use 1 to 65,536"),
-        ("tpxdp", "both 'tp' and 'dp' at position 4…: only one axis can take the remaining ranks, give 'dp' a degree"),
-        ("tp2xtp3", "role 'tp' is repeated at position 5 of 'tp2xtp3': give each role once, as in tp6"),
+        ("dp2xtp0", "the degree of 'tp' is 0 at position 5 of 'dp2xtp0': use 1 to 65,536"),
+        ("tp-2", "the degree of 'tp' is -2 at position 1 of 'tp-2': use 1 to 65,536"),
+        ("tpxdp", "'dp' is the second axis without a degree at position 4 of 'tpxdp': give one of them a number"),
+        ("tp2xtp3", "role 'tp' is repeated at position 5 of 'tp2xtp3': give each role once"),
         ("tpxtp3", "role 'tp' is repeated at position 4 of 'tpxtp3': give each role once"),
-        ("dp1xdp1", "role 'dp' is repeated at position 5 of 'dp1xdp1': give each role once, as in dp1"),
+        ("dp1xdp1", "role 'dp' is repeated at position 5 of 'dp1xdp1': give each role once"),
         ("x", f"stray 'x' at position 1 of 'x': {ONE_X}"),
         ("xdp2", f"stray 'x' at position 1 of 'xdp2': {ONE_X}"),
         ("dp2x", f"stray 'x' at position 4 of 'dp2x': {ONE_X}"),
@@ -124,32 +125,30 @@ ALIKE = "give all layers strategies of the same size"
         ("+ckpt", "no axis before the '+' at position 1 of '+ckpt': write one, as in dp1+ckpt"),
         ("dp2+", "empty flag at position 4 of 'dp2+': write a flag after the '+', as in +ckpt, or drop it"),
         ("dp2++ckpt", "empty flag at position 4 of 'dp2++ckpt': write a flag after the '+', as in +ckpt, or drop it"),
-        ("dp2+ckpt+ckpt", "flag 'ckpt' is repeated at position 10 of 'dp2+ckpt+ckpt': give each flag once"),
-        ("dp2+ckpt.full+ckpt", "flag 'ckpt' is repeated at position 15 of 'dp2+ckpt.full+ckpt': give each flag once"),
+        ("dp2+ckpt+ckpt", f"+ckpt {REPEATS} at position 10 of 'dp2+ckpt+ckpt': give one of them"),
+        ("dp2+ckpt.full+ckpt", f"+ckpt {REPEATS} at position 15 of 'dp2+ckpt.full+ckpt': give one of them"),
         ("dp2+ckp", "unknown flag 'ckp' at position 5 of 'dp2+ckp': flags are " + FLAGS + " (did you mean 'ckpt'?)"),
-        ("dp2+ckpt.ful", "unknown checkpoint policy 'ful' at…: policies are full, selective (did you mean 'full'?)"),
-        ("dp2+zero1+zero2", "a zero is repeated at position 11 of 'dp2+zero1+zero2': give each flag once"),
-        ("tp4+2d+3d", "a tensor mode is repeated at position 8 of 'tp4+2d+3d': give each flag once"),
+        ("dp2+ckpt.ful", f"unknown flag 'ckpt.ful' at…: flags are {FLAGS} (did you mean 'ckpt.full'?)"),
+        ("dp2+zero1+zero2", f"+zero2 {REPEATS} at position 11 of 'dp2+zero1+zero2': give one of them"),
+        ("tp4+2d+3d", f"+3d {REPEATS} at position 8 of 'tp4+2d+3d': give one of them"),
         (
             "dp2+2.5d@",
             "unknown flag '2.5d@' at position 5 of 'dp2+2.5d@': flags are " + FLAGS + " (did you mean '2.5d'?)",
         ),
         ("dp2+tp2", "unknown flag 'tp2' at…: axes are joined by 'x' and come before the flags, as in dp2xtp2+ckpt"),
-        ("dp2xckpt", "'ckpt' at position 5 of 'dp2xckpt' is a flag, not an axis: write +ckpt at the end"),
-        ("dp2xzero1", "'zero1' at position 5 of 'dp2xzero1' is a flag, not an axis: write +zero1 at the end"),
-        ("pp2:", "empty group at position 5 of 'pp2:': write layers and their strategy, as in 0-11=dp2"),
-        ("pp2: *=dp2,", "empty group at position 12 of 'pp2: *=dp2,': write layers and their strategy, as in 0-11=dp2"),
+        ("dp2xckpt", "'ckpt' is a flag, not an axis at position 5 of 'dp2xckpt': write +ckpt at the end"),
+        ("pp2:", "empty group at position 5 of 'pp2:': a group is layers=strategy, as in 0-11=dp2"),
         ("pp2: dp2", "cannot read 'dp2' at position 6 of 'pp2: dp2': a group is layers=strategy, as in 0-11=dp2"),
-        ("pp2: blk_=dp2, 1_=dp2", "'1_' is not a layer selector: use embed, head, a block as in…: blk_=dp2, 1_=dp2')"),
-        ("pp2: 5-3=dp2", "blocks '5-3' run backwards: write 3-5 (at position 6 of 'pp2: 5-3=dp2')"),
+        ("pp2: blk_=dp2, 1_=dp2", "'1_' is not a layer selector at position 16 of…: use embed, head, a block as in…"),
+        ("pp2: 5-3=dp2", "blocks '5-3' run backwards at position 6 of 'pp2: 5-3=dp2': write 3-5"),
         ("pp2: *=dp2x", "stray 'x' at position 11 of 'pp2: *=dp2x': write one 'x' between two axes, as in dp2xtp2"),
-        ("pp2: *=pp2xdp2", "'pp2' is inside a group at position 6 of…: write pp once for all layers, before the ':'"),
+        ("pp2: *=pp2xdp2", "pp is inside a group at position 6 of…: write pp once for all layers, before the ':'"),
         ("pp1: 0-3=dp2, 3-5=fsdp2", "block 3 is in two groups: give it one strategy"),
         ("pp1: embed=dp2, embed=dp2, *=dp2", "'embed' is in two groups: give it one strategy"),
         ("pp1: embed=dp2", "no block has a strategy (layers named: embed): add a group such as *=dp2"),
         ("pp2: 0-3=dp4, *=dp2", f"'0-3=dp4' takes 4 ranks of a stage but '*=dp2' takes 2: {ALIKE}"),
         ("pp: 0-3=dp, *=dp2", "both pp and a degree of a layer are open: give one of them a number"),
-        ("pp0: *=dp2", "the degree of 'pp' at position 1 of 'pp0: *=dp2' is 0: use 1 to 65,536"),
+        ("pp0: *=dp2", "the degree of 'pp' is 0 at position 1 of 'pp0: *=dp2': use 1 to 65,536"),
     ],
 )
 def test_refusals_point_at_the_position(text: str, message: str) -> None:

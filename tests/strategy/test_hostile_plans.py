@@ -24,12 +24,12 @@ def refused(make: Callable[[], Any], message: str) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp999999999", "the degree of 'dp' at position 1 of .* is 999999999: use 1 to 65,536"),
-        ("dp2xtp65537", "the degree of 'tp' at position 5 of .* is 65537: use 1 to 65,536"),
-        ("pp999999999: *=dp2", "the degree of 'pp' at position 1 .* is 999999999"),
+        ("dp999999999", "the degree of 'dp' is 999999999 at position 1 of .*: use 1 to 65,536"),
+        ("dp2xtp65537", "the degree of 'tp' is 65537 at position 5 of .*: use 1 to 65,536"),
+        ("pp999999999: *=dp2", "the degree of 'pp' is 999999999 at position 1"),
         ("dp60000xtp60000", "dp60000xtp60000 takes 3,600,000,000 ranks: use at most 65,536"),
-        ("pp1: 0-999999999=dp2", "'0-999999999' names block 999999999: models have at most 1,024 blocks"),
-        ("pp1: 1024=dp2", "'1024' names block 1024: models have at most 1,024 blocks"),
+        ("pp1: 0-999999999=dp2", "'0-999999999' names block 999999999 .*: models have at most 1,024 blocks"),
+        ("pp1: 1024=dp2", "'1024' names block 1024 .*: models have at most 1,024 blocks"),
         ("q" * 60_000, "unknown role 'q{198}…' at position 1 of 'q{198}…'"),
         ("dp2\0" * 10_000, "is not a line of text"),
     ],

@@ -90,7 +90,7 @@ def test_missing_keys_take_the_defaults_and_the_former_format_is_read() -> None:
     assert plan_from_json(FORMER) == PLAN
     layers = [{"layers": "0-3", "axes": [["tp", 2]]}, {"layers": "*", "axes": [["dp", 2]], "zero": 1}]
     assert str(plan_from_json({"vitpar_plan": 1, "layers": layers})) == "pp1: 0-3=tp2, *=dp2+zero1"
-    for change in ({"layers": 3}, {"layers": [{"layers": "*", "axes": [["dp", "2"]]}]}, {"pp": "2"}):
+    for change in ({"layers": 3}, {"layers": [{"layers": "*", "axes": [["dp", 2]], "zero": 7}]}, {"pp": "2"}):
         with says("the layers of this plan of format 1 cannot be read: name its strategy instead"):
             plan_from_json(FORMER | change)
 
@@ -116,24 +116,22 @@ def test_write_without_a_folder_is_refused(tmp_path: Path) -> None:
             write_plan(tmp_path / folder / "plan.json", PLAN)
 
 
-KEYS = "keys are vitpar_plan, strategy, schedule, virtual_stages, microbatches, microbatch_size, split"
+WRONG = "the plan is wrong:"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"microbatchs": 4}, f"unknown key 'microbatchs' in the plan: {KEYS} (did you mean 'microbatches'?)"),
+        ({"microbatchs": 4}, f"{WRONG} unknown key 'microbatchs': correct it"),
         ({"vitpar_plan": 3}, "'vitpar_plan' is 3: this vitpar reads plans of format 2"),
-        ({"vitpar_plan": None}, "'vitpar_plan' in the plan is null: give a whole number"),
-        ({"microbatches": "2"}, "'microbatches' in the plan is \"2\": give a whole number or null"),
-        ({"microbatches": True}, "'microbatches' in the plan is true: give a whole number or null"),
-        ({"microbatches": 2.0}, "'microbatches' in the plan is 2.0: give a whole number or null"),
-        ({"strategy": "dpp2"}, "unknown role 'dpp' at…"),
-        ({"schedule": 1}, "'schedule' in the plan is 1: give text"),
-        ({"virtual_stages": None}, "'virtual_stages' in the plan is null: give a whole number"),
-        ({"microbatches": [4]}, "'microbatches' in the plan is [4]: give a whole number or null"),
-        ({"microbatch_size": "a" * 999}, f"'microbatch_size' in the plan is \"{'a' * 197}……"),
-        ({"split": [6, "6"]}, "'split' in the plan is [6, \"6\"]: give text or a list of whole numbers"),
+        *(({key: None}, f"{WRONG} {key}: Input should be a valid …") for key in ("vitpar_plan", "virtual_stages")),
+        *(
+            ({"microbatches": value}, f"{WRONG} microbatches: Input should…")
+            for value in ("2", True, 2.0, [4], "a" * 999)
+        ),
+        ({"strategy": "dpp2"}, "unknown role 'dpp'…"),
+        ({"schedule": 1}, f"{WRONG} schedule: Input should be a valid string: correct it"),
+        ({"split": [6, "6"]}, f"{WRONG} split…"),
     ],
 )
 def test_refusals_name_the_key(change: dict[str, Any], message: str) -> None:
@@ -142,10 +140,8 @@ def test_refusals_name_the_key(change: dict[str, Any], message: str) -> None:
 
 
 FILES = [
-    (b"{}", "{path}: the plan has no key 'vitpar_plan': add it, the value is a whole number"),
-    (b'{"vitpar_plan": 2}', "{path}: the plan has no key 'strategy': add it, the value is text"),
-    (b"[]", f"{{path}}: the plan is []: give an object with the {KEYS.replace('keys are', 'keys')}"),
-    (b'{"pp": 1, "pp": 2}', "{path}: key 'pp' is repeated: give it once"),
+    (b"{}", f"{{path}}: {WRONG} vitpar_plan: Field required: correct it"),
+    (b"[]", "{path} is not a plan: it has no JSON object"),
     *((content, "{path} is not JSON: …") for content in (b"", b'{"pp": ', b"\xff\xfe")),
     (None, "cannot read the plan {path}: No such file or directory"),
 ]

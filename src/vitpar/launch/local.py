@@ -7,10 +7,7 @@
 
 The first rank that fails ends all. Its peers then fail as well, with errors that only say that a connection was closed.
 The launcher therefore looks for the root cause among all failures (`_Failure.order`).
-
-`torch.distributed.elastic.multiprocessing.start_processes` would be no smaller: it replaces the handlers of signals,
-ends all ranks at the first exit, before their reports are known, and passes on no pipe by which ranks notice that their
-parent was killed.
+docs/design.md says why this is not torch's elastic agent.
 """
 
 from __future__ import annotations
@@ -28,13 +25,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from vitpar.errors import LaunchError
 from vitpar.io import writing
 from vitpar.launch.report import ERROR_FILE, Report
 from vitpar.launch.resources import allow_open_files, cpu_share
 from vitpar.launch.stop_request import SAVED, StopRequest, signal_words
-from vitpar.launch.world import HANDED, LOOPBACK, REPORTS, Device
-from vitpar.limits import MAX_RANKS
+from vitpar.launch.world import HANDED, LOOPBACK, REPORTS
 from vitpar.terminal import complain, is_terminal
 
 POLL = 0.02
@@ -55,21 +50,19 @@ def spawn(
     num_workers: int,
     argv: Sequence[str],
     *,
-    device: Device,
     env: Mapping[str, str] | None = None,
     handed: bytes | None = None,
-    debug: bool = False,
     patient: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> int:
     """Run `python <argv>` as `num_workers` ranks on this machine, and return the exit code once all have ended.
 
-    The program must enter its `main` through `reporting()` and `join` the world that it finds.
+    The program must enter its `main` through `reporting()` and `join` the world that it finds. VITPAR_DEBUG shows the
+    traceback of a UserError or FaultError before its sentence.
 
     argv: arguments of the interpreter, for example `["-m", "package.module", "train"]`.
     env: environment variables to add to those of this process.
     handed: bytes for the ranks, which read them with `handed_over`.
-    debug: whether to show the traceback of a UserError or FaultError before its sentence.
     patient: whether the first SIGTERM, SIGUSR1 or Ctrl-C is only passed on to the ranks, which then end by themselves.
     A second one ends them. Ranks that the first one ends before they train are an end with SAVED, except after Ctrl-C.
     tell: receives the message of a world that failed or was stopped; None prints it.
@@ -82,9 +75,9 @@ def spawn(
     | 130, 143, 138 | stopped by Ctrl-C, SIGTERM or SIGUSR1 |
     | other | exit code of the rank that ended with it |
 
-    Raises LaunchError if this machine cannot hold the ranks.
+    Raises LaunchError if too few open files are allowed.
     """
-    _check_room(num_workers, device)
+    allow_open_files(num_workers)
     with (
         tempfile.TemporaryDirectory(prefix="vitpar-ranks-", ignore_cleanup_errors=True) as name,
         StopRequest(only_note=True) as stop,
@@ -106,7 +99,7 @@ def spawn(
                 timeout=timedelta(minutes=10),
                 master_listen_fd=listener.detach(),
             )
-            code, message = _supervise(workers, stop, debug, patient)
+            code, message = _supervise(workers, stop, patient)
         del store  # not earlier: its loss makes workers print errors
     if message:
         if is_terminal(sys.stdout):
@@ -118,20 +111,6 @@ def spawn(
 def handed_over() -> bytes:
     """Return the bytes that the process that started this rank hands to its ranks."""
     return Path(os.environ[REPORTS], HANDED).read_bytes()
-
-
-def _check_room(num_workers: int, device: Device) -> None:
-    if not 1 <= num_workers <= MAX_RANKS:
-        raise LaunchError(f"cannot start {num_workers} workers: start 1 to {MAX_RANKS:,}")
-    allow_open_files(num_workers)
-    if device == "cuda":
-        from torch.cuda import device_count
-
-        if device_count() < num_workers:
-            raise LaunchError(
-                f"{num_workers} ranks need a GPU each but {device_count()} are visible on this machine: "
-                f"start at most {device_count()} ranks here, or compute on the CPU"
-            )
 
 
 class _Failure(NamedTuple):
@@ -245,7 +224,7 @@ class _Workers:
                 os.killpg(process.pid, number)
 
 
-def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool) -> tuple[int, str]:
+def _supervise(workers: _Workers, stop: StopRequest, patient: bool) -> tuple[int, str]:
     """Wait until all workers are done, one has failed or the user wants to stop; return exit code and message.
 
     Workers may still run on return.
@@ -263,7 +242,7 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
             if not running or time.monotonic() - noticed > failures[0].patience:
                 if stop.asked and failures[0].code in (-stop.asked, 128 + stop.asked):  # it obeyed
                     break
-                return _explain(failures, workers, debug)
+                return _explain(failures, workers)
         elif not running:
             return 0, ""
         time.sleep(POLL)
@@ -272,13 +251,14 @@ def _supervise(workers: _Workers, stop: StopRequest, debug: bool, patient: bool)
     return SAVED if obeyed else 128 + stop.asked, f"stopped by {signal_words(stop.asked)}"
 
 
-def _explain(failures: list[_Failure], workers: _Workers, debug: bool) -> tuple[int, str]:
+def _explain(failures: list[_Failure], workers: _Workers) -> tuple[int, str]:
     """Return exit code and message of the root cause, which is the first of `failures`."""
     rank, _, report, code = failures[0]
     if report and report.kind == "crash":
         return 1, f"rank {rank} failed: {report.headline}\n{report.traceback.rstrip()}"
     if report:
-        return 2 if report.kind == "user" else 1, f"{report.traceback if debug else ''}error: {report.headline}"
+        trace = report.traceback if os.environ.get("VITPAR_DEBUG") else ""
+        return 2 if report.kind == "user" else 1, f"{trace}error: {report.headline}"
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return 1, f"rank {rank} was killed by {signal.Signals(-code).name}{hint}{_tail(rank, workers)}"

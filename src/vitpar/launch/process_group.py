@@ -11,17 +11,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
-from vitpar.launch.report import finish, reporting, watch_parent
+from vitpar.launch.report import finish, reporting
 from vitpar.launch.resources import cpu_share, keep_freed_memory
-from vitpar.launch.store import MEET_S, meeting, meeting_place, roll_call
+from vitpar.launch.store import MEET_S, meeting_place, roll_call
 from vitpar.launch.world import ALONE, Device, World, find_world
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-LOOPBACK = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface of gloo."""
 _undo = ExitStack()
 """Callbacks that restore what `join` and `share_cores` changed: the environment, and torch's number of threads."""
 
@@ -38,7 +36,6 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
 
     Raises LaunchError if this rank has no GPU, too few open files are allowed, or the ranks cannot meet.
     """
-    watch_parent()
     share_cores(world)
 
     import torch.distributed as dist
@@ -58,16 +55,18 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
             "MASTER_PORT": str(world.master_port),
         }
     )
-    if world.single_machine:
-        _use_loopback()
+    if world.single_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # By default gloo looks up the host's name, which may not resolve.
+        for name in {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
+            _set_environment({"GLOO_SOCKET_IFNAME": name})
     # In a world of one nothing is sent between GPUs, so NCCL need not start.
     nccl = device == "cuda" and world.size > 1
     limit = timedelta(seconds=timeout)
     dist.set_debug_level_from_env()  # torch read it when it was imported
-    with meeting(world):
-        # A world of one needs no network: no port can be in use, and no firewall in the way.
-        store = store or meeting_place(world, min(timeout, MEET_S)) or dist.HashStore()
-        roll_call(store, world, min(timeout, MEET_S))
+    # A world of one needs no network: no port can be in use, and no firewall in the way.
+    store = store or meeting_place(world, min(timeout, MEET_S)) or dist.HashStore()
+    roll_call(store, world, min(timeout, MEET_S))
+    try:
         dist.init_process_group(
             "nccl" if nccl else "gloo",
             store=store,
@@ -77,6 +76,11 @@ def join(world: World, device: Device, timeout: float = 600.0, store: Store | No
             device_id=own_device if nccl else None,
         )
         cpu_group(limit)
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} could not connect to the others at {world.meets_at} "
+            f"({str(error).splitlines()[0]}): check that all ranks started and can reach that host"
+        ) from error
     return own_device
 
 
@@ -146,9 +150,13 @@ def share_cores(world: World) -> None:
     attention, then take longer. Does nothing if OMP_NUM_THREADS is set or this rank is alone on its machine, where
     torch decides.
     """
-    threads = _cpu_threads(world)
-    if threads is None or "OMP_NUM_THREADS" in os.environ:
+    if "OMP_NUM_THREADS" in os.environ:
         return
+    # SLURM may have bound this process to its share already.
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if world.launcher == "slurm" else ""
+    if not per_task.isdecimal() and world.local_size == 1:
+        return
+    threads = int(per_task) if per_task.isdecimal() else cpu_share(world.local_size)
     if "torch" not in sys.modules:
         _set_environment({"OMP_NUM_THREADS": str(threads)})
         return
@@ -160,17 +168,6 @@ def share_cores(world: World) -> None:
         torch.set_num_threads(threads)
 
 
-def _cpu_threads(world: World) -> int | None:
-    """Return this rank's share of the cores; None if that is all of them.
-
-    SLURM may have bound the process to its share already, so its variable takes precedence.
-    """
-    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if world.launcher == "slurm" and per_task.isdecimal():
-        return int(per_task)
-    return None if world.local_size == 1 else cpu_share(world.local_size)
-
-
 def _set_environment(values: Mapping[str, str]) -> None:
     for name, value in values.items():
         if name in os.environ:
@@ -178,17 +175,6 @@ def _set_environment(values: Mapping[str, str]) -> None:
         else:
             _undo.callback(os.environ.pop, name, None)
         os.environ[name] = value
-
-
-def _use_loopback() -> None:
-    """Make gloo connect ranks of one machine over loopback.
-
-    By default gloo looks up the host's name, which may not resolve.
-    """
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback and LOOPBACK not in os.environ:
-        _set_environment({LOOPBACK: loopback})
 
 
 def probe() -> None:

@@ -26,17 +26,8 @@ _NEVER = -1
 """Value of M_TRIM_THRESHOLD that disables trimming."""
 _NO_TENSOR, _LARGE, _EVERY_TENSOR = 2**30, 2**25, 2**16
 """Values of M_MMAP_THRESHOLD: bytes from which an allocation gets its own mapping."""
-OFF = "VITPAR_KEEP_FREED_MEMORY"
-"""Environment variable that disables `keep_freed_memory` if it is 0."""
 OTHERS = ("mmap_threshold", "trim_threshold", "top_pad", "mmap_max")
 """Settings of glibc's malloc that decide when freed memory is returned to the system, if the environment sets them."""
-
-
-def has_cuda() -> bool:
-    """Return whether torch has a GPU to compute on."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def choose_device(name: str | None) -> Device:
@@ -44,13 +35,17 @@ def choose_device(name: str | None) -> Device:
 
     Raises LaunchError for an unknown or missing device.
     """
-    if name is None:
-        return "cuda" if has_cuda() else "cpu"
-    if name not in ("cpu", "cuda"):
+    if name not in (None, "cpu", "cuda"):
         raise LaunchError(f"unknown device '{name}': use cpu or cuda")
-    if name == "cuda" and not has_cuda():
+    if name == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
         raise LaunchError("device is 'cuda' but this machine has no CUDA GPU: use --device cpu")
-    return "cuda" if name == "cuda" else "cpu"
+    return "cpu"
 
 
 def host_memory() -> int:
@@ -118,21 +113,17 @@ def freed_memory_given_back() -> Iterator[None]:
     try:
         yield
     finally:
-        if mallopt:  # values of the environment, or those that glibc's own adaptation reaches
-            mallopt(_MAP, _environment("MALLOC_MMAP_THRESHOLD_", _LARGE))
-            mallopt(_TRIM, _environment("MALLOC_TRIM_THRESHOLD_", 2 * _LARGE))
+        if mallopt:  # thresholds that glibc's own adaptation reaches
+            mallopt(_MAP, _LARGE)
+            mallopt(_TRIM, 2 * _LARGE)
         keep_freed_memory()
 
 
 def _chosen() -> bool:
+    """Return whether the environment says when freed memory is returned, or that it is not kept."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     set_by_name = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in OTHERS)
-    return set_by_name or os.environ.get(OFF) == "0"
-
-
-def _environment(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else default
+    return set_by_name or os.environ.get("VITPAR_KEEP_FREED_MEMORY") == "0"
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

@@ -17,15 +17,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from vitpar.errors import LaunchError
-from vitpar.launch.report import watch_parent
 from vitpar.launch.resources import allow_open_files
 from vitpar.launch.world import REPORTS, World
 from vitpar.text import ranks
@@ -38,8 +36,6 @@ MEET_S = 300.0
 """Seconds that a rank waits for rank 0, and then rank 0 for all others, at the start."""
 ANSWER_S = 30.0
 """Seconds that whoever accepted a connection has to answer as a store does. Rank 0 needs milliseconds."""
-_MOST_RETRY_S = 1.0
-"""Most seconds between two attempts to connect: they double."""
 _TIMEOUT = timedelta(minutes=10)
 """Timeout of the store's calls."""
 _HERE, _RESULT = "vitpar/here", "vitpar/roll-call"
@@ -53,7 +49,6 @@ def meeting_place(world: World, seconds: float = MEET_S) -> Store | None:
 
     Raises LaunchError if they cannot meet, or if another program has the port.
     """
-    watch_parent()
     allow_open_files(world.size)
     if world.size == 1:
         return None
@@ -103,12 +98,12 @@ def roll_call(store: Store, world: World, seconds: float = MEET_S) -> None:
     except (DistError, TimeoutError):
         if world.rank:
             raise LaunchError(
-                f"rank {world.rank} of {world.size}: rank 0 at {_place(world)} has stopped answering: check its "
+                f"rank {world.rank} of {world.size}: rank 0 at {world.meets_at} has stopped answering: check its "
                 f"process and machine, then start again"
             ) from None
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         error = (
-            f"{ranks(missing)} of {world.size} did not come to {_place(world)} within {seconds:g} s: check that "
+            f"{ranks(missing)} of {world.size} did not come to {world.meets_at} within {seconds:g} s: check that "
             f"{'its process runs and reaches' if len(missing) == 1 else 'their processes run and reach'} that host"
         )
     if world.rank == 0:
@@ -118,21 +113,6 @@ def roll_call(store: Store, world: World, seconds: float = MEET_S) -> None:
         raise LaunchError(error)
 
 
-@contextmanager
-def meeting(world: World) -> Iterator[None]:
-    """Convert torch's errors of ranks that do not find each other to LaunchErrors."""
-    import torch.distributed as dist
-
-    try:
-        yield
-    except dist.DistError as error:
-        raise LaunchError(
-            f"rank {world.rank} of {world.size} could not connect to the others at {_place(world)} "
-            f"({str(error).splitlines()[0]}): check that all ranks started and can reach that host, or set another "
-            f"MASTER_ADDR and MASTER_PORT"
-        ) from error
-
-
 def _agent_serves() -> bool:
     """Return whether the launcher serves the store, so that all ranks are clients."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -140,7 +120,7 @@ def _agent_serves() -> bool:
 
 def _await_rank_0(world: World, seconds: float) -> None:
     """Wait until a program listens at the meeting place. torch would print a warning for every attempt."""
-    end, pause = time.monotonic() + seconds, 0.05
+    end = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((world.master_addr, world.master_port), timeout=5.0).close()
@@ -148,12 +128,11 @@ def _await_rank_0(world: World, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"rank {world.rank} of {world.size} waited {seconds:g} s for rank 0 at {_place(world)} "
+                    f"rank {world.rank} of {world.size} waited {seconds:g} s for rank 0 at {world.meets_at} "
                     f"({error.strerror or error}): check that rank 0 started and that this machine reaches it, or set "
                     f"another MASTER_ADDR and MASTER_PORT"
                 ) from None
-        time.sleep(pause)
-        pause = min(2 * pause, _MOST_RETRY_S)
+        time.sleep(0.2)
 
 
 def _store(world: World, serves: bool) -> TCPStore:
@@ -186,7 +165,3 @@ def _in_thread(work: Callable[[], T], seconds: float) -> T:
 
     Thread(target=run, name="vitpar-meet", daemon=True).start()
     return future.result(seconds)
-
-
-def _place(world: World) -> str:
-    return f"{world.master_addr}:{world.master_port}"

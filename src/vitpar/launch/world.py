@@ -25,7 +25,7 @@ from typing import Literal
 
 from vitpar.errors import LaunchError
 from vitpar.limits import MAX_RANKS
-from vitpar.text import shown
+from vitpar.text import count, shown
 
 Device = Literal["cpu", "cuda"]
 Launcher = Literal["none", "vitpar", "torchrun", "environment", "openmpi", "slurm"]
@@ -73,6 +73,11 @@ class World:
             )
 
     @property
+    def meets_at(self) -> str:
+        """Address where the ranks meet, for messages."""
+        return f"{self.master_addr}:{self.master_port}"
+
+    @property
     def single_machine(self) -> bool:
         """Whether every rank runs on this machine."""
         return self.local_size == self.size
@@ -100,8 +105,7 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     """
     env = os.environ if environ is None else environ
     if "RANK" in env or "LOCAL_RANK" in env:
-        whole = "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env
-        return _from_torchrun(env) if whole or REPORTS in env else _from_environment(env)
+        return _from_environment(env)
     if "OMPI_COMM_WORLD_RANK" in env:
         return _from_openmpi(env)
     if _slurm_step(env) is not None and _slurm_tasks(env) > 1:
@@ -109,48 +113,44 @@ def find_world(environ: Mapping[str, str] | None = None) -> World | None:
     return None
 
 
-def _from_torchrun(env: Mapping[str, str]) -> World:
-    return World(
-        rank=_integer(env, "RANK"),
-        size=_integer(env, "WORLD_SIZE"),
-        local_rank=_integer(env, "LOCAL_RANK"),
-        local_size=_integer(env, "LOCAL_WORLD_SIZE"),
-        launcher="vitpar" if REPORTS in env else "torchrun",
-        master_addr=_text(env, "MASTER_ADDR"),
-        master_port=_integer(env, "MASTER_PORT"),
-    )
-
-
 def _from_environment(env: Mapping[str, str]) -> World | None:
-    """Return the world of variables that do not say which ranks share a machine.
+    """Return the world that vitpar, torchrun or an operator of Kubernetes describes.
 
-    Without LOCAL_RANK and LOCAL_WORLD_SIZE they share this one if MASTER_ADDR is loopback; else each has its own.
-
-    Returns None for a single process, which may start local workers. Raises LaunchError if the places of ranks are
-    ambiguous.
+    Operators do not say which ranks share a machine: all do if MASTER_ADDR is loopback, LOCAL_WORLD_SIZE neighbours if
+    it is set, else none. None for a single process of an operator, which may start local workers.
     """
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-    if (rank, size) == (0, 1):
+    launcher: Launcher = "vitpar" if REPORTS in env else "torchrun"
+    if launcher == "vitpar" or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= env.keys():
+        local_rank, local_size = _integer(env, "LOCAL_RANK"), _integer(env, "LOCAL_WORLD_SIZE")
+    elif (rank, size) == (0, 1):
         return None
-    address, port = _text(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
-    if address in ("localhost", "::1") or address.startswith("127."):
-        local_rank, local_size = rank, size
-    elif "LOCAL_WORLD_SIZE" in env and not size % max(1, _integer(env, "LOCAL_WORLD_SIZE")):
-        local_size = max(1, _integer(env, "LOCAL_WORLD_SIZE"))
-        local_rank = rank % local_size  # ranks of a machine are neighbours
-    elif "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
-        local_rank, local_size = 0, 1
     else:
+        launcher, (local_rank, local_size) = "environment", _place_on_machine(env, rank, size)
+    address, port = _text(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
+    return World(rank, size, local_rank, local_size, launcher, address, port)
+
+
+def _place_on_machine(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+    """Return local rank and local size of a rank from variables that do not have both."""
+    address = _text(env, "MASTER_ADDR")
+    if address in ("localhost", "::1") or address.startswith("127."):
+        return rank, size
+    if "LOCAL_WORLD_SIZE" in env and not size % max(1, _integer(env, "LOCAL_WORLD_SIZE")):
+        local_size = max(1, _integer(env, "LOCAL_WORLD_SIZE"))
+        return rank % local_size, local_size
+    if "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env:
         missing = "LOCAL_RANK" if "LOCAL_WORLD_SIZE" in env else "LOCAL_WORLD_SIZE"
         raise LaunchError(
             f"{missing} is not set although RANK is, so the ranks of this machine are unknown: set it for each rank, "
             "start the ranks with torchrun, or unset RANK to start locally"
         )
-    return World(rank, size, local_rank, local_size, "environment", address, port)
+    return 0, 1
 
 
 def _from_openmpi(env: Mapping[str, str]) -> World:
-    size, local_size = _integer(env, "OMPI_COMM_WORLD_SIZE"), _integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    rank, size, local_rank, local_size = (_integer(env, f"OMPI_COMM_WORLD_{name}") for name in names)
     if size != local_size and not env.get("MASTER_ADDR"):
         raise LaunchError(
             f"mpirun started {size} ranks, {local_size} of them on this machine, without a MASTER_ADDR: "
@@ -159,32 +159,18 @@ def _from_openmpi(env: Mapping[str, str]) -> World:
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     if not job and not env.get("MASTER_PORT"):
         raise LaunchError("mpirun set no job ID, so no port can be chosen: add `-x MASTER_PORT=29500` to mpirun")
-    return World(
-        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
-        size=size,
-        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=local_size,
-        launcher="openmpi",
-        master_addr=LOOPBACK if size == local_size else env["MASTER_ADDR"],
-        master_port=_port(env, zlib.crc32((job or "").encode())),
-    )
+    address = LOOPBACK if size == local_size else env["MASTER_ADDR"]
+    return World(rank, size, local_rank, local_size, "openmpi", address, _port(env, zlib.crc32((job or "").encode())))
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
-    size = _slurm_tasks(env)
-    local_size = _slurm_tasks_here(env)
-    step = _slurm_step(env)
+    size, local_size, step = _slurm_tasks(env), _slurm_tasks_here(env), _slurm_step(env)
     assert step is not None
     address = LOOPBACK if local_size == size else env.get("MASTER_ADDR")
-    return World(
-        rank=_integer(env, "SLURM_PROCID"),
-        size=size,
-        local_rank=_integer(env, "SLURM_LOCALID"),
-        local_size=local_size,
-        launcher="slurm",
-        master_addr=address or first_host(env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")),
-        master_port=_port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step),  # steps of a job may run at the same time
-    )
+    address = address or first_host(env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST"))
+    port = _port(env, _integer(env, "SLURM_JOB_ID") + 1009 * step)  # steps of a job may run at the same time
+    rank, local_rank = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_LOCALID")
+    return World(rank, size, local_rank, local_size, "slurm", address, port)
 
 
 def _slurm_step(env: Mapping[str, str]) -> int | None:
@@ -214,7 +200,13 @@ def _slurm_tasks_here(env: Mapping[str, str]) -> int:
         return _integer(env, "SLURM_NTASKS_PER_NODE")
     counts = re.findall(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?", listing)
     tasks = [int(number) for number, machines in counts for _ in range(int(machines or 1))]
-    return tasks[_integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0]
+    node = _integer(env, "SLURM_NODEID") if len(tasks) > 1 else 0
+    if node >= len(tasks):
+        raise LaunchError(
+            f"SLURM_NODEID is {node} but SLURM_STEP_TASKS_PER_NODE '{shown(listing)}' lists "
+            f"{count(len(tasks), 'host')}: correct them, or start the ranks with srun"
+        )
+    return tasks[node]
 
 
 def first_host(listing: str) -> str:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import TensorSpec
 from vitpar.strategy import ActivationPart, Plan, batch_arithmetic, image_layout, output_layout, stage_layers
 from vitpar.strategy.layout import copies
 from vitpar.strategy.stages import travel_layouts
@@ -65,15 +64,6 @@ class BatchPart:
             start += size
         return indices
 
-    def token_shape(self, index: int, batch: int, given: TensorSpec) -> tuple[int, int, int]:
-        """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images.
-
-        given: the complete tensor for a sample.
-        """
-        part = self.travel[index]
-        rows = sum(len(part.row_range(piece)) for piece in self.pieces(batch))
-        return rows, given.tokens, len(part.feature_range(given.features))
-
 
 class StageShapes:
     """Static shapes of a pipeline for images of one size.
@@ -96,7 +86,9 @@ class StageShapes:
 
     def tokens(self, index: int, batch: int) -> tuple[int, int, int]:
         """Return the shape of this rank's part of what stage `index` gives the next one, for `batch` images."""
-        return self._part.token_shape(index, batch, self._given[index])
+        part, given = self._part.travel[index], self._given[index]
+        rows = sum(len(part.row_range(piece)) for piece in self._part.pieces(batch))
+        return rows, given.tokens, len(part.feature_range(given.features))
 
     def of_stage(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input and output of stage `index` for a micro-batch, on the meta device."""

@@ -5,7 +5,6 @@ summed over data-parallel ranks and micro-batches, never averaged. With mean los
 has no dp axis would get gradients 2 to 4 times too large, and the loss curve under AdamW would not show it.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,16 +23,10 @@ from vitpar.models.loss import Loss
 from vitpar.models.roles import chunk_range
 from vitpar.parallel.batch_part import BatchPart, StageShapes
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
+from vitpar.parallel.evaluation import BatchEvaluation
 from vitpar.parallel.mesh import tensor_mesh
 from vitpar.parallel.phases import Phase, untimed
-from vitpar.parallel.pipeline import (
-    Schedule,
-    StageModule,
-    build_schedule,
-    pipeline_stage,
-    receive_tokens,
-    send_tokens,
-)
+from vitpar.parallel.pipeline import Schedule, StageModule, build_schedule, pipeline_stage
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
@@ -105,7 +98,6 @@ class ParallelModel:
         if axes is not None and any(part.role == "vocabulary_output" for part in head.parts):
             self._features = chunk_range(len(self._features), axes.size(), axes.get_local_rank())
             self.vocabulary = VocabularyPart(self._features.start, axes.get_group())
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         layers = {name: layer for stage in stages.values() for name, layer in stage.layers().items()}
         self._kept = [layer for name, layer in layers.items() if not executions[name].reshard_after_backward]
         plain = {name: layer for name, layer in layers.items() if not executions[name].wrapped}
@@ -125,6 +117,7 @@ class ParallelModel:
         self._shared_sums = SharedSums(
             config, dict(self.named_parameters()), sharing, execution.frozen, precision.parameters, device
         )
+        self._evaluation = BatchEvaluation(plan, pipe, stages, self._part, precision.compute, device)
         self._executions = executions
         self._by_size: dict[int, tuple[StageShapes, Schedule | None]] = {}
         self.take_image_size(config.image_size)
@@ -152,20 +145,9 @@ class ParallelModel:
         stages = []
         for index, stage in self.stages.items():
             first, *_, last = [self._executions[name] for name in stage.layers()] * 2
-            stages.append(
-                pipeline_stage(
-                    *(
-                        stage,
-                        index,
-                        self.plan.num_stages,
-                        *shapes.of_stage(index),
-                        self.device,
-                        self.pipe.get_group("pp"),
-                    ),
-                    passed=first.passes_gradient,
-                    given=last.backward != "nothing",
-                )
-            )
+            place = (self.plan.num_stages, *shapes.of_stage(index), self.device, self.pipe.get_group("pp"))
+            passed, given = first.passes_gradient, last.backward != "nothing"
+            stages.append(pipeline_stage(stage, index, *place, passed=passed, given=given))
         return build_schedule(self.plan, stages, self.batch.microbatches, self.loss)
 
     @property
@@ -344,10 +326,9 @@ class ParallelModel:
         self._refuse_missing(sides)
         images = self._as_input(images)
         with self.low_precision_params.in_place():
-            x = self._through_stages(images, batch, sides)
-        while len(self._sent) > len(self.stages):
-            # Only sends of earlier batches: the next batch may start while this one's are still under way.
-            self._sent.popleft()[0].wait()
+            x = self._evaluation.run(images, batch, sides, self._shapes)
+        # Only sends of earlier batches: the next batch may start while this one's are still under way.
+        self._evaluation.wait(but=len(self.stages))
         return x if self.gives_outputs else None
 
     def complete(self, outputs: Tensor) -> Tensor:
@@ -369,36 +350,6 @@ class ParallelModel:
                 "[batch, …] for all ranks"
             )
 
-    def _through_stages(self, images: Tensor | None, batch: int, sides: Mapping[str, Tensor]) -> Tensor | None:
-        """Run a batch through this rank's stages, receiving tokens from other ranks and sending tokens to them.
-
-        Returns the output of this rank's last stage.
-        """
-        x = images
-        last = self.plan.num_stages - 1
-        for index, stage in self.stages.items():
-            stage.eval()
-            if index > 0:
-                part = self._part.travel[index - 1]
-                if index - 1 not in self.stages:
-                    shape = self._shapes.tokens(index - 1, batch)
-                    x = receive_tokens(index, self.plan, self.pipe["pp"], shape, self.precision.compute, self.device)
-            else:
-                part = self._part.images
-            assert x is not None, "a rank that holds embed needs images"
-            sizes = self._part.pieces(batch)
-            pieces = x.split([len(part.row_range(n)) for n in sizes])
-            beside = {name: side.split(sizes) for name, side in sides.items()}
-            x = torch.cat(
-                [
-                    stage(piece, **{name: side[number] for name, side in beside.items()})
-                    for number, piece in enumerate(pieces)
-                ]
-            )
-            if index < last and index + 1 not in self.stages:
-                self._sent.append(send_tokens(x, index, self.plan, self.pipe["pp"]))
-        return x
-
     @property
     def smallest_batch(self) -> int:
         """Number of images that every evaluation batch must be a multiple of, so that all layers split it evenly."""
@@ -406,8 +357,7 @@ class ParallelModel:
 
     def parameters_changed(self) -> None:
         """Drop gathered and 16-bit copies. Call it after parameters were written by anything but the optimizer."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._evaluation.wait()
         self.low_precision_params.forget()
         for stage in self.stages.values():
             free_gathered(stage)

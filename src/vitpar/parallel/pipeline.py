@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import LayeredModel, given_sides
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.strategy import ActivationPart, Plan, rank_of_stage
+from vitpar.strategy import ActivationPart, Plan
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -125,28 +124,6 @@ def build_schedule(
         return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
     (stage,) = stages
     return kind(stage, microbatches, loss_fn=loss, scale_grads=False)
-
-
-def send_tokens(tokens: Tensor, index: int, plan: Plan, pipe: DeviceMesh) -> tuple[dist.Work, Tensor]:
-    """Start sending the output of stage `index` to the rank of the next stage, for evaluation.
-
-    Returns the work and the tensor, which must stay alive until the work is done.
-
-    Evaluation does not use the schedule: its shapes are static, and at every switch between training and evaluation it
-    would set up its receive buffers again.
-    """
-    work = dist.isend(tokens, group=pipe.get_group(), group_dst=rank_of_stage(index + 1, plan))
-    assert work is not None
-    return work, tokens
-
-
-def receive_tokens(
-    index: int, plan: Plan, pipe: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Receive the input of stage `index`, sent by `send_tokens` on the previous stage's rank. Blocking."""
-    tokens = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(tokens, group=pipe.get_group(), group_src=rank_of_stage(index - 1, plan))
-    return tokens
 
 
 class StageModule(LayeredModel):

@@ -11,16 +11,14 @@ from vitpar.strategy.layout import ActivationPart, image_layout, output_layout, 
 from vitpar.strategy.plan import SPLITS, Plan
 from vitpar.strategy.schedules import SCHEDULES, Schedule
 from vitpar.strategy.stages import (
-    coordinates,
     place_of_rank,
-    rank_grid,
     rank_of_place,
     rank_of_stage,
     split_blocks,
     stage_layers,
     stages_of_rank,
 )
-from vitpar.strategy.validate import Model, validate
+from vitpar.strategy.validate import validate
 
 __all__ = [
     "CHECKPOINT_POLICIES",
@@ -33,18 +31,15 @@ __all__ = [
     "BatchArithmetic",
     "Communication",
     "Execution",
-    "Model",
     "Plan",
     "Role",
     "Schedule",
     "Strategy",
     "batch_arithmetic",
-    "coordinates",
     "image_layout",
     "output_layout",
     "parse",
     "place_of_rank",
-    "rank_grid",
     "rank_of_place",
     "rank_of_stage",
     "split_blocks",

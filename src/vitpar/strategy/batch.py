@@ -50,7 +50,11 @@ def batch_arithmetic(plan: Plan, batch_size: int) -> BatchArithmetic:
     Raises StrategyError if the batch does not divide into the plan's data-parallel parts, or a part does not divide
     into micro-batches that the schedule and the layers can run.
     """
-    refuse_both_ways(plan)
+    if plan.microbatches is not None and plan.microbatch_size is not None:
+        raise StrategyError(
+            f"both microbatches ({plan.microbatches}) and microbatch_size ({plan.microbatch_size}) are given: "
+            "give one of them"
+        )
     parts = plan.data_parallel
     if not 1 <= batch_size <= MAX_BATCH_SIZE:
         raise StrategyError(f"the batch size is {shown(batch_size)}: use 1 to {MAX_BATCH_SIZE:,}")
@@ -100,15 +104,6 @@ def schedule_objection(plan: Plan, microbatches: int) -> str | None:
     return None
 
 
-def refuse_both_ways(plan: Plan) -> None:
-    """Raise StrategyError if the plan sets both microbatches and microbatch_size."""
-    if plan.microbatches is not None and plan.microbatch_size is not None:
-        raise StrategyError(
-            f"both microbatches ({plan.microbatches}) and microbatch_size ({plan.microbatch_size}) are given: "
-            "give one of them"
-        )
-
-
 def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
     """Return the number of micro-batches for `local` samples per data-parallel part."""
     unit = smallest_microbatch(plan)
@@ -125,36 +120,22 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
             f"more than the {part}: use a batch of {plan.num_stages * unit * plan.data_parallel} or more, "
             "fewer stages, or schedule gpipe"
         )
-    if plan.microbatches is not None:
-        number = plan.microbatches
-        uneven = f"{count(number, 'micro-batch')} cannot split the {part} evenly" if local % number else None
-        problem = schedule_objection(plan, number) or uneven or _cut_objection(plan, local // number)
-        fix = f"use {either(closest(working, number))}"
-        least = next(n for n in range(1, working[0] + 1) if not schedule_objection(plan, n))
-        if least not in working:
-            batch = least * unit * plan.data_parallel
-            fix += f", or {least} with a batch of {batch * -(-batch_size // batch)}"
-    elif plan.microbatch_size is not None:
-        size = plan.microbatch_size
-        number = local // size
-        if local % size:
-            problem = f"micro-batches of {count(size, 'sample')} do not divide the {part}"
-        else:
-            problem = schedule_objection(plan, number) or _cut_objection(plan, size)
+    number, size = plan.microbatches, plan.microbatch_size
+    if number is not None:
+        rest, fix = local % number, f"use {either(closest(working, number))}"
+        what = count(number, "micro-batch")
+    elif size is not None:
+        number, rest = divmod(local, size)
         fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
+        what = f"micro-batches of {count(size, 'sample')}"
     else:
         return default_microbatches(plan, working)
-    if problem:
-        raise StrategyError(f"{problem}: {fix}")
-    return number
-
-
-def _cut_objection(plan: Plan, size: int) -> str | None:
-    """Return why the layers cannot split micro-batches of `size` images per data-parallel part; None if they can."""
-    unit = smallest_microbatch(plan)
-    if size % unit == 0:
-        return None
-    return f"micro-batches of {count(size, 'sample')} cannot be split into {unit}, as '{_most_cut(plan)}' does over tp"
+    if number in working and not rest:
+        return number
+    if not rest and (objection := schedule_objection(plan, number)):
+        raise StrategyError(f"{objection}: {fix}")
+    parts = f", {unit} samples at a time, as '{_most_cut(plan)}' does over tp" if unit > 1 else ""
+    raise StrategyError(f"{what} cannot split the {part} evenly{parts}: {fix}")
 
 
 def _most_cut(plan: Plan) -> Strategy:

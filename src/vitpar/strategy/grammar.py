@@ -20,21 +20,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from vitpar.errors import StrategyError
-from vitpar.limits import MAX_RANKS
-from vitpar.strategy.layer import CHECKPOINT_POLICIES, ROLES, TENSOR_MODES, Axis, Role, Strategy
+from vitpar.strategy.layer import ROLES, Axis, Role, Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.selectors import blocks_of
 from vitpar.text import literal, nearest, shown
 
-FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "offload")
-_ROLE_NAMED: dict[str, Role] = {role: role for role in ROLES}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    **{mode: {"tensor_mode": mode} for mode in ("2d", "2.5d", "3d")},
+    **{f"zero{stage}": {"zero": stage} for stage in (1, 2)},
+    **{"ckpt": {"checkpoint": "full"}, "ckpt.full": {"checkpoint": "full"}},
+    **{"ckpt.selective": {"checkpoint": "selective"}, "offload": {"offload": True}},
+}
+"""Fields of Strategy that each flag sets."""
 _AXIS = re.compile(r"([a-z]+)(-?[0-9]{1,9})?")
 _LAYERED = re.compile(r"(pp(?:[0-9]{1,9})?)\s*:")
-_CHOICE = {"2d": "tensor mode", "2.5d": "tensor mode", "3d": "tensor mode", "zero1": "zero", "zero2": "zero"}
-"""Flags that exclude each other: those with the same value."""
+_DEPTH = re.compile(r"2\.5d@([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,6 @@ class _Span:
         return piece.lower() if piece.isascii() else piece
 
     @property
-    def place(self) -> str:
-        """Description of the position for messages, counted from 1."""
-        return f"at position {self.start + 1} of '{shown(self.text, self.start)}'"
-
-    @property
     def stripped(self) -> _Span:
         """The piece without surrounding white space."""
         piece = self.text[self.start : self.end]
@@ -79,6 +78,11 @@ class _Span:
             start += len(word) + len(separator)
         return pieces
 
+    def error(self, message: object) -> StrategyError:
+        """Return the error `what is wrong: what to do` with the position of the piece, counted from 1."""
+        what, _, fix = str(message).rpartition(": ")
+        return StrategyError(f"{what} at position {self.start + 1} of '{shown(self.text, self.start)}': {fix}")
+
 
 def parse(text: str) -> Plan:
     """Return the plan that `text` describes, with all other fields at their defaults.
@@ -95,150 +99,97 @@ def parse(text: str) -> Plan:
         )
     if match := _LAYERED.match(whole.word):
         pipeline = _parse_axis(whole.part(*match.span(1)))
-        groups = [_parse_group(piece) for piece in whole.part(match.end(), len(text)).split(",")]
+        groups = [_parse_group(piece.stripped) for piece in whole.part(match.end(), len(text)).split(",")]
         return Plan(layers=tuple(groups), pp=pipeline.degree)
     axes, flags = _parse_uniform(whole)
-    roles = [axis.role for axis in axes if axis.degree != 1]
-    pp = next((axis.degree for axis in axes if axis.role == "pp"), 1)
+    roles = [axis.role for axis in axes]
     pp_index = roles.index("pp") if "pp" in roles else 0
-    return Plan(layers=(("*", _strategy(axes, flags)),), pp=pp, pp_index=pp_index)
+    pp = axes[pp_index].degree if "pp" in roles else 1
+    inside = tuple(axis for axis in axes if axis.role != "pp")
+    return Plan((("*", Strategy(inside, **flags)),), pp, pp_index)
 
 
 def _parse_group(span: _Span) -> tuple[str, Strategy]:
-    """Parse a group such as `0-11=tp2xfsdp2`, with optional white space around it and the sign."""
-    span = span.stripped
-    if not span.word:
-        raise StrategyError(f"empty group {span.place}: write layers and their strategy, as in 0-11=dp2")
-    selector, *rest = span.split("=")
-    selector = selector.stripped
+    """Parse a group such as `0-11=tp2xfsdp2`, with optional white space around the sign."""
+    selector, *rest = (piece.stripped for piece in span.split("="))
     if len(rest) != 1:
-        raise StrategyError(
-            f"cannot read '{shown(span.word)}' {span.place}: a group is layers=strategy, as in 0-11=dp2"
-        )
+        what = f"cannot read '{shown(span.word)}'" if span.word else "empty group"
+        raise span.error(f"{what}: a group is layers=strategy, as in 0-11=dp2")
     try:
         blocks_of(selector.word)
     except StrategyError as error:
-        raise StrategyError(f"{error} ({selector.place})") from None
-    axes, flags = _parse_uniform(rest[0].stripped)
-    for axis in axes:
-        if axis.role == "pp":
-            raise StrategyError(
-                f"'{axis}' is inside a group {span.place}: write pp once for all layers, before the ':'"
-            )
-    return selector.word, _strategy(axes, flags)
-
-
-def _strategy(axes: tuple[Axis, ...], flags: dict[str, Any]) -> Strategy:
-    """Return the strategy on `axes` without pp and degrees of 1. flags: fields of Strategy."""
-    kept = tuple(axis for axis in axes if axis.degree != 1 and axis.role != "pp")
-    return Strategy(axes=kept, **flags)
+        raise selector.error(error) from None
+    axes, flags = _parse_uniform(rest[0])
+    if any(axis.role == "pp" for axis in axes):
+        raise span.error("pp is inside a group: write pp once for all layers, before the ':'")
+    return selector.word, Strategy(axes, **flags)
 
 
 def _parse_uniform(span: _Span) -> tuple[tuple[Axis, ...], dict[str, Any]]:
-    """Parse one strategy: return its axes, including pp and degrees of 1, and the fields that its flags set."""
+    """Parse one strategy: return its axes, including pp but no degrees of 1, and the fields that its flags set."""
     if space := re.search(r"\s", span.word):
-        raise StrategyError(f"whitespace {span.part(*space.span()).place}: remove it")
-    axes_span, *flag_spans = span.split("+")
-    return _parse_axes(axes_span), _parse_flags(flag_spans)
+        raise span.part(*space.span()).error("whitespace: remove it")
+    axes, *flags = span.split("+")
+    return _parse_axes(axes), _parse_flags(flags)
 
 
 def _parse_axes(span: _Span) -> tuple[Axis, ...]:
     """Parse axes joined by `x`, as in `dp2xtp2`; at most one can have an open degree."""
     if not span.word:
-        raise StrategyError(f"no axis before the '+' {span.place}: write one, as in dp1+ckpt")
+        raise span.error("no axis before the '+': write one, as in dp1+ckpt")
     axes: dict[str, Axis] = {}
-    open_span = None
     pieces = span.split("x")
     for index, piece in enumerate(pieces):
         if not piece.word:
             stray = piece.part(-1, 0) if index else piece
-            raise StrategyError(f"stray 'x' {stray.place}: write one 'x' between two axes, as in dp2xtp2")
+            raise stray.error("stray 'x': write one 'x' between two axes, as in dp2xtp2")
         axis = _parse_axis(piece)
         if axis.role in axes:
-            degrees = (axes[axis.role].degree, axis.degree)
-            fix = f", as in {axis.role}{degrees[0] * degrees[1]}" if degrees[0] and degrees[1] else ""
-            raise StrategyError(f"role '{axis.role}' is repeated {piece.place}: give each role once{fix}")
-        if axis.degree is None:
-            if open_span:
-                raise StrategyError(
-                    f"both '{open_span.word}' and '{piece.word}' {piece.place} have no degree: "
-                    f"only one axis can take the remaining ranks, give '{piece.word}' a degree"
-                )
-            open_span = piece
+            raise piece.error(f"role '{axis.role}' is repeated: give each role once")
+        if axis.degree is None and any(other.degree is None for other in axes.values()):
+            raise piece.error(f"'{axis}' is the second axis without a degree: give one of them a number")
         axes[axis.role] = axis
-    return tuple(axes.values())
+    return tuple(axis for axis in axes.values() if axis.degree != 1)
 
 
 def _parse_axis(span: _Span) -> Axis:
     """Parse one axis, as in `dp2`, or `dp` with an open degree."""
-    word = span.word
-    if word in FLAGS:
-        raise StrategyError(f"'{word}' {span.place} is a flag, not an axis: write +{word} at the end")
-    match = _AXIS.fullmatch(word)
+    if span.word in _FIELDS:
+        raise span.error(f"'{span.word}' is a flag, not an axis: write +{span.word} at the end")
+    match = _AXIS.fullmatch(span.word)
     if not match:
-        raise StrategyError(
-            f"cannot read '{shown(word)}' {span.place}: an axis is a role and a degree, as in dp2, and axes are "
-            "joined by 'x'"
+        raise span.error(
+            f"cannot read '{shown(span.word)}': an axis is a role and a degree, as in dp2, and axes are joined by 'x'"
         )
-    role, degree = match.groups()
-    if role not in _ROLE_NAMED:
-        raise StrategyError(
-            f"unknown role '{shown(role)}' {span.place}: roles are {', '.join(ROLES)}{nearest(role, ROLES)}"
-        )
-    if degree is not None and not 1 <= int(degree) <= MAX_RANKS:
-        raise StrategyError(f"the degree of '{role}' {span.place} is {int(degree)}: use 1 to {MAX_RANKS:,}")
-    return Axis(_ROLE_NAMED[role], None if degree is None else int(degree))
+    try:
+        return Axis(cast(Role, match[1]), None if match[2] is None else int(match[2]))
+    except StrategyError as error:
+        raise span.error(error) from None
 
 
 def _parse_flags(spans: list[_Span]) -> dict[str, Any]:
     """Return the fields of Strategy that the flags set."""
     flags: dict[str, Any] = {}
-    seen: set[str] = set()
     for span in spans:
-        if not span.word:
-            raise StrategyError(
-                f"empty flag {span.part(-1, 0).place}: write a flag after the '+', as in +ckpt, or drop it"
-            )
-        name, fields = _parse_flag(span)
-        choice = _CHOICE.get(name, f"flag '{name}'")
-        if choice in seen:
-            choice = choice if choice.startswith("flag") else f"a {choice}"
-            raise StrategyError(f"{choice} is repeated {span.place}: give each flag once")
-        seen.add(choice)
+        if depth := _DEPTH.fullmatch(span.word):
+            fields: dict[str, Any] = {"tensor_mode": "2.5d", "depth": int(depth[1])}
+        elif span.word in _FIELDS:
+            fields = _FIELDS[span.word]
+        elif not span.word:
+            raise span.part(-1, 0).error("empty flag: write a flag after the '+', as in +ckpt, or drop it")
+        else:
+            raise span.error(f"unknown flag '{shown(span.word)}': {_about_flags(span.word)}")
+        if flags.keys() & fields.keys():
+            raise span.error(f"+{span.word} repeats a flag, or contradicts one: give one of them")
         flags |= fields
     return flags
-
-
-def _parse_flag(span: _Span) -> tuple[str, dict[str, Any]]:
-    """Return a flag's name and the fields of Strategy that it sets."""
-    if match := re.fullmatch(r"2\.5d@([0-9]{1,9})", span.word):
-        return "2.5d", {"tensor_mode": "2.5d", "depth": int(match[1])}
-    if span.word in TENSOR_MODES[1:]:
-        return span.word, {"tensor_mode": span.word}
-    name, dot, policy = span.word.partition(".")
-    if name not in FLAGS or (dot and name != "ckpt"):
-        raise StrategyError(f"unknown flag '{shown(span.word)}' {span.place}: {_about_flags(span.word)}")
-    if dot and policy not in CHECKPOINT_POLICIES:
-        raise StrategyError(
-            f"unknown checkpoint policy '{shown(policy)}' {span.place}: policies are {', '.join(CHECKPOINT_POLICIES)}"
-            f"{nearest(policy, CHECKPOINT_POLICIES)}"
-        )
-    match name:
-        case "sp":
-            return name, {"sequence_parallel": True}
-        case "zero1" | "zero2":
-            return name, {"zero": int(name[-1])}
-        case "offload":
-            return name, {"offload": True}
-        case _:
-            return name, {"checkpoint": policy or CHECKPOINT_POLICIES[0]}
 
 
 def _about_flags(word: str) -> str:
     """Return the hint of a message about an unknown flag."""
     match = _AXIS.fullmatch(word)
-    if match and match[1] in _ROLE_NAMED:
+    if match and match[1] in ROLES:
         return f"axes are joined by 'x' and come before the flags, as in dp2x{word}+ckpt"
     if word == "zero3":
         return "use the role fsdp instead of dp, which shards parameters as ZeRO-3 does"
-    return f"flags are {', '.join(FLAGS)}{nearest(word, FLAGS)}"
+    return f"flags are {', '.join(_FIELDS)}{nearest(word, _FIELDS)}"

@@ -72,7 +72,13 @@ class Strategy:
     def __post_init__(self) -> None:
         self._check_axes()
         refuse_many_ranks(self.known_size, self)
-        self._check_choices()
+        for what, value, known in (
+            ("tensor mode", self.tensor_mode, TENSOR_MODES),
+            ("checkpoint policy", self.checkpoint, (None, *CHECKPOINT_POLICIES)),
+            ("stage of zero", self.zero, (0, 1, 2)),
+        ):
+            if value not in known:
+                raise StrategyError(f"unknown {what} '{shown(value)}': use {', '.join(map(str, known))}")
         self._check_tensor_mode()
         if self.zero and not self.has("dp"):
             raise StrategyError(f"+zero{self.zero} shards over dp, which '{self}' lacks: add an axis such as dp2")
@@ -91,20 +97,6 @@ class Strategy:
                 raise StrategyError(f"'{axis}' has degree 1: leave the axis out")
             if roles.count(axis.role) > 1:
                 raise StrategyError(f"role '{axis.role}' is repeated in a strategy: give each role once")
-
-    def _check_choices(self) -> None:
-        """Raise StrategyError for an unknown tensor mode, checkpointing policy or ZeRO stage."""
-        for what, value, known in (
-            ("tensor mode", self.tensor_mode, TENSOR_MODES),
-            ("checkpoint policy", self.checkpoint or CHECKPOINT_POLICIES[0], CHECKPOINT_POLICIES),
-        ):
-            if value not in known:
-                plural = {"tensor mode": "tensor modes", "checkpoint policy": "policies"}[what]
-                raise StrategyError(
-                    f"unknown {what} '{shown(value)}': {plural} are {', '.join(known)}{nearest(value, known)}"
-                )
-        if self.zero not in (0, 1, 2):
-            raise StrategyError(f"zero is {shown(self.zero)}: use 0, 1 or 2, or the role fsdp for ZeRO-3")
 
     def _check_tensor_mode(self) -> None:
         """Raise StrategyError if the tensor mode, its depth, +sp and the degree of tp do not fit each other."""

@@ -184,7 +184,7 @@ class Plan:
             if self.world_size != world_size:
                 raise StrategyError(
                     f"'{shown(self)}' needs {count(self.world_size, 'rank')} but the world has {world_size}: "
-                    f"start {self.world_size}, or leave one degree open{self._opened()}"
+                    f"start {self.world_size}, or leave one degree open"
                 )
             return self
         if self.is_uniform:
@@ -210,13 +210,6 @@ class Plan:
                 f"{count(ranks, 'rank')}: choose degrees whose product divides {ranks}"
             )
         return left
-
-    def _opened(self) -> str:
-        """Return an example for a message, the plan with its last degree open; empty for a layerwise plan."""
-        if not self.is_uniform:
-            return ""
-        open_axes = (*self.axes[:-1], Axis(self.axes[-1].role if self.axes else "dp", None))
-        return f" as in '{self.with_axes(open_axes)}'"
 
     def __str__(self) -> str:
         """Return the canonical strategy string; parsing it gives the same layers, axes and flags."""

@@ -74,17 +74,6 @@ def _numbered(selector: str, named: Mapping[str, range], model: str) -> str:
     return _name(named[selector])
 
 
-def split_list(text: str) -> tuple[str, ...]:
-    """Return the selectors of a list of layers such as `embed, 0-9`.
-
-    Raises StrategyError for an invalid one.
-    """
-    selectors = tuple(part.strip() for part in text.split(","))
-    for selector in selectors:
-        blocks_of(selector)
-    return selectors
-
-
 def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range], model: str) -> frozenset[str]:
     """Return the names of the layers in a list such as `embed, 0-9`, in which `*` stands for all blocks.
 
@@ -94,7 +83,7 @@ def layers_of(text: str, layer_names: Sequence[str], named: Mapping[str, range],
     Raises StrategyError for an invalid selector, or one that the model lacks.
     """
     blocks, layers = layer_names[1:-1], set[str]()
-    for selector in split_list(text):
+    for selector in (part.strip() for part in text.split(",")):
         span = blocks_of(_numbered(selector, named, model))
         if span is None:
             layers |= set(blocks) if selector == "*" else {selector}

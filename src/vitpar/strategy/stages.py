@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from vitpar.errors import StrategyError
 from vitpar.models.description import layer_of
 from vitpar.strategy.batch import batch_arithmetic
-from vitpar.strategy.layer import ROLES, Role, Strategy
+from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import Layout, image_layout, output_layout, token_layout
-from vitpar.strategy.plan import SPLITS, Plan
+from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
-from vitpar.text import count, nearest, shown
+from vitpar.text import count, shown
 
 if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
@@ -33,8 +33,7 @@ def split_blocks(
     and among those splits the sum of squared costs), or the number of blocks of each stage
     costs: for "balanced", one cost per layer in any unit, in the order embed, blocks, head (num_blocks + 2 values)
 
-    Raises StrategyError if there are more stages than blocks, if given sizes do not fit, or if the costs are missing or
-    invalid.
+    Raises StrategyError if there are more stages than blocks, or if given sizes do not fit.
     """
     assert num_stages >= 1, f"the pipeline has {num_stages} stages: use at least 1"
     if num_stages > num_blocks:
@@ -45,12 +44,10 @@ def split_blocks(
         size, larger = divmod(num_blocks, num_stages)
         sizes: Sequence[int] = [size + (stage < larger) for stage in range(num_stages)]
     elif how == "balanced":
-        sizes = _balanced_sizes(num_blocks, num_stages, _checked_costs(costs, num_blocks))
-    elif isinstance(how, str):
-        raise StrategyError(
-            f"unknown split '{shown(how)}': use {', '.join(SPLITS)} or the blocks of each stage{nearest(how, SPLITS)}"
-        )
+        assert costs is not None and len(costs) == num_blocks + 2, "a cost for embed, each block and head"
+        sizes = _balanced_sizes(num_blocks, num_stages, costs)
     else:
+        assert not isinstance(how, str), f"unknown split '{how}'"
         sizes = _checked_sizes(how, num_blocks, num_stages)
     return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
 
@@ -83,21 +80,6 @@ def _checked_sizes(sizes: tuple[int, ...], num_blocks: int, num_stages: int) -> 
     if sum(sizes) != num_blocks:
         raise StrategyError(f"{said} has {shown(count(sum(sizes), 'block'))} but the model has {num_blocks}: {fix}")
     return sizes
-
-
-def _checked_costs(costs: Sequence[float] | None, num_blocks: int) -> Sequence[float]:
-    """Return `costs` if there is a valid one for each layer, else raise StrategyError."""
-    if costs is None:
-        raise StrategyError("split 'balanced' needs the cost of every layer: give the costs or use split 'even'")
-    if len(costs) != num_blocks + 2:
-        raise StrategyError(
-            f"split 'balanced' got {count(len(costs), 'cost')} for {count(num_blocks, 'block')}: "
-            f"give {num_blocks + 2}, one each for embed, the blocks and the head"
-        )
-    for cost in costs:
-        if not (math.isfinite(cost) and cost >= 0):
-            raise StrategyError(f"split 'balanced' got a cost of {cost}: give finite costs of at least 0")
-    return costs
 
 
 def _balanced_sizes(num_blocks: int, num_stages: int, costs: Sequence[float]) -> list[int]:
@@ -163,20 +145,6 @@ def rank_of_place(plan: Plan, pp: int, stage_rank: int) -> int:
     inner = _inner_size(plan)
     high, low = divmod(stage_rank, inner)
     return (high * plan.pipeline_degree + pp) * inner + low
-
-
-def coordinates(plan: Plan, rank: int) -> dict[Role, int]:
-    """Return the index of a global rank along every role of a uniform plan; 0 for roles that the plan lacks."""
-    assert 0 <= rank < plan.world_size, f"rank {rank} is outside '{plan}'"
-    place: dict[Role, int] = dict.fromkeys(ROLES, 0)
-    for axis in reversed(plan.axes):
-        rank, place[axis.role] = divmod(rank, axis.size)
-    return place
-
-
-def rank_grid(plan: Plan) -> list[dict[Role, int]]:
-    """Return the coordinates of every rank of a uniform plan, in rank order."""
-    return [coordinates(plan, rank) for rank in range(plan.world_size)]
 
 
 def _inner_size(plan: Plan) -> int:

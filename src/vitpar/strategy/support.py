@@ -70,32 +70,16 @@ class Clash:
     """Advice on what to use instead, in the imperative."""
 
 
+_ONE_GRAPH = "input and weight gradients are computed separately, which a compiled block cannot do (pytorch#161904)"
+_KEPT = "the split backward keeps in between what checkpointing would free (pytorch#136766)"
 CLASHES = (
     *(
-        Clash(
-            schedule,
-            "compile",
-            "input and weight gradients are computed separately, which a compiled block cannot do (pytorch#161904)",
-            "leave out compile, or use schedule 1f1b or interleaved1f1b",
-        )
-        for schedule in SPLIT_BACKWARD
-    ),
-    *(
-        Clash(
-            schedule,
-            checkpoint,
-            "the split backward keeps in between what checkpointing would free (pytorch#136766)",
-            f"leave out {checkpoint}, or use schedule 1f1b or interleaved1f1b",
-        )
-        for schedule in SPLIT_BACKWARD
-        for checkpoint in ("+ckpt", "+ckpt.selective")
-    ),
-    *(
-        Clash(
-            schedule,
-            "+zero2",
-            APART,
-            "use +zero1, or schedule 1f1b or interleaved1f1b",
+        Clash(schedule, feature, because, f"{instead} schedule 1f1b or interleaved1f1b")
+        for feature, because, instead in (
+            ("compile", _ONE_GRAPH, "leave out compile, or use"),
+            ("+ckpt", _KEPT, "leave out +ckpt, or use"),
+            ("+ckpt.selective", _KEPT, "leave out +ckpt.selective, or use"),
+            ("+zero2", APART, "use +zero1, or"),
         )
         for schedule in SPLIT_BACKWARD
     ),

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from vitpar.errors import StrategyError
-from vitpar.models.description import LayerDescription, block_name, layer_of
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import LayerDescription, layer_of
 from vitpar.models.roles import chunk_range, parameter_splits
-from vitpar.strategy.batch import batch_arithmetic, refuse_both_ways, schedule_objection
-from vitpar.strategy.layer import Axis, Role, Strategy
+from vitpar.strategy.batch import batch_arithmetic
+from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
 from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
 
 
-class Model(Protocol):
-    """Part of a model's configuration that plans depend on (``vitpar.models.config.ModelConfig``)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def layers(self) -> Mapping[str, LayerDescription]:
-        """Layers by name in order: embed, blocks.0 …, head."""
-
-    @property
-    def groups(self) -> Mapping[str, range]:
-        """Blocks of each group that has a name."""
-
-    @property
-    def holders(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of each shared parameter in the layers, by the owner's name."""
-
-    @property
-    def tables(self) -> Collection[str]:
-        """Names of tables, which layers of any strategies may share."""
-
-
-def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
+def validate(plan: Plan, model: ModelConfig, batch_size: int | None) -> Plan:
     """Return the plan with its number of micro-batches filled in and its blocks numbered, ready to run.
 
     A microbatch_size is converted to microbatches, so validating the result again changes nothing.
@@ -51,20 +28,19 @@ def validate(plan: Plan, model: Model, batch_size: int | None) -> Plan:
     """
     _ = plan.world_size  # refuses an open degree
     plan = plan.numbered(model.groups, model.name)
-    _check_layers(plan, model, batch_size)
+    _check_layers(plan, model)
     _check_shared(plan, model)
     _check_schedule(plan)
     _check_stages(plan, model)
     if batch_size is not None:
         microbatches = batch_arithmetic(plan, batch_size).microbatches
         return replace(plan, microbatches=microbatches, microbatch_size=None)
-    _check_microbatches(plan)
     if plan.pp == 1 and plan.microbatch_size is None:
         return replace(plan, microbatches=plan.microbatches or 1)
     return plan
 
 
-def _check_layers(plan: Plan, model: Model, batch_size: int | None) -> None:
+def _check_layers(plan: Plan, model: ModelConfig) -> None:
     """Raise StrategyError if a layer's strategy cannot split it, or the plan names layers that the model lacks."""
     checked = set()
     # Blocks first: they have more numbers to divide, so that the message finds a degree that fits everywhere.
@@ -74,10 +50,10 @@ def _check_layers(plan: Plan, model: Model, batch_size: int | None) -> None:
         if (layer.kind, strategy) not in checked:
             checked.add((layer.kind, strategy))
             if fault := unsplittable(layer, strategy, _owner(layer, model)):
-                raise StrategyError(f"{fault[0]}: {_layerwise(plan, model, batch_size) or fault[1]}")
+                raise StrategyError(": ".join(fault))
 
 
-def _check_shared(plan: Plan, model: Model) -> None:
+def _check_shared(plan: Plan, model: ModelConfig) -> None:
     """Raise StrategyError if layers that share a parameter have other strategies, or split it in other ways."""
     strategies = plan.strategies(tuple(model.layers))
     for owner, (_, *copies) in model.holders.items():
@@ -101,7 +77,7 @@ def _check_shared(plan: Plan, model: Model) -> None:
                 )
 
 
-def _owner(layer: LayerDescription, model: Model) -> str:
+def _owner(layer: LayerDescription, model: ModelConfig) -> str:
     """Return the name of what a layer's numbers belong to, for messages: the model, or a group of its blocks."""
     return model.name if layer.group is None else f"{layer.group} of {model.name}"
 
@@ -143,41 +119,6 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
     return None
 
 
-def _layerwise(plan: Plan, model: Model, batch_size: int | None) -> str | None:
-    """Return the suggestion of a layerwise plan in place of a uniform one that only some groups of blocks allow.
-
-    There the ranks of tp become ranks of dp. None if there is no such plan, or it fits neither the model nor the batch.
-    """
-    if not plan.is_uniform or not model.groups:
-        return None
-    strategy, layers = plan.strategy, model.layers
-    able = {
-        name: all(not unsplittable(layers[block_name(index)], strategy) for index in blocks)
-        for name, blocks in model.groups.items()
-    }
-    if not any(able.values()):
-        return None
-    unable = [name for name, fits in able.items() if not fits]
-    outside = [name for name, layer in layers.items() if not layer.is_block and unsplittable(layer, strategy)]
-    try:
-        other = _without_tp(strategy)
-        groups = (*((name, other) for name in (*outside, *unable)), ("*", strategy))
-        suggested = replace(plan, layers=groups, pp_index=0)
-        validate(suggested, model, batch_size)
-    except StrategyError:
-        return None
-    return f"give them another strategy, as in '{suggested}'"
-
-
-def _without_tp(strategy: Strategy) -> Strategy:
-    """Return `strategy` with its ranks of tp as ranks of dp, or of fsdp where it has fsdp and no dp."""
-    role: Role = "fsdp" if strategy.has("fsdp") and not strategy.has("dp") else "dp"
-    degree = strategy.degree("tp") * strategy.degree(role)
-    axes = tuple(Axis(role, degree) if axis.role == role else axis for axis in strategy.axes if axis.role != "tp")
-    axes = axes if strategy.has(role) else (*axes, Axis(role, degree))
-    return replace(strategy, axes=axes, tensor_mode="1d", depth=None, sequence_parallel=False)
-
-
 def _check_schedule(plan: Plan) -> None:
     """Raise StrategyError if the schedule does not fit pp and the virtual stages."""
     schedule = SCHEDULES[plan.schedule]
@@ -202,7 +143,7 @@ def _check_schedule(plan: Plan) -> None:
         )
 
 
-def _check_stages(plan: Plan, model: Model) -> None:
+def _check_stages(plan: Plan, model: ModelConfig) -> None:
     """Raise StrategyError if the model has too few blocks for the stages, or the split does not fit."""
     pp, virtual, stages = plan.pipeline_degree, plan.virtual_stages, plan.num_stages
     num_blocks = len(model.layers) - 2
@@ -216,14 +157,3 @@ def _check_stages(plan: Plan, model: Model) -> None:
         )
     if not isinstance(plan.split, str):
         split_blocks(num_blocks, stages, plan.split)
-
-
-def _check_microbatches(plan: Plan) -> None:
-    """Raise StrategyError if the number of micro-batches is wrong for any batch size."""
-    refuse_both_ways(plan)
-    if plan.microbatches is None:
-        return
-    if objection := schedule_objection(plan, plan.microbatches):
-        nearby = range(max(1, plan.microbatches - 2 * plan.num_stages), plan.microbatches + plan.num_stages + 1)
-        working = [n for n in nearby if not schedule_objection(plan, n)]
-        raise StrategyError(f"{objection}: use {either(closest(working, plan.microbatches))}")

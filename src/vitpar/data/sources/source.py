@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vitpar.data.classes import check_class_names, class_names
 from vitpar.data.randomness import shuffled
 from vitpar.errors import DataError
-from vitpar.io import decode_utf8, open_regular, read_all, read_bytes
+from vitpar.io import decode_utf8, open_regular, read_bytes
 from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
 from vitpar.text import count, shown
 
@@ -135,7 +135,7 @@ def read_file(path: str | Path) -> bytes:
     Raises DataError.
     """
     with reading(path), open_regular(path, pages=True) as file:
-        return read_all(file)
+        return file.read()
 
 
 def read_span(path: Path, begin: int, size: int) -> bytes:

@@ -3,7 +3,6 @@
 from vitpar.strategy.galvatron.reading import (
     ImportedPlan,
     from_galvatron,
-    is_galvatron,
     read_galvatron,
     unlisted_blocks,
 )
@@ -12,7 +11,6 @@ from vitpar.strategy.galvatron.writing import to_galvatron, write_galvatron
 __all__ = [
     "ImportedPlan",
     "from_galvatron",
-    "is_galvatron",
     "read_galvatron",
     "to_galvatron",
     "unlisted_blocks",

@@ -39,16 +39,17 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from vitpar.errors import StrategyError
 from vitpar.io import PathLike
 from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS, MAX_RANKS
 from vitpar.models.description import LayerDescription
+from vitpar.records import Record, first_wrong
 from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.plan import Plan
-from vitpar.strategy.plan_json import checked, read_json
+from vitpar.strategy.plan_json import read_json
 from vitpar.strategy.selectors import Groups
 from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
@@ -61,45 +62,37 @@ _NUMBERS = re.compile(r" *[0-9]{1,9} *(, *[0-9]{1,9} *)*")
 def _numbers(text: object) -> list[int]:
     """Return the integers in text such as "2,2,4"; raise ValueError for anything else."""
     if not isinstance(text, str) or text.count(",") >= MAX_BLOCKS or not _NUMBERS.fullmatch(text):
-        raise ValueError("it is not text with numbers")
+        raise ValueError('give whole numbers as text, as in "2,2,4"')
     return [int(number) for number in text.split(",")]
 
 
-# Descriptions become part of error messages ("give a whole number from 1 to …").
-_Numbers = Annotated[list[int], BeforeValidator(_numbers)]
-_PerBlock = Annotated[
-    _Numbers, Field(description=f'at most {MAX_BLOCKS:,} whole numbers as text, one per block, as in "2,2,4"')
-]
-_Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS, description=f"a whole number from 1 to {MAX_RANKS:,}")]
-_IMAGES = f"a whole number from 1 to {MAX_BATCH_SIZE:,}"
-_Images = Annotated[int, Field(strict=True, ge=1, le=MAX_BATCH_SIZE, description=_IMAGES)]
-_Flag = Annotated[int, Field(strict=True, ge=0, le=1, description="0 or 1")]
+_PerBlock = Annotated[tuple[int, ...], BeforeValidator(_numbers)]
+_Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS)]
+_Flag = Annotated[int, Field(strict=True, ge=0, le=1)]
 
 
-class GalvatronFile(BaseModel):
+class GalvatronFile(Record):
     """Schema of a strategy file: the keys of the module's table, values per block as lists."""
 
     pp_deg: _Degree
     tp_sizes_enc: _PerBlock
     tp_consecutive_flags: _PerBlock
     dp_types_enc: _PerBlock
-    use_sp: _PerBlock = []
-    checkpoint: _PerBlock = []
-    cp_sizes_enc: _PerBlock = []
-    ep_sizes_enc: _PerBlock = []
-    tp_of_ep_sizes_enc: _PerBlock = []
-    global_bsz: _Images
-    chunks: _Images | Annotated[int, Field(strict=True, ge=-1, le=-1)] = Field(description=f"{_IMAGES}, or -1")
-    pp_division: _Numbers = Field(
-        default=[], description=f'at most {MAX_BLOCKS:,} whole numbers as text, one per stage, as in "6,6"'
-    )
-    pipeline_type: Literal["gpipe", "pipedream_flush"] = Field("gpipe", description='"gpipe" or "pipedream_flush"')
-    default_dp_type: Literal["ddp", "zero2", "zero3"] = Field("ddp", description='"ddp", "zero2" or "zero3"')
+    use_sp: _PerBlock = ()
+    checkpoint: _PerBlock = ()
+    cp_sizes_enc: _PerBlock = ()
+    ep_sizes_enc: _PerBlock = ()
+    tp_of_ep_sizes_enc: _PerBlock = ()
+    global_bsz: int = Field(strict=True, ge=1, le=MAX_BATCH_SIZE)
+    chunks: int = Field(strict=True, ge=-1, le=MAX_BATCH_SIZE)
+    pp_division: _PerBlock = ()
+    pipeline_type: Literal["gpipe", "pipedream_flush"] = "gpipe"
+    default_dp_type: Literal["ddp", "zero2", "zero3"] = "ddp"
     vtp: _Degree = 1
     vsp: _Flag = 0
     embed_sdp: _Flag = 0
     vocab_sdp: _Flag = 0
-    vcp: int = Field(1, strict=True, ge=1, le=1, description="1, as vitpar has no context parallelism")
+    vcp: int = Field(1, strict=True, ge=1, le=1)
 
 
 _BLOCKS: dict[str, tuple[int, tuple[int, ...], str]] = {  # value where absent, values that are read, why no others
@@ -126,11 +119,6 @@ class ImportedPlan:
     """Number of blocks of the model."""
     notes: tuple[str, ...] = ()
     """Sentences on how Galvatron may run the file differently."""
-
-
-def is_galvatron(data: object) -> bool:
-    """Return whether JSON `data` is a Galvatron strategy."""
-    return isinstance(data, dict) and "tp_sizes_enc" in data
 
 
 def unlisted_blocks(layers: Iterable[LayerDescription]) -> tuple[int, ...]:
@@ -196,21 +184,21 @@ def from_galvatron(
         layers = (("embed", outside), *((str(index), block) for index, block in enumerate(blocks)), ("head", outside))
     schedule = SCHEDULE_NAMES[file.pipeline_type] if pp > 1 else Plan().schedule
     plan = Plan(layers, pp, schedule=schedule, microbatches=_chunks(file, stage), split=_split(file, unlisted))
-    check_batch(plan, file.global_bsz)
+    # As gpipe runs any number of micro-batches: `validate` checks what the schedule requires.
+    batch_arithmetic(replace(plan, schedule="gpipe"), file.global_bsz)
     return ImportedPlan(plan, file.global_bsz, len(blocks), tuple(_notes(file, plan)))
-
-
-def check_batch(plan: Plan, batch_size: int) -> None:
-    """Raise StrategyError if the batch does not divide. `validate` checks what the schedule requires."""
-    # gpipe runs any number of micro-batches.
-    batch_arithmetic(replace(plan, schedule="gpipe"), batch_size)
 
 
 def _checked(data: dict[str, Any]) -> GalvatronFile:
     """Return `data` as a record. Raises StrategyError if it is invalid or contradicts itself."""
-    if isinstance(data, dict) and "pp_size" in data:
+    if "pp_size" in data:
         raise StrategyError("'pp_size' is a key of another file format: use a file with pp_deg and tp_sizes_enc")
-    file = checked(GalvatronFile, data, "the Galvatron plan")
+    try:
+        file = GalvatronFile.model_validate(data)
+    except ValueError as error:
+        raise StrategyError(f"the Galvatron plan is wrong: {first_wrong(error)}: correct it") from None
+    if file.chunks == 0:
+        raise StrategyError("chunks is 0: use the number of micro-batches of a step, or -1 for Galvatron's rule")
     here, there = file.embed_sdp, file.vocab_sdp
     if _says(file, "embed_sdp") and _says(file, "vocab_sdp") and here != there:
         raise StrategyError(f"embed_sdp is {here} but its alias vocab_sdp is {there}: leave out one of them")
@@ -222,10 +210,10 @@ def _says(file: GalvatronFile, *keys: str) -> bool:
     return not file.model_fields_set.isdisjoint(keys)
 
 
-def _columns(file: GalvatronFile) -> dict[str, list[int]]:
+def _columns(file: GalvatronFile) -> dict[str, Sequence[int]]:
     """Return the values of all blocks by key, with defaults for absent keys. Raises StrategyError for other values."""
     depth = len(file.tp_sizes_enc)
-    columns: dict[str, list[int]] = {}
+    columns: dict[str, Sequence[int]] = {}
     for key, (absent, allowed, why) in _BLOCKS.items():
         column = columns[key] = getattr(file, key) if _says(file, key) else [absent] * depth
         if len(column) != depth:
@@ -287,7 +275,7 @@ def _split(file: GalvatronFile, unlisted: Sequence[int]) -> str | tuple[int, ...
     listed, pp, key = len(file.tp_sizes_enc), file.pp_deg, "pp_division" if _says(file, "pp_division") else "pp_deg"
     sizes = [*[listed // pp] * (pp - 1), listed - listed // pp * (pp - 1)]
     if key == "pp_division":
-        sizes = file.pp_division.copy()
+        sizes = [*file.pp_division]
     try:
         split_blocks(listed, pp, tuple(sizes))
     except StrategyError as error:

@@ -143,7 +143,8 @@ class Watchdog:
         self._number += 1
         phase, step = self._place
         place = f"{phase} {step}" if step else phase
-        return json.dumps(Note(self._number, place, platform.node(), _calls(), sentence))
+        calls = _calls() if self._store else {}  # alone, a rank waits for nobody
+        return json.dumps(Note(self._number, place, platform.node(), calls, sentence))
 
     def _watch(self, watched: Sequence[int], notes: list[bytes]) -> None:
         """Write and read notes until the run ends, or has to. Runs in the thread.

@@ -103,8 +103,8 @@ lint: $(READY)   ## Style, spelling, language and types
 
 docs: $(READY)   ## Generate pages of docs/ from the source, and build the documentation site into site/
 	$(BIN)/python -m vitpar.strategy.support > docs/support.md
-	$(BIN)/python -c 'from vitpar.training.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
-	$(BIN)/python -c 'from vitpar.training.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
+	$(BIN)/python -c 'from vitpar.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
+	$(BIN)/python -c 'from vitpar.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
 	$(BIN)/python -c 'from vitpar.planner.recipe_page import markdown; print(markdown(), end="")' > docs/recipes.md
 	$(BIN)/python experiments/commands_page.py > docs/commands.md
 	$(BIN)/python experiments/architecture.py > docs/architecture.md

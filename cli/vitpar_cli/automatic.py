@@ -27,15 +27,15 @@ from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
 from vitpar.launch import find_world
 from vitpar.launch.world import Device
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.recipe import Chosen
+from vitpar.recipe.sections import AUTO
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.recipe import Chosen
-from vitpar.training.recipe.sections import AUTO
 from vitpar_cli.outputs import origin
 from vitpar_cli.profiled import PROFILES, matches, with_held
 

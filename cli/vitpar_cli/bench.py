@@ -9,12 +9,12 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import on_device
+from vitpar.recipe.recipe import Chosen
+from vitpar.recipe.request import classes_of
 from vitpar.tasks import Task, task_of
 from vitpar.training.ranks import choose_plan
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import on_device
-from vitpar.training.recipe.recipe import Chosen
-from vitpar.training.recipe.request import classes_of
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import Status, warn
 from vitpar_cli.world import run_in_world

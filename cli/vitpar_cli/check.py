@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitpar.launch.resources import choose_device
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import on_device
+from vitpar.recipe.recipe import Chosen, first_that_fits
+from vitpar.recipe.request import classes_of
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.ranks import choose_plan, resolve
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import on_device
-from vitpar.training.recipe.recipe import Chosen, first_that_fits
-from vitpar.training.recipe.request import classes_of
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, warn
 from vitpar_cli.world import run_in_world

@@ -183,7 +183,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
     """
     from vitpar.checkpoint.index import RECIPE
     from vitpar.checkpoint.reader import differences
-    from vitpar.training.recipe import read_recipe
+    from vitpar.recipe import read_recipe
     from vitpar.training.saving.resume import changes
 
     one, other = _opened(first), _opened(second)
@@ -280,8 +280,8 @@ def _export_adapters(
     """Write the adapters of a checkpoint as files of peft."""
     from vitpar.errors import CheckpointError
     from vitpar.models.lora import LoRA
+    from vitpar.recipe import read_recipe
     from vitpar.strategy.freezing import parameter_names
-    from vitpar.training.recipe import read_recipe
     from vitpar.weights.adapters import adapter_files
     from vitpar.weights.exporting import Format
     from vitpar.weights.folder import INDEX as WEIGHTS_INDEX

@@ -10,7 +10,7 @@ import typer
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
-from vitpar.training.recipe.request import RecipeRequest
+from vitpar.recipe.request import RecipeRequest
 from vitpar_cli.data_pack import pack_command
 from vitpar_cli.data_view import Workers, print_problems, print_survey, refuse_options
 from vitpar_cli.outputs import refuse_unwritable

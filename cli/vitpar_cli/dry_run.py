@@ -11,13 +11,13 @@ from vitpar.launch import find_world
 from vitpar.planner.describe import summarize
 from vitpar.planner.measure.trial import duration_words
 from vitpar.planner.out_of_memory import memory_of, memory_warning, memory_words
+from vitpar.recipe.machine import large_batch_warning
+from vitpar.recipe.rates.schedules import Schedules
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.terminal import say
 from vitpar.text import count
 from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
 from vitpar.training.prepare import Prepared
-from vitpar.training.recipe.machine import large_batch_warning
-from vitpar.training.recipe.schedules import Schedules
 from vitpar_cli.outputs import warn
 from vitpar_cli.plan_view import show
 from vitpar_cli.plan_words import millions

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from vitpar.errors import DataError
+from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks import Task
 from vitpar.text import printable
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, local_weights, progress_bar, refuse_unwritable, warn

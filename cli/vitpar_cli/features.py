@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import DataError
-from vitpar.training.recipe.request import NO_DATA
+from vitpar.recipe.request import NO_DATA
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import local_weights, progress_bar, refuse_unwritable, report_bad

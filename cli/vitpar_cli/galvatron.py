@@ -130,7 +130,7 @@ def profiles_command(
     """
     request = o.request(profiles_command, locals())
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
-    from vitpar.training.recipe.machine import automatic_precision
+    from vitpar.recipe.machine import automatic_precision
 
     request.refuse_idle("an import")
     refuse_unwritable(hardware_out, model_out)

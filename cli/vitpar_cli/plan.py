@@ -8,11 +8,11 @@ import typer
 
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.launch.resources import choose_device
+from vitpar.recipe.machine import replace_auto_precision
 from vitpar.sizes import parse_size
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
 from vitpar.training.prepare import refuse_teacher
-from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
@@ -20,8 +20,8 @@ from vitpar_cli.outputs import origin, warn
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
+    from vitpar.recipe import Recipe
     from vitpar.strategy import Plan
-    from vitpar.training.recipe import Recipe
 
 
 def plan(

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.recipe.request import NO_DATA
 from vitpar.text import printable, shown
-from vitpar.training.recipe.request import NO_DATA
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, local_weights, progress_bar, report_bad

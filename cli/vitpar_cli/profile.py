@@ -11,13 +11,13 @@ from rich.table import Table
 
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import on_device
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.tasks.data import model_of
 from vitpar.text import count
 from vitpar.training.ranks import default_ranks, resolve
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import on_device
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, progress_bar, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe

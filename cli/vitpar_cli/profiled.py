@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitpar.errors import PlannerError, UserError
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.defaults import TASKS, with_defaults
+from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks.data import model_of
 from vitpar.tasks.image_data import held_bytes
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.defaults import TASKS, with_defaults
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli.outputs import local_weights
 
 if TYPE_CHECKING:

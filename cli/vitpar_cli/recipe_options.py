@@ -9,8 +9,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from annotated_types import Ge
 
-from vitpar.training.recipe.file import SECTIONS
-from vitpar.training.recipe.request import RecipeRequest
+from vitpar.recipe.file import SECTIONS
+from vitpar.recipe.request import RecipeRequest
 
 PANELS = {
     "task": "Model and data",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vitpar.models.lora import LoRA
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
 from vitpar.training.events import RunHeader
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.sections import OptimizerSection
 
 
 def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from vitpar_cli.outputs import data_table
 from vitpar_cli.profiled import InputRate
 
 if TYPE_CHECKING:
-    from vitpar.training.recipe.shipped import ShippedRecipe
+    from vitpar.recipe.shipped import ShippedRecipe
 
 
 def recipes(
@@ -31,7 +31,7 @@ def recipes(
 
     Example: vitpar recipes deit_small
     """
-    from vitpar.training.recipe.shipped import shipped_recipe, shipped_recipes
+    from vitpar.recipe.shipped import shipped_recipe, shipped_recipes
 
     listed = shipped_recipes() if name is None else [shipped_recipe(name)]
     if name is None and images_per_second is None and not as_json:  # a prediction describes models, which takes seconds

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import DataError
-from vitpar.training.recipe.request import RecipeRequest
+from vitpar.recipe.request import RecipeRequest
 from vitpar_cli import recipe_options as o
 from vitpar_cli.board import PORT, serve_pages
 from vitpar_cli.outputs import (

@@ -11,8 +11,8 @@ import typer
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
+from vitpar.recipe.sections import ParallelSection
 from vitpar.terminal import complain
-from vitpar.training.recipe.sections import ParallelSection
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write

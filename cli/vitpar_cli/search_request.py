@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import UserError
 from vitpar.limits import MAX_BATCH_SIZE
+from vitpar.recipe import Recipe
+from vitpar.recipe.request import RecipeRequest
 from vitpar.sizes import parse_size
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli import profiled
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ def settings(
 
     Example: vitpar settings train.precision
     """
-    from vitpar.training.recipe import reference
+    from vitpar.recipe import reference
 
     listed = list(reference.settings()) if key is None else reference.find(key)
     if as_json:

@@ -12,9 +12,9 @@ import typer
 
 from vitpar.launch import find_world
 from vitpar.launch.stop_request import stop_at_once
+from vitpar.recipe.sections import TEXT
+from vitpar.recipe.trackers import TrackerName
 from vitpar.text import either
-from vitpar.training.recipe.sections import TEXT
-from vitpar.training.tracking.tracked_run import TrackerName
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights

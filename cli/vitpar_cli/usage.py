@@ -47,7 +47,7 @@ def _positional() -> str | None:
 def _instead(option: str, options: list[str]) -> str:
     """Return a hint such as `: use --set optimizer.lr=VALUE` for a setting, else the nearest option or `--help`."""
     if "--set" in options:
-        from vitpar.training.recipe.reference import find
+        from vitpar.recipe.reference import find
 
         try:
             return f": use --set {find(option.lstrip('-').replace('-', '_'))[0].key}=VALUE"

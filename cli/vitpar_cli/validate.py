@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from vitpar.models import ModelConfig
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.cost.price import Price
+    from vitpar.recipe import Recipe
     from vitpar.strategy import Plan
-    from vitpar.training.recipe import Recipe
 
 
 def validate(

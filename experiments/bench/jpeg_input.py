@@ -20,11 +20,11 @@ from bench.ours import VitparStep
 from bench.photographs import write_photographs
 from vitpar.data.loader import Batch
 from vitpar.data.shards.pack import pack
+from vitpar.recipe import Recipe
 from vitpar.tasks import task_of
 from vitpar.tasks.image_data import open_split
 from vitpar.tasks.image_input import ImageInput
 from vitpar.text import count
-from vitpar.training.recipe import Recipe
 
 POLICY = "rand-m9-n2-mstd0.5-inc1"
 

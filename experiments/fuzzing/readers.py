@@ -41,10 +41,10 @@ from vitpar.errors import UserError
 from vitpar.models import model_config
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.profile import cluster, estimate, galvatron, profiles
+from vitpar.recipe.file import DEFAULT_RECIPE, read_recipe
 from vitpar.runs import folder, page
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_text, read_plan
-from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 

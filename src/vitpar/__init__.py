@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from vitpar.parallel.parallelize import parallelize
     from vitpar.parallel.styles import tensor_parallel_plan
     from vitpar.planner.automatic import search
+    from vitpar.recipe import Recipe, read_recipe
     from vitpar.runs.run import Run
     from vitpar.sharded import to_local
     from vitpar.training.begin import create_model
-    from vitpar.training.recipe import Recipe, read_recipe
     from vitpar.training.train import train
     from vitpar.training.trainer import Trainer
     from vitpar.weights.folder import load_weights, save_weights
@@ -45,7 +45,7 @@ _PLACES = {
     **dict.fromkeys(("Layer", "LayeredModel"), "vitpar.models.layers"),
     **dict.fromkeys(("OwnModel", "register"), "vitpar.models.own"),
     **dict.fromkeys(("load_weights", "save_weights"), "vitpar.weights.folder"),
-    **dict.fromkeys(("Recipe", "read_recipe"), "vitpar.training.recipe"),
+    **dict.fromkeys(("Recipe", "read_recipe"), "vitpar.recipe"),
     "ParallelModel": "vitpar.parallel.model",
     "Run": "vitpar.runs.run",
     "Trainer": "vitpar.training.trainer",

@@ -19,12 +19,12 @@ from vitpar.bench.feeds import Loaded, Synthetic
 from vitpar.bench.limits import matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import replace_auto_precision
 from vitpar.sharded import local
 from vitpar.tasks.image_data import open_split
 from vitpar.tasks.inputs import build_input
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar_cli import bench_view
 from vitpar_cli.plan_words import percent
 

@@ -20,8 +20,8 @@ from vitpar.checkpoint import atomic
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.intervals import EPOCH
+from vitpar.recipe import Recipe
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import find
 
 # bad checkpoints

@@ -17,7 +17,7 @@ from helpers.foreign_models import timm_logits
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of
 from vitpar.errors import DataError, UserError
-from vitpar.training.recipe import read_recipe
+from vitpar.recipe import read_recipe
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 

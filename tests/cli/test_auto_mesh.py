@@ -13,8 +13,8 @@ from helpers.run_folder import losses_of
 from helpers.shared_runs import SMALL, shared_run
 from vitpar.models import model_config
 from vitpar.planner.sources import estimated_costs
+from vitpar.recipe import read_recipe
 from vitpar.strategy.plan_json import read_plan
-from vitpar.training.recipe import read_recipe
 
 RECIPE = SMALL + "[checkpoint]\nevery = 2\n"
 AUTO = ("train", "--recipe", "recipe.toml", "--mesh", "auto")

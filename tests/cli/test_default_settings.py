@@ -14,9 +14,9 @@ import torch
 from helpers.command_line import Command, Refused, printed
 from helpers.small_data import CLASSES, TRAIN
 from vitpar.errors import DataError
-from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
-from vitpar.training.recipe.defaults import recipe_for
-from vitpar.training.recipe.request import RecipeRequest
+from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.recipe.defaults import recipe_for
+from vitpar.recipe.request import RecipeRequest
 from vitpar_cli.pack_once import RECORD, packed
 
 IMAGES = TRAIN * CLASSES
@@ -105,7 +105,7 @@ class Resolved(Exception):
 def test_all_commands_resolve_the_precision(
     command: str, place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitpar.training.recipe import machine
+    from vitpar.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
 
     resolve, seen = machine.replace_auto_precision, []
@@ -145,7 +145,7 @@ def test_resumed_run_keeps_its_precision(
         kept.append(recipe.train.precision)
         raise Resolved
 
-    monkeypatch.setattr("vitpar.training.recipe.machine.replace_auto_precision", note)
+    monkeypatch.setattr("vitpar.recipe.machine.replace_auto_precision", note)
     for words in ((), ("--recipe", "recipe.toml")):
         with pytest.raises(Resolved):
             printed(train.train, "--resume", "run", *words)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.defaults import recipe_for
 from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
 from vitpar.tasks import task_of
 from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.defaults import recipe_for
 from vitpar_cli.progress import ConsoleReporter, _duration
 from vitpar_cli.recipe_words import augment_words, optimizer_words, teacher_words
 from vitpar_cli.sparkline import ASCII, BLOCKS, COLUMNS, Sparkline

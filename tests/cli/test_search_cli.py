@@ -21,11 +21,11 @@ from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import accuracy, measured_row, spearman
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.runs.pages import plotly
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
-from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.outputs import CADENCE, ProgressLines, origin
 from vitpar_cli.profiled import costs_of
 from vitpar_cli.recipes import recipes

@@ -12,8 +12,8 @@ from helpers.command_line import Command, Refused, refusal
 from helpers.run_folder import losses_of, rows_of
 from helpers.shared_runs import shared_run
 from helpers.small_data import CLASSES, TRAIN, VAL, damage
+from vitpar.recipe import read_recipe
 from vitpar.strategy.plan_json import read_plan
-from vitpar.training.recipe import read_recipe
 
 STEPS = 4
 TRAIN_KEYS = [

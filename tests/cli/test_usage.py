@@ -10,7 +10,7 @@ import click
 import pytest
 import typer
 
-from vitpar.training.recipe import Recipe
+from vitpar.recipe import Recipe
 from vitpar_cli.check import check
 from vitpar_cli.main import app, main
 from vitpar_cli.recipe_options import settings

@@ -24,7 +24,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import Reader, StreamPart, StreamSet
 from vitpar.errors import DataError, RecipeError
 from vitpar.object_store import ObjectPath, parse_place
-from vitpar.training.recipe import Recipe
+from vitpar.recipe import Recipe
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 FILES = ("a.safetensors", INDEX, "z.json")

@@ -23,10 +23,10 @@ from vitpar.data.randomness import Draws
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import Recipe
 from vitpar.tasks.image_data import transforms
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
-from vitpar.training.recipe import Recipe
 
 BATCH, CLASSES, HELD = 8, 10, 300
 TEACHER: dict[str, Any] = {

@@ -12,13 +12,13 @@ from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.kernels.adamw import CHUNK, adamw_
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel
+from vitpar.recipe.sections import LossScaleSection, OptimizerSection
 from vitpar.sharded import local
 from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim import one_pass
 from vitpar.training.optim.average import EMA
-from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
+from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 
 SHAPES = ((5,), (CHUNK,), (33, 65), (2 * CHUNK + 4,), (1,))

@@ -17,9 +17,9 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.lora import adapted
 from vitpar.parallel import Communication
 from vitpar.parallel.float8 import float8_fault
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
-from vitpar.training.recipe import Recipe
 
 
 def skip_what_cannot_run(precision: str) -> None:

@@ -10,12 +10,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from vitpar.checkpoint.index import Index, read_index
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.machine import replace_auto_precision
 from vitpar.tasks import task_of
 from vitpar.tasks.data import open_data
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import Prepared
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.machine import replace_auto_precision
 from vitpar.training.trainer import Trainer
 
 CPU = torch.device("cpu")

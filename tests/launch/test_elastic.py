@@ -16,8 +16,8 @@ from helpers.command_line import started
 from helpers.killed_runs import RECIPE, alive, lines, ranks_of, rows, wait_for
 from helpers.ranks import free_port
 from helpers.shared_runs import shared_run
+from vitpar.recipe import read_recipe
 from vitpar.strategy.plan_json import read_plan
-from vitpar.training.recipe import read_recipe
 from vitpar.training.saving.resume import checkpoints_of
 
 # Seconds. A silent host counts as lost after 8 missed signs of life; late hosts are awaited for last_call_timeout.

@@ -22,13 +22,13 @@ from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import DistillSection
 from vitpar.sharded import local
 from vitpar.tasks import task_of
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.task import LabelSet
 from vitpar.training.build import TRAINING_DATA, build
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.sections import DistillSection
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 

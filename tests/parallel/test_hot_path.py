@@ -17,9 +17,9 @@ from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.loss import CrossEntropy
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.training.step import TrainStep
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from helpers.ranks import RankPool
 from vitpar import Execution, parallelize
 from vitpar.check import CheckResult
 from vitpar.models.config import ModelConfig
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.tasks.mae import MAE
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 
 
 @pytest.mark.each_row

@@ -16,7 +16,7 @@ from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse, validate
 from vitpar.errors import FaultError, ModelError, RecipeError, StrategyError
 from vitpar.parallel import shared
-from vitpar.training.recipe import read_recipe
+from vitpar.recipe import read_recipe
 
 MODELS = {"tied": Tied(), "relative": Relative()}
 

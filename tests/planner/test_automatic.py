@@ -10,8 +10,8 @@ import vitpar
 from vitpar.errors import PlannerError, UserError
 from vitpar.planner.cost.price import plan_title
 from vitpar.planner.sources import estimated_costs, profiled_costs
+from vitpar.recipe import read_recipe
 from vitpar.strategy import Plan, parse, validate
-from vitpar.training.recipe import read_recipe
 
 SMALL = vitpar.model_config("vit_small_patch16_224", num_classes=10)
 

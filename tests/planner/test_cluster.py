@@ -17,9 +17,9 @@ from vitpar.planner.cost.price import price
 from vitpar.planner.profile.bands import BANDS, VITPAR, Band, error_band
 from vitpar.planner.profile.cluster import Network, find_cluster
 from vitpar.planner.profile.estimate import estimate_model
+from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar_cli.profiled import costs_of, planned_recipe
 
 SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / "clusters").iterdir())

@@ -12,8 +12,8 @@ import pytest
 from helpers.command_line import Refused, printed
 from vitpar.planner import training_time as times
 from vitpar.planner.goodput import Conditions, duration, goodput, interval
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.strategy import parse
-from vitpar.training.recipe import Recipe, read_recipe
 from vitpar_cli.plan import plan
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search

@@ -10,8 +10,8 @@ from helpers.small_data import pack_small
 from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner.measure import device as device_file
 from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_of, memory_warning
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.sections import DataSection
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import DataSection
 from vitpar_cli.profiled import costs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -15,8 +15,8 @@ from vitpar.errors import StrategyError
 from vitpar.models import model_config
 from vitpar.planner.measure.clock import STAT
 from vitpar.planner.measure.steps import Training, _steps, run_in_subprocess
+from vitpar.recipe import Recipe
 from vitpar.strategy import parse, validate
-from vitpar.training.recipe import Recipe
 
 RECIPE = """
 [model]

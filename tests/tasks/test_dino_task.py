@@ -16,13 +16,13 @@ from helpers.trained import assembled, rows
 from vitpar import parse
 from vitpar.check import check_plan
 from vitpar.check.compare import CheckResult
+from vitpar.recipe import read_recipe
+from vitpar.recipe.defaults import recipe_for
+from vitpar.recipe.rates.shapes import RunLengths
 from vitpar.tasks import task_of
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.soft_loss import soft_cross_entropy
-from vitpar.training.optim.shapes import RunLengths
 from vitpar.training.probe.running import collapse_warning
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.defaults import recipe_for
 from vitpar.weights.folder import open_weights
 
 PLANS: dict[str, dict[str, Any]] = {

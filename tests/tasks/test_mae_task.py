@@ -24,10 +24,10 @@ from vitpar.data.images import decode
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.models.mae.masking import masked, masking_noise
+from vitpar.recipe import read_recipe
+from vitpar.recipe.defaults import recipe_for
 from vitpar.runs.predictions import drawn_samples
 from vitpar.tasks.image_data import transforms
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.defaults import recipe_for
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 

@@ -23,9 +23,9 @@ from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError
 from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import LabelSet, Task, load, task_of
 from vitpar.tasks.probe import refuse_wrong_task
-from vitpar.training.recipe import Recipe, read_recipe
 
 TASK = f"{ROOT / 'examples' / 'own_task.py'}:Value"
 

@@ -22,12 +22,12 @@ from vitpar.errors import RecipeError
 from vitpar.models import IGNORED, ModelConfig, model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.request import classes_of
 from vitpar.tasks import task_of
 from vitpar.tasks.data import model_of
 from vitpar.tasks.text import TextTask
 from vitpar.training.prepare import prepare
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.request import classes_of
 
 LINE = "the cat sat on a mat and saw nine mice run past its tail in one long quiet line"
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from helpers.small_data import pack_small, rename_classes
 from helpers.trained import recipe_of, trainer_of
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import RecipeError
+from vitpar.recipe import read_recipe
 from vitpar.strategy import parse
 from vitpar.training.agreement import refuse_disagreement
-from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import fingerprint
 
 BASE: dict[str, Any] = {

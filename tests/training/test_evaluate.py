@@ -27,14 +27,14 @@ from vitpar.models import IGNORED
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import Execution, ParallelModel, parallelize
+from vitpar.recipe import read_recipe
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.tasks import LabelSet, task_of
 from vitpar.tasks.classify import Classify
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, Predictions, evaluate
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.prediction_file import PredictionFile
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.sections import OptimizerSection
 
 # 17 images make two full batches and one image, so the second of two ranks sees only padding.
 BATCH = 8

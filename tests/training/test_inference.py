@@ -17,10 +17,10 @@ from vitpar.data.image_files import ImageFiles, NotedImages
 from vitpar.data.images import decode
 from vitpar.data.transforms.batch import Normalize
 from vitpar.data.transforms.sample import EvalTransform
+from vitpar.recipe import read_recipe
 from vitpar.tasks import task_of
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.inference import feature_width, outputs
-from vitpar.training.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import import_weights
 

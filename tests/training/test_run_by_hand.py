@@ -24,9 +24,9 @@ from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import RecipeError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import Recipe
 from vitpar.strategy import parse
 from vitpar.training.prepare import prepare
-from vitpar.training.recipe import Recipe
 
 SETTINGS: dict[str, Any] = {
     **{"train.steps": 6, "train.batch_size": 12, "train.clip_grad_norm": 0.5, "train.label_smoothing": 0.1},

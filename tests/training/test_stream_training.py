@@ -18,11 +18,11 @@ from vitpar.data.shards.index import Labels, index
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
 from vitpar.parallel import Execution, parallelize
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import task_of
 from vitpar.tasks.data import open_data
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, evaluate
-from vitpar.training.recipe import Recipe, read_recipe
 
 CLASSES, BATCH = 4, 8
 TRAIN, VAL = (9, 4, 12, 7), (5, 12)

@@ -19,7 +19,7 @@ from vitpar import model_config
 from vitpar.errors import DataError
 from vitpar.models import ViTConfig
 from vitpar.models.vit.published import PUBLISHED
-from vitpar.training.recipe import read_recipe
+from vitpar.recipe import read_recipe
 from vitpar.weights.foreign import FAMILIES, recognised
 from vitpar.weights.importing import import_weights
 

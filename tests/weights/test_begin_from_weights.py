@@ -18,8 +18,8 @@ from helpers.small_data import pack_small
 from helpers.trained import trainer_of
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.strategy import parse
-from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
 from vitpar.weights.importing import import_weights, resampled
 from vitpar_cli.checkpoint import app

@@ -20,7 +20,7 @@ from vitpar.errors import CheckpointError, DataError
 from vitpar.models import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
-from vitpar.training.recipe import read_recipe
+from vitpar.recipe import read_recipe
 from vitpar.weights.exporting import CLASSIFIER, export_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights

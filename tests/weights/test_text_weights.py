@@ -28,8 +28,8 @@ from vitpar.errors import DataError
 from vitpar.models import model_config
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import read_recipe
 from vitpar.training.begin import opened_for
-from vitpar.training.recipe import read_recipe
 from vitpar.weights.exporting import export_weights
 from vitpar.weights.folder import Weights, open_weights, parameter_shapes
 from vitpar.weights.foreign import FAMILIES

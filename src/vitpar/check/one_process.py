@@ -25,9 +25,9 @@ from vitpar.models.layers import LayeredModel
 from vitpar.parallel.attention import by_products
 from vitpar.parallel.float8 import FAST, compute_in_float8
 from vitpar.parallel.precision import resolve_precision
+from vitpar.recipe import Recipe
 from vitpar.tasks import Task
 from vitpar.tasks.distill import Distill
-from vitpar.training.recipe import Recipe
 from vitpar.weights.folder import Weights
 
 NOISE = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-10, "fp16": 2.0**-13, "fp8": 2.0**-6}

@@ -18,6 +18,10 @@ from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.families import family_of
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
+from vitpar.recipe.machine import replace_auto_precision
+from vitpar.recipe.sections import CLASSIFY, TEXT, LossScaleSection, OptimizerSection
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
@@ -25,14 +29,9 @@ from vitpar.tasks.image_input import ImageInput, local_targets
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.tasks.task import StepInput
 from vitpar.training.build import TrainingComponents, build
-from vitpar.training.optim.loss_scale import LossScaleSection
 from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
-from vitpar.training.recipe.machine import replace_auto_precision
-from vitpar.training.recipe.sections import CLASSIFY, TEXT, OptimizerSection
 from vitpar.training.teacher import Teacher
 from vitpar.weights.folder import open_weights
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from vitpar.data.randomness import sample_keys
 from vitpar.data.transforms.batch import Mixed
 from vitpar.models.config import ModelConfig
+from vitpar.recipe import Recipe
 from vitpar.tasks import Task
 from vitpar.tasks.image_data import mixing, order_of
 from vitpar.tasks.text import TextTask
-from vitpar.training.recipe import Recipe
 
 
 @dataclass(frozen=True)

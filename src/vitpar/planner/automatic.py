@@ -66,8 +66,8 @@ def search(
     profiles, unknown names, and if no plan fits.
     """
     from vitpar.planner.sources import estimated_costs, profiled_costs, usual_budget
+    from vitpar.recipe import read_recipe
     from vitpar.training.optim.state_memory import moments
-    from vitpar.training.recipe import read_recipe
 
     if cluster is not None and (hardware is not None or model_profile is not None):
         raise PlannerError("both a cluster and profiles are given: give one of the two")

@@ -18,11 +18,11 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch
 from vitpar.planner.sources import planned_teacher
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, place_of_rank
 from vitpar.tasks.image_data import held_bytes
 from vitpar.text import count, either, size
 from vitpar.training.optim.state_memory import moments
-from vitpar.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from vitpar.planner.cost.price import price
 from vitpar.planner.sources import estimated_costs
 from vitpar.planner.training_time import HostInput, TrainingLength, training_time
+from vitpar.recipe.shipped import ShippedRecipe, shipped_recipes
 from vitpar.strategy import parse, validate
 from vitpar.training.optim.state_memory import moments
-from vitpar.training.recipe.shipped import ShippedRecipe, shipped_recipes
 
 CLUSTER, MESH = "8xH100", "dp8"
 """Machine and plan for which the duration of recipes is predicted."""
@@ -62,7 +62,7 @@ _BELOW = [
     "  With the rate of a machine's input: `vitpar recipes --images-per-second RATE`. On others: `vitpar plan MESH",
     "  --recipe NAME --cluster NAME`.",
     "- Tests compare with the code of timm and torch, given the numbers of each source",
-    "  (`tests/training/recipe/test_shipped.py`); the column `here` says what they compare.",
+    "  (`tests/recipe/test_shipped.py`); the column `here` says what they compare.",
     "- A section `[about]` describes a recipe. It sets nothing, in your recipes too.",
     "- Mixing differs from timm: each pair of images has its own weight, not the batch.",
     "- Recipes of fine-tuning take `--weights`, those of distillation `--set distill.teacher=DIR`; the comment in",

@@ -14,11 +14,11 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
 from vitpar.planner.search.space import FLAGS
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import automatic_precision
 from vitpar.strategy.execution import FP8_MIN_FEATURES
 from vitpar.tasks import task_of
 from vitpar.tasks.known import task_class
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import automatic_precision
 
 NO_COSTS = ("name", "norm_eps", "init")
 """Model settings that do not affect costs: a profile with other values of them applies too."""

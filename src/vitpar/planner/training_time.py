@@ -11,10 +11,10 @@ from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price
 from vitpar.planner.goodput import Conditions, goodput
 from vitpar.planner.profile.profiles import Hardware
+from vitpar.recipe.defaults import row_of
+from vitpar.recipe.recipe import Recipe
 from vitpar.tasks.known import task_class
 from vitpar.text import count
-from vitpar.training.recipe.defaults import row_of
-from vitpar.training.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

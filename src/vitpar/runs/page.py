@@ -10,6 +10,7 @@ import numpy as np
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
+from vitpar.recipe import read_recipe
 from vitpar.runs.chart import AXES, SMOOTHING
 from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
@@ -22,7 +23,6 @@ from vitpar.runs.sheet import SHEET_STYLE
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
-from vitpar.training.recipe import read_recipe
 
 HYPHEN = "\u2011"
 """Hyphen at which no line breaks."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
+from vitpar.recipe import read_recipe
 from vitpar.runs.pages.figures import timeline
 from vitpar.runs.pages.maps import placement, rank_grid
 from vitpar.runs.pages.plotly import Charts
 from vitpar.strategy import Plan
-from vitpar.training.recipe import read_recipe
 
 MOST_ACTIONS = 50_000
 """Maximum number of actions of a pipeline that are replayed."""

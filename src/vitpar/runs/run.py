@@ -13,14 +13,14 @@ from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 from vitpar.errors import DataError
 from vitpar.io import write_text
 from vitpar.launch import in_world
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.request import NO_DATA, RecipeRequest
 from vitpar.runs.folder import RunRecord, refuse_other_folders, summary
 from vitpar.runs.metrics import Column
 from vitpar.runs.page import report
 from vitpar.runs.pages.document import facts
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.request import NO_DATA, RecipeRequest
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar.training.saving.resume import weights_folder
 

@@ -13,10 +13,10 @@ from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import RecipeError
 from vitpar.models.dino.config import GLOBAL, DINOConfig
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.task import StepInput
-from vitpar.training.recipe import Recipe
 
 
 class CropInput(ImageInput):

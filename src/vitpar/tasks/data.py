@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.errors import RecipeError
+from vitpar.recipe import Recipe
+from vitpar.recipe.request import classes_of
 from vitpar.tasks import image_data
 from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.known import task_class, task_of
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.request import classes_of
 
 if TYPE_CHECKING:
     from vitpar.data.text.text_set import TextSet

@@ -8,7 +8,7 @@ from pathlib import Path
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.survey import some_sizes
 from vitpar.errors import DataError
-from vitpar.training.recipe import Recipe
+from vitpar.recipe import Recipe
 
 MOST_THREADS = {"cuda": 16, "cpu": 2}
 """Most decoding threads of a rank by default. On CPUs the model computes on the same cores."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
     from vitpar.models.dino.config import DINOConfig
     from vitpar.parallel.vocabulary import VocabularyPart
-    from vitpar.training.optim.shapes import RunLengths
+    from vitpar.recipe.rates.shapes import RunLengths
 
 
 @dataclass(frozen=True)

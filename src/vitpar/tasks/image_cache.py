@@ -14,9 +14,9 @@ from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
+from vitpar.recipe import Recipe
 from vitpar.tasks.image_data import held_shapes
 from vitpar.text import size
-from vitpar.training.recipe import Recipe
 
 SHARE = 0.5
 """Part of the available memory that images may fill by default. Training, and the files that are read, need some."""

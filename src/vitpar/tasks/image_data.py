@@ -18,11 +18,11 @@ from vitpar.data.transforms.names import DEVICE_KERNELS
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.models.config import ModelConfig
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import images_are_at_outputs
 from vitpar.tasks.task import Task
 from vitpar.text import either, shown
-from vitpar.training.recipe import Recipe
 
 if TYPE_CHECKING:  # they import torch, which `vitpar --help` does not wait for
     from vitpar.data.transforms.batch import Mix, Normalize

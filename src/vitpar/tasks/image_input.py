@@ -21,6 +21,7 @@ from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
 from vitpar.tasks.decoding_threads import are_small, decoding_threads
 from vitpar.tasks.image_cache import hold_images, make_cache
@@ -28,7 +29,6 @@ from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
 from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
-from vitpar.training.recipe import Recipe
 
 CHANNELS = 3
 """Channels that images are decoded to."""

@@ -11,9 +11,9 @@ from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import TEXT
 from vitpar.tasks.image_data import transforms
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.sections import TEXT
 
 TRIED = 16
 """Images that are prepared at a time."""

@@ -1,6 +1,7 @@
 """The input that a task reads."""
 
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.tasks.crop_input import CropInput
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_input import ImageInput
@@ -8,7 +9,6 @@ from vitpar.tasks.input import Input
 from vitpar.tasks.task import Task
 from vitpar.tasks.text import TextTask
 from vitpar.tasks.text_input import TextInput
-from vitpar.training.recipe import Recipe
 
 
 def build_input(recipe: Recipe, model: ParallelModel, task: Task, teacher: ParallelModel | None = None) -> Input:

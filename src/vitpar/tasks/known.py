@@ -22,7 +22,7 @@ from vitpar.text import nearest, shown
 if TYPE_CHECKING:
     from vitpar.data.classes import NamedClasses
     from vitpar.models.config import ModelConfig
-    from vitpar.training.recipe import Recipe
+    from vitpar.recipe import Recipe
 
 TASKS: dict[str, type[Task]] = {task.NAME: task for task in (Classify, MAE, DINO, MaskedLanguage, SpanCorruption)}
 """Tasks by name. `load` adds those of the user."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vitpar.data.classes import ClassMatch, NamedClasses
     from vitpar.models.config import ModelConfig
-    from vitpar.training.optim.shapes import RunLengths
+    from vitpar.recipe.rates.shapes import RunLengths
 
 
 _LONGEST = 60

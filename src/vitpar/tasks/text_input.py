@@ -14,11 +14,11 @@ from vitpar.data.text.loader import TextBatch, TextLoader
 from vitpar.data.text.text_set import TextSet
 from vitpar.launch.local_ranks import local_ranks
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.tasks.image_data import order_of
 from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput
 from vitpar.tasks.text import TextTask
-from vitpar.training.recipe import Recipe
 
 THREADS = 1
 """Reading threads by default."""

@@ -16,10 +16,10 @@ import torch
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_gather_json
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
 from vitpar.text import ranks, shown
-from vitpar.training.recipe import Recipe
 
 LOCAL = ("data.path", "data.workers", "model.weights", "distill.teacher")
 """Settings that may differ between machines: the content of the files is compared instead of their paths."""

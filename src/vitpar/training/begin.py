@@ -27,12 +27,12 @@ from vitpar.models.layers import PlainModel
 from vitpar.models.lora import LoRA, adapters_of
 from vitpar.models.rows import MadeTensor
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
+from vitpar.recipe.file import read_section
+from vitpar.recipe.sections import DataSection
 from vitpar.tasks import Task
 from vitpar.training.hub_weights import local_weights
 from vitpar.training.optim.average import EMA
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.file import read_section
-from vitpar.training.recipe.sections import DataSection
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.adapters import read_adapters
 from vitpar.weights.classes import read_class_names

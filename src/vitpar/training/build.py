@@ -18,6 +18,7 @@ from vitpar.parallel.attention import AttentionChoice, choose_attention
 from vitpar.parallel.compiling import choose_compiling
 from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.parallel.precision import slow_here
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
 from vitpar.tasks import Task, task_of
@@ -31,7 +32,6 @@ from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import Recipe
 from vitpar.training.saving.resume import teacher_fingerprint
 from vitpar.training.signals import LayerSignals
 from vitpar.training.step import TrainStep, nothing

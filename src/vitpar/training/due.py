@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from vitpar.intervals import Interval
-from vitpar.training.optim.shapes import RunLengths
+from vitpar.recipe.rates.shapes import RunLengths
 from vitpar.training.saving.saver import Saver
 
 LOOK_S = 5.0

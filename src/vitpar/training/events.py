@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitpar.models.config import ModelConfig
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
-from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
 
 Row = dict[str, Any]
@@ -21,9 +21,9 @@ class SettingsOrigin:
     """Origin of settings that the user did not give."""
 
     default_images: int | None = None
-    """Training images whose defaults the recipe has (``vitpar.training.recipe.defaults``); None for fixed defaults."""
+    """Training images whose defaults the recipe has (``vitpar.recipe.defaults``); None for fixed defaults."""
     automatic_precision: bool = False
-    """Whether the precision follows the device (``vitpar.training.recipe.machine``)."""
+    """Whether the precision follows the device (``vitpar.recipe.machine``)."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from vitpar.recipe import Recipe
 from vitpar.text import count, either
-from vitpar.training.recipe import Recipe
 
 WATCHED_STEPS = 20
 """Steps to measure before a warning, without the first, which fills the queue."""

@@ -27,7 +27,7 @@ from vitpar.training.device_load import device_load
 
 if TYPE_CHECKING:
     from vitpar.data.loader import Batch
-    from vitpar.training.recipe import Recipe
+    from vitpar.recipe import Recipe
     from vitpar.training.signals import LayerSignals
     from vitpar.training.step import Stepped
 

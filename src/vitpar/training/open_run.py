@@ -13,6 +13,7 @@ from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Facts
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.world_group import broadcast_json
 from vitpar.parallel.attention import AttentionChoice
+from vitpar.recipe.rates.schedules import Schedules
 from vitpar.text import count
 from vitpar.training.begin import begin, begin_adapters
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
@@ -22,7 +23,6 @@ from vitpar.training.faults.watchdog import SAVING, Watchdog
 from vitpar.training.input_watch import InputWatch
 from vitpar.training.optim.optimizer import state_size
 from vitpar.training.prepare import Prepared
-from vitpar.training.recipe.schedules import Schedules
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run, teacher_fingerprint
 from vitpar.training.saving.saver import Saver, TrainingState, texts

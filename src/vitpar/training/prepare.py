@@ -19,6 +19,14 @@ from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.models.config import ModelConfig
 from vitpar.object_store import local
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.effects import without_idle
+from vitpar.recipe.machine import on_device, refuse_huge_batch
+from vitpar.recipe.rates.schedules import Schedules
+from vitpar.recipe.recipe import Chosen
+from vitpar.recipe.request import Merged, RecipeRequest
+from vitpar.recipe.sections import AUTO, ModelSection
+from vitpar.recipe.trackers import refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
@@ -26,13 +34,6 @@ from vitpar.tasks.image_data import ImageSet, check_images, order_of, refuse_str
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.effects import without_idle
-from vitpar.training.recipe.machine import on_device, refuse_huge_batch
-from vitpar.training.recipe.recipe import Chosen
-from vitpar.training.recipe.request import Merged, RecipeRequest
-from vitpar.training.recipe.schedules import Schedules
-from vitpar.training.recipe.sections import AUTO, ModelSection
 from vitpar.training.run_folder import check_run_folder
 from vitpar.training.saving.resume import (
     Resumed,
@@ -44,7 +45,6 @@ from vitpar.training.saving.resume import (
     same_run,
     weights_folder,
 )
-from vitpar.training.tracking.tracked_run import refuse_missing
 from vitpar.weights.hub import hub_name
 
 OF_ANOTHER_RUN = ["parallel", "communication", "track"]

@@ -8,9 +8,9 @@ from vitpar.errors import StrategyError
 from vitpar.launch.resources import cpu_cores
 from vitpar.launch.world import Device, find_world
 from vitpar.models.config import ModelConfig
+from vitpar.recipe.recipe import Chosen, Recipe
 from vitpar.strategy import Plan
 from vitpar.text import shown
-from vitpar.training.recipe.recipe import Chosen, Recipe
 
 
 def ranks_available(device: Device) -> int | None:

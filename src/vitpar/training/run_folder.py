@@ -28,11 +28,11 @@ from typing import Any, TextIO
 
 from vitpar.errors import RecipeError
 from vitpar.io import read_json, write_text, writing
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text, write_plan
 from vitpar.tasks import Task
 from vitpar.text import log_line
-from vitpar.training.recipe import Recipe
 
 RUNS = Path("runs")
 """Parent of run folders that are not named."""

@@ -12,15 +12,12 @@ from vitpar.errors import DataError
 from vitpar.launch.process_group import in_world
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
-from vitpar.tasks import Task, task_of
-from vitpar.terminal import complain
-from vitpar.training.ranks import choose_plan
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.file import read_section
-from vitpar.training.recipe.machine import on_device
-from vitpar.training.recipe.recipe import Chosen
-from vitpar.training.recipe.request import RecipeRequest
-from vitpar.training.recipe.sections import (
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.file import read_section
+from vitpar.recipe.machine import on_device
+from vitpar.recipe.recipe import Chosen
+from vitpar.recipe.request import RecipeRequest
+from vitpar.recipe.sections import (
     CommunicationSection,
     DataSection,
     LoraSection,
@@ -28,6 +25,9 @@ from vitpar.training.recipe.sections import (
     ParallelSection,
     TaskSection,
 )
+from vitpar.tasks import Task, task_of
+from vitpar.terminal import complain
+from vitpar.training.ranks import choose_plan
 from vitpar.training.saving.resume import weights_folder
 
 if TYPE_CHECKING:

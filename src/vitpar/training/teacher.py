@@ -15,6 +15,10 @@ from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication
 from vitpar.parallel.float8 import refuse_small
 from vitpar.parallel.parallelize import parallelize_checked
+from vitpar.recipe import Recipe
+from vitpar.recipe.file import read_section
+from vitpar.recipe.sections import CLASSIFY, DataSection, TaskSection
+from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
@@ -25,10 +29,6 @@ from vitpar.tasks import Task, task_of
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.task import StepInput
 from vitpar.text import divisors, shown
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.file import read_section
-from vitpar.training.recipe.sections import CLASSIFY, DataSection, TaskSection
-from vitpar.training.recipe.teacher_plan import teacher_plan
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from vitpar.io import read_json, write_text
+from vitpar.recipe import Recipe
 from vitpar.strategy.plan_json import plan_to_json
 from vitpar.training.events import Reporter, Row, RunHeader
-from vitpar.training.recipe import Recipe
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.tracking.tracked_run import TrackedRun
 from vitpar.training.tracking.tracker import Tracker

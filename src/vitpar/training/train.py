@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from vitpar.launch import ALONE, find_world, in_world
 from vitpar.launch.world import Device
+from vitpar.recipe import Recipe
+from vitpar.recipe.request import RecipeRequest
 from vitpar.terminal import is_terminal
 from vitpar.training.events import Reporter
 from vitpar.training.prepare import prepare
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.request import RecipeRequest
 from vitpar.training.trainer import Trainer
 
 

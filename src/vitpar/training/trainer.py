@@ -9,6 +9,7 @@ from vitpar.copying import upload_end
 from vitpar.data.loader import Batch
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
+from vitpar.recipe.machine import large_batch_warning
 from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.self_teacher import SelfTeacher
@@ -18,7 +19,6 @@ from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, WA
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.open_run import OpenRun
 from vitpar.training.probe.running import collapse_warning, evaluate_neighbours
-from vitpar.training.recipe.machine import large_batch_warning
 from vitpar.training.step import Garbage, Stepped
 from vitpar.weights.folder import save_weights
 

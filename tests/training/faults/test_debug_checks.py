@@ -17,9 +17,9 @@ from helpers.ranks import RankPool, exits, two_ranks
 from helpers.run_folder import rows_of
 from vitpar import parse
 from vitpar.errors import FaultError
+from vitpar.recipe import Recipe
 from vitpar.sharded import local
 from vitpar.training.faults.debug_checks import checksums
-from vitpar.training.recipe import Recipe
 
 WEIGHT = "blocks.1.mlp.fc1.weight"
 ZBV = {"parallel.schedule": "zbvzerobubble", "parallel.virtual_stages": 2, "parallel.microbatches": 4}

@@ -20,10 +20,10 @@ from helpers.killed_runs import alive, lines, ranks_of, wait_for
 from helpers.ranks import exits, two_ranks
 from helpers.trained import recipe_text
 from vitpar.launch import ALONE, find_world, join
+from vitpar.recipe import read_recipe
 from vitpar.runs.folder import RunRecord
 from vitpar.training.faults import watchdog
 from vitpar.training.faults.watchdog import Note, Watchdog, behind, verdict
-from vitpar.training.recipe import read_recipe
 from vitpar.training.saving.resume import changes
 
 HOST = re.escape(platform.node())

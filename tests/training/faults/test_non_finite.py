@@ -16,9 +16,9 @@ from helpers.ranks import RankPool
 from helpers.run_folder import rows_of
 from vitpar import parse
 from vitpar.errors import RecipeError
+from vitpar.recipe import Recipe
 from vitpar.sharded import local
 from vitpar.training import due as due_file
-from vitpar.training.recipe import Recipe
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:

@@ -6,9 +6,9 @@ from torch import nn
 
 from helpers.oracles import timm
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
+from vitpar.recipe import read_recipe
 from vitpar.training.build import build
 from vitpar.training.optim.average import EMA
-from vitpar.training.recipe import read_recipe
 
 BATCH, CPU = 8, torch.device("cpu")
 VALUES = {"data.path": "x", "train.steps": 9, "train.batch_size": BATCH}

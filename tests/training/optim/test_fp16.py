@@ -17,10 +17,11 @@ from helpers.run_folder import rows_of
 from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.sections import LossScaleSection
 from vitpar.sharded import local
-from vitpar.training.optim.loss_scale import LossScaler, LossScaleSection
+from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import clip_, global_norm
-from vitpar.training.recipe import Recipe, read_recipe
 
 FP16_LOSS = 2e-3
 """Relative tolerance of losses after a few fp16 steps. fp16 has 11 significant bits (5e-4); seen: 4e-4 to 1.1e-3."""

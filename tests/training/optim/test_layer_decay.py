@@ -14,8 +14,8 @@ from helpers.oracles import timm
 from helpers.plans import TINY_SWIN
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 from vitpar.weights.folder import open_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights

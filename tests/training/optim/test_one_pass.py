@@ -10,10 +10,10 @@ from torch import nn
 
 from helpers.interpreted import errors_of
 from vitpar.errors import RecipeError
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.training.optim import one_pass
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 
 CASES = [
     *(f"kernel torch.{dtype} {averages}" for dtype in ("float32", "bfloat16", "float16") for averages in (False, True)),

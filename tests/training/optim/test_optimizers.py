@@ -28,13 +28,13 @@ from helpers.sharded_parameters import (
     ranks_of,
 )
 from vitpar.models.layers import LayeredModel
+from vitpar.recipe import read_recipe
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.sharded import local
 from vitpar.training.optim.muon import orthogonalise
 from vitpar.training.optim.norms import WholeNorms
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.optim.state_memory import moments
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.sections import OptimizerSection
 
 RATES = (0.1, 0.03, 0.2, 0.05)
 

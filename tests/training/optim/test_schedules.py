@@ -13,10 +13,10 @@ from torch.optim import lr_scheduler
 
 from helpers.oracles import timm
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.schedule import LRSchedule, parse_drop_path, parse_image_sizes
-from vitpar.training.optim.shapes import RunLengths, parse_shape
-from vitpar.training.recipe import read_recipe
-from vitpar.training.recipe.schedules import Schedules
+from vitpar.recipe import read_recipe
+from vitpar.recipe.rates.schedule import LRSchedule, parse_drop_path, parse_image_sizes
+from vitpar.recipe.rates.schedules import Schedules
+from vitpar.recipe.rates.shapes import RunLengths, parse_shape
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6
 RUN = RunLengths(samples=1000, batch_size=90, steps=100)

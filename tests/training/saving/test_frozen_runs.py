@@ -12,8 +12,8 @@ from vitpar import model_config
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.errors import CheckpointError
 from vitpar.models.lora import LoRA
+from vitpar.recipe import Recipe
 from vitpar.runs.folder import RunRecord
-from vitpar.training.recipe import Recipe
 from vitpar.weights.adapters import adapter_files
 from vitpar.weights.folder import open_weights, weights_of, write_files
 

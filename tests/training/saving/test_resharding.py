@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from helpers.command_line import Command
 from helpers.ranks import RankPool
 from helpers.trained import LAYERWISE, PLANS, STEPS, assembled, recipe_of, recipe_text, rows, train, trainer_of
+from vitpar.recipe import Recipe
 from vitpar.strategy import parse
-from vitpar.training.recipe import Recipe
 from vitpar.training.trainer import Trainer
 
 OPTIMIZERS: tuple[dict[str, Any], ...] = (

@@ -14,10 +14,9 @@ from helpers.run_folder import losses_of, rows_of
 from helpers.tracker_files import EventFiles, wandb_history, wandb_records
 from helpers.trained import CPU, STEPS, prepared, recipe_of, train
 from vitpar.errors import RecipeError
+from vitpar.recipe import Recipe, trackers
 from vitpar.training import tracked
 from vitpar.training.events import Reporter
-from vitpar.training.recipe import Recipe
-from vitpar.training.tracking import tracked_run
 from vitpar.training.trainer import Trainer
 
 NOT_NUMBERS = ("kind", "step", "time", "mfu", "memory_by_rank", "samples_crc32")
@@ -169,12 +168,12 @@ def test_failed_run_closes_its_trackers(
 
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()  # a folder that W&B wrote is no package
-    monkeypatch.setattr(tracked_run, "find_spec", _only_in(tmp_path))
+    monkeypatch.setattr(trackers, "find_spec", _only_in(tmp_path))
     for name in ("tensorboard", "wandb", "trackio"):
         with pytest.raises(RecipeError, match=rf"'{name}' is not installed: pip install -e '\.\[{name}\]'"):
-            tracked_run.refuse_missing([name])
+            trackers.refuse_missing([name])
     with pytest.raises(RecipeError, match="unknown tracker 'mlflow': use tensorboard, wandb or trackio"):
-        tracked_run.refuse_missing(["mlflow"])
+        trackers.refuse_missing(["mlflow"])
 
 
 def _only_in(folder: Path) -> Callable[[str], Any]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.training.recipe.sections import DistillSection
-from vitpar.training.recipe.teacher_plan import teacher_plan
+from vitpar.recipe.sections import DistillSection
+from vitpar.recipe.teacher_plan import teacher_plan
 
 
 @dataclass(frozen=True)

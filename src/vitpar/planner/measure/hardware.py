@@ -38,9 +38,9 @@ from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
+from vitpar.recipe import Recipe
+from vitpar.recipe.machine import replace_auto_precision
 from vitpar.strategy import parse, validate
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.machine import replace_auto_precision
 
 TINY = {"embed_dim": 16, "depth": 4, "num_heads": 2, "patch_size": 8, "image_size": 16, "num_classes": 2}
 ProductShape = tuple[int, int, int]

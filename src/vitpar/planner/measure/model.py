@@ -30,11 +30,11 @@ from vitpar.planner.profile.profiles import (
     WeightProfile,
     always_wrapped,
 )
+from vitpar.recipe.sections import OptimizerSection
 from vitpar.sharded import local
 from vitpar.training.optim.norms import clip_factor, global_norm
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.sections import OptimizerSection
 
 LONGEST = {"cpu": 2.5, "cuda": 1.0}  # forward and backward of a point take this many times the seconds for it at most
 MOST_GRAPHS = 10_000

@@ -26,11 +26,11 @@ from vitpar.launch.world_group import Json, all_gather_json, barrier, broadcast_
 from vitpar.models.config import ModelConfig
 from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, others_share
 from vitpar.planner.measure.device import Peak
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.support import refuse_clashes
 from vitpar.text import divisors
 from vitpar.training.build import build
-from vitpar.training.recipe import Recipe
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from vitpar.models import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.cost.pipeline import idle_share
+from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.tasks.input_rate import input_rate
 from vitpar.text import rough_duration
-from vitpar.training.recipe import Recipe
 
 MOST_FLOPS = {"cpu": 1e10, "cuda": 1e12}
 """FLOPs of the timed block at most, by device: more rows would take longer and be hardly faster."""

@@ -19,10 +19,10 @@ from vitpar.checkpoint.index import PARAMETERS
 from vitpar.errors import FaultError
 from vitpar.launch.world_group import all_gather_json
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.sharded import local
 from vitpar.text import ranks
 from vitpar.training.faults.non_finite import not_finite
-from vitpar.training.recipe import Recipe
 from vitpar.training.saving.saver import TrainingState
 
 Part = tuple[str, tuple[int, ...]]

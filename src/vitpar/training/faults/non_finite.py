@@ -16,11 +16,11 @@ from torch import Tensor
 
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
 from vitpar.sharded import local
 from vitpar.text import count, ranks
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import ShardNorms
-from vitpar.training.recipe import Recipe
 
 
 class _Culprits(NamedTuple):

@@ -143,7 +143,7 @@ class Watchdog:
         self._number += 1
         phase, step = self._place
         place = f"{phase} {step}" if step else phase
-        calls = _calls() if self._store else {}  # alone, a rank waits for nobody
+        calls = _calls() if self._store else {}  # alone, a rank waits for no other
         return json.dumps(Note(self._number, place, platform.node(), calls, sentence))
 
     def _watch(self, watched: Sequence[int], notes: list[bytes]) -> None:

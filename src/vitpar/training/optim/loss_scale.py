@@ -5,43 +5,9 @@ too large makes gradients overflow. Such a step is skipped, and the scale falls.
 so it stays near the largest that fits.
 """
 
-from typing import Any, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from vitpar.limits import MAX_COUNT
-
-
-class LossScaleSection(BaseModel):
-    """Scale of the loss in fp16. Names and defaults are ColossalAI's, except the default bounds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    dynamic: bool = True
-    """Whether the scale changes from `initial_scale`."""
-    initial_scale: float = Field(2.0**16, gt=0, le=2.0**32)
-    """Scale of the first step. From one larger than Megatron-LM's, 2**32, falling would take too many steps."""
-    min_scale: float = Field(1.0, gt=0)
-    """Smallest scale; an overflow there ends the run."""
-    max_scale: float = Field(2.0**24, gt=0)
-    """Largest scale."""
-    growth_factor: float = Field(2.0, gt=1)
-    """Factor by which the scale grows."""
-    backoff_factor: float = Field(0.5, gt=0, lt=1)
-    """Factor by which the scale falls after an overflow."""
-    growth_interval: int = Field(1000, ge=1, le=MAX_COUNT)
-    """Steps without an overflow after which the scale grows."""
-    hysteresis: int = Field(2, ge=1, le=MAX_COUNT)
-    """Overflows since the last growth from which on the scale falls."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.dynamic and not self.min_scale <= self.initial_scale <= self.max_scale:
-            raise ValueError(
-                f"loss_scale.initial_scale {self.initial_scale} is not within min_scale {self.min_scale} and max_scale "
-                f"{self.max_scale}: change one of them"
-            )
-        return self
+from vitpar.recipe.sections import LossScaleSection
 
 
 class LossScaler:

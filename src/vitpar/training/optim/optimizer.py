@@ -29,8 +29,8 @@ from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
 from vitpar.training.optim.state_memory import state_bytes
 
 if TYPE_CHECKING:
-    from vitpar.training.recipe import Recipe
-    from vitpar.training.recipe.sections import OptimizerSection
+    from vitpar.recipe import Recipe
+    from vitpar.recipe.sections import OptimizerSection
 
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
 """Optimizers whose updates do not depend on other elements of a parameter."""

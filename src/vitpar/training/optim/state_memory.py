@@ -9,7 +9,7 @@ from vitpar.strategy.precisions import PRECISION_TYPES, DataType
 
 if TYPE_CHECKING:
     from vitpar.models.config import ModelConfig
-    from vitpar.training.recipe import Recipe
+    from vitpar.recipe import Recipe
 
 _BOUNDS = {"muon": " (at most)", "adafactor": " (about)"}
 """Words about the size of the state, by optimizer."""

@@ -14,8 +14,8 @@ from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import Task
-from vitpar.training.recipe import Recipe, read_recipe
 from vitpar.weights.classes import read_class_names
 
 FREE = (

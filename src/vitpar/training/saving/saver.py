@@ -21,6 +21,8 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.parallel import ParallelModel
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import CheckpointSection
 from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text
@@ -28,8 +30,6 @@ from vitpar.tasks import Metric
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe import Recipe
-from vitpar.training.recipe.sections import CheckpointSection
 
 
 class TrainingState:

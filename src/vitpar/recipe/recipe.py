@@ -1,6 +1,6 @@
 """Recipes: settings of model, data, optimizer, training and plan, checked before anything starts.
 
-``vitpar.training.recipe.file`` reads them. The merged recipe is written to the run folder.
+``vitpar.recipe.file`` reads them. The merged recipe is written to the run folder.
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
 from vitpar.models.lora import LoRA, adapted
-from vitpar.strategy import Plan, parse, validate
-from vitpar.strategy.execution import REDUCE_DTYPES
-from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
-from vitpar.strategy.plan_json import read_plan
-from vitpar.strategy.support import refuse_apart, refuse_clashes
-from vitpar.text import shown
-from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.schedule import LRSchedule
-from vitpar.training.optim.shapes import RunLengths, parse_shape
-from vitpar.training.recipe.effects import STREAM_CANNOT, idle_settings
-from vitpar.training.recipe.sections import (
+from vitpar.recipe.effects import STREAM_CANNOT, idle_settings
+from vitpar.recipe.rates.schedule import LRSchedule
+from vitpar.recipe.rates.shapes import RunLengths, parse_shape
+from vitpar.recipe.sections import (
     AUTO,
     CLASSIFY,
     AugmentSection,
@@ -41,6 +34,7 @@ from vitpar.training.recipe.sections import (
     DistillSection,
     FaultsSection,
     LoraSection,
+    LossScaleSection,
     LRScheduleSection,
     ModelSection,
     OptimizerSection,
@@ -51,6 +45,12 @@ from vitpar.training.recipe.sections import (
     TrackSection,
     TrainSection,
 )
+from vitpar.strategy import Plan, parse, validate
+from vitpar.strategy.execution import REDUCE_DTYPES
+from vitpar.strategy.freezing import listed_parameters, parameter_names, split_entries
+from vitpar.strategy.plan_json import read_plan
+from vitpar.strategy.support import refuse_apart, refuse_clashes
+from vitpar.text import shown
 
 
 @dataclass(frozen=True)

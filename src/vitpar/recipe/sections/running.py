@@ -10,9 +10,9 @@ from pydantic import Field, field_validator
 from vitpar.intervals import EPOCH, Interval
 from vitpar.limits import MAX_BLOCKS, MAX_COUNT
 from vitpar.object_store import ObjectPath
+from vitpar.recipe.sections.base import Section
+from vitpar.recipe.trackers import TrackerName
 from vitpar.strategy import Plan
-from vitpar.training.recipe.sections.base import Section
-from vitpar.training.tracking.tracked_run import TrackerName
 
 AUTO = "auto"
 """Value of `parallel.mesh` for which `vitpar train` searches the plan."""

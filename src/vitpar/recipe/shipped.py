@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vitpar.errors import RecipeError
 from vitpar.io import read_toml
+from vitpar.recipe.file import ABOUT, SHIPPED, read_recipe
+from vitpar.recipe.recipe import Recipe
 from vitpar.text import nearest, shown
-from vitpar.training.recipe.file import ABOUT, SHIPPED, read_recipe
-from vitpar.training.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from pydantic.fields import FieldInfo
 from vitpar.errors import RecipeError
 from vitpar.intervals import Interval
 from vitpar.limits import MAX_COUNT
+from vitpar.recipe.other_names import OTHER_NAMES
+from vitpar.recipe.recipe import Recipe
 from vitpar.text import nearest, shown
-from vitpar.training.recipe.other_names import OTHER_NAMES
-from vitpar.training.recipe.recipe import Recipe
 
 INTRODUCTION = """\
 A recipe is a TOML file with these sections. `vitpar train --set SECTION.KEY=VALUE` sets one of them, and so do the
 options of the same meaning. Settings that would change nothing are refused. `vitpar settings` prints this page,
 `vitpar settings KEY` one entry. An interval is a number of steps, a share of the run below 1, or
 text such as `"5 epochs"`, `"1e6 samples"` or `"10 %"`. Without a recipe file the defaults also depend on the data
-([defaults.md](defaults.md)). Written by `make docs` from the sections' fields (`src/vitpar/training/recipe/sections`).
+([defaults.md](defaults.md)). Written by `make docs` from the sections' fields (`src/vitpar/recipe/sections`).
 """
 
 

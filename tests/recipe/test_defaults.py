@@ -14,10 +14,10 @@ from helpers.paths import ROOT
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
+from vitpar.recipe import DEFAULT_RECIPE, Recipe, defaults, read_recipe, reference
+from vitpar.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
+from vitpar.recipe.reference import find, settings
 from vitpar.tasks.image_data import transforms
-from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, defaults, read_recipe, reference
-from vitpar.training.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
-from vitpar.training.recipe.reference import find, settings
 from vitpar_cli.main import app
 
 HERE = {"data.path": "x"}

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitpar.errors import RecipeError
-from vitpar.strategy import parse
-from vitpar.text import either, shown
-from vitpar.training.recipe.defaults import (
+from vitpar.recipe.defaults import (
     FEW_IMAGES,
     FINE_TUNED,
     SIZES,
@@ -19,11 +17,13 @@ from vitpar.training.recipe.defaults import (
     for_fine_tuning,
     with_defaults,
 )
-from vitpar.training.recipe.effects import COMMANDS
-from vitpar.training.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
-from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import AUTO, CLASSIFY, TEXT
-from vitpar.training.tracking.tracked_run import refuse_missing
+from vitpar.recipe.effects import COMMANDS
+from vitpar.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
+from vitpar.recipe.recipe import Recipe
+from vitpar.recipe.sections import AUTO, CLASSIFY, TEXT
+from vitpar.recipe.trackers import refuse_missing
+from vitpar.strategy import parse
+from vitpar.text import either, shown
 
 if TYPE_CHECKING:
     from vitpar.data.shards.shard_set import ShardSet
@@ -123,7 +123,7 @@ class RecipeRequest:
         """Return the recipe of a training.
 
         If data is named without a recipe file, defaults for the task and the number of its samples
-        (``vitpar.training.recipe.defaults``) fill the settings that are not given, and for a run that begins with
+        (``vitpar.recipe.defaults``) fill the settings that are not given, and for a run that begins with
         weights those for fine-tuning. Otherwise the recipe is that of `read`.
 
         Raises RecipeError and DataError.

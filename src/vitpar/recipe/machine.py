@@ -8,9 +8,9 @@ from vitpar.errors import RecipeError
 from vitpar.launch import find_world
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
+from vitpar.recipe.recipe import Recipe
 from vitpar.strategy.kernels import refuse_attention
 from vitpar.text import size
-from vitpar.training.recipe.recipe import Recipe
 
 BF16_CAPABILITY = (8, 0)
 """Smallest compute capability of a CUDA device that computes in bf16 (Ampere). Older ones only emulate it."""

@@ -5,8 +5,8 @@ input: [task], [model], [data], [stream], [augment]. training: [optimizer], [lr_
 running: [checkpoint], [faults], [parallel], [communication], [track].
 """
 
-from vitpar.training.recipe.sections.base import Section
-from vitpar.training.recipe.sections.input import (
+from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections.input import (
     CLASSIFY,
     TEXT,
     AugmentSection,
@@ -15,7 +15,7 @@ from vitpar.training.recipe.sections.input import (
     StreamSection,
     TaskSection,
 )
-from vitpar.training.recipe.sections.running import (
+from vitpar.recipe.sections.running import (
     AUTO,
     CheckpointSection,
     CommunicationSection,
@@ -23,7 +23,7 @@ from vitpar.training.recipe.sections.running import (
     ParallelSection,
     TrackSection,
 )
-from vitpar.training.recipe.sections.training import (
+from vitpar.recipe.sections.training import (
     AdjustLr,
     DistillSection,
     Implementation,

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from vitpar.data.transforms.names import CropMode, Interpolation
 from vitpar.limits import MAX_BATCH_SIZE, MAX_CLASSES, MAX_IMAGE_SIZE
-from vitpar.training.recipe.sections.base import Section
+from vitpar.recipe.sections.base import Section
 
 CLASSIFY = "classify"
 """Name of the task that recipes have by default."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from vitpar.intervals import EPOCH, TEN_STEPS, Interval
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_WIDTH
+from vitpar.recipe.rates.schedule import parse_drop_path, parse_image_sizes
+from vitpar.recipe.rates.shapes import parse_shape
+from vitpar.recipe.sections.base import Section
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
-from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.optim.schedule import parse_drop_path, parse_image_sizes
-from vitpar.training.optim.shapes import parse_shape
-from vitpar.training.recipe.sections.base import Section
 
 __all__ = [
     "AdjustLr",
@@ -238,3 +237,33 @@ class DistillSection(Section):
     """Temperature that logits are divided by (soft, logits)."""
     plan: str = "dp"
     """Strategy of the teacher on the ranks of the training, of dp, fsdp and tp: dp has a copy on every rank."""
+
+
+class LossScaleSection(Section):
+    """Scale of the loss in fp16. Names and defaults are ColossalAI's, except the default bounds."""
+
+    dynamic: bool = True
+    """Whether the scale changes from `initial_scale`."""
+    initial_scale: float = Field(2.0**16, gt=0, le=2.0**32)
+    """Scale of the first step. From one larger than Megatron-LM's, 2**32, falling would take too many steps."""
+    min_scale: float = Field(1.0, gt=0)
+    """Smallest scale; an overflow there ends the run."""
+    max_scale: float = Field(2.0**24, gt=0)
+    """Largest scale."""
+    growth_factor: float = Field(2.0, gt=1)
+    """Factor by which the scale grows."""
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """Factor by which the scale falls after an overflow."""
+    growth_interval: int = Field(1000, ge=1, le=MAX_COUNT)
+    """Steps without an overflow after which the scale grows."""
+    hysteresis: int = Field(2, ge=1, le=MAX_COUNT)
+    """Overflows since the last growth from which on the scale falls."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.dynamic and not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"loss_scale.initial_scale {self.initial_scale} is not within min_scale {self.min_scale} and max_scale "
+                f"{self.max_scale}: change one of them"
+            )
+        return self

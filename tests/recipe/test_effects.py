@@ -8,11 +8,11 @@ import torch
 
 from vitpar.errors import RecipeError
 from vitpar.models.description import layer_of
+from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.effects import COMMANDS, NEEDS, without_idle
+from vitpar.recipe.machine import automatic_precision, replace_auto_precision
 from vitpar.strategy import parse
 from vitpar.training.optim.state_memory import state_bytes, state_words
-from vitpar.training.recipe import Recipe, read_recipe
-from vitpar.training.recipe.effects import COMMANDS, NEEDS, without_idle
-from vitpar.training.recipe.machine import automatic_precision, replace_auto_precision
 
 KEYS = {
     f"{section}.{name}" for section, settings in Recipe.model_validate({"data": {"path": "x"}}) for name, _ in settings

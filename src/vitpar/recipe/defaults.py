@@ -1,7 +1,7 @@
 """Default settings by the size of the training set, from published recipes, for training from initial values.
 
 `vitpar train` uses them, with options on top, when data is named but no recipe. A recipe file has fixed defaults
-instead (``vitpar.training.recipe.sections``), so its meaning does not depend on the data. `make docs` writes the table
+instead (``vitpar.recipe.sections``), so its meaning does not depend on the data. `make docs` writes the table
 to docs/defaults.md.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 
 from vitpar.errors import UserError
 from vitpar.models.config import ModelConfig, field_names
+from vitpar.recipe.effects import OF_CLASSES, STREAM_CANNOT, idle_settings
+from vitpar.recipe.file import checked, read_recipe
+from vitpar.recipe.recipe import Recipe
+from vitpar.recipe.sections import CLASSIFY
 from vitpar.strategy import validate
-from vitpar.training.recipe.effects import OF_CLASSES, STREAM_CANNOT, idle_settings
-from vitpar.training.recipe.file import checked, read_recipe
-from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import CLASSIFY
 
 MAX_WARMUP = 0.1
 """Largest fraction of a run that is warm-up. It is that of 2112.13492 and limits short runs of the other recipes."""
@@ -472,7 +472,7 @@ vitpar train --data data_shards/mine --dry-run --set augment.mixup=0 # options a
 vitpar train --recipe runs/mine/recipe.toml                          # repeat a run: its recipe.toml has all values
 ```
 
-From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": …}, side=pixels)`.
+From Python: `vitpar.recipe.defaults.recipe_for(samples, {"data.path": …}, side=pixels)`.
 
 | command | settings that are not given |
 |---|---|
@@ -483,7 +483,7 @@ From Python: `vitpar.training.recipe.defaults.recipe_for(samples, {"data.path": 
 | `vitpar data info --preview` | augmentation of the table below |
 | other commands | fixed defaults |
 
-Written by `make docs` from `src/vitpar/training/recipe/defaults.py`. Numbers in parentheses are arXiv's.
+Written by `make docs` from `src/vitpar/recipe/defaults.py`. Numbers in parentheses are arXiv's.
 
 ## Settings by number of training images
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vitpar.errors import StrategyError
+from vitpar.recipe.sections import DistillSection
 from vitpar.strategy import Plan, parse
 from vitpar.text import shown
-from vitpar.training.recipe.sections import DistillSection
 
 
 def teacher_plan(distill: DistillSection, ranks: int) -> Plan:

@@ -1,7 +1,7 @@
 """Settings without effect: what each setting needs to have one, in one table, and the settings that commands use.
 
 `vitpar train` warns of settings without effect and leaves them out of the run's recipe. Settings that contradict each
-other are refused (``vitpar.training.recipe.recipe``).
+other are refused (``vitpar.recipe.recipe``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections.input import TEXT, AugmentSection
+from vitpar.recipe.sections.training import DistillSection, LossScaleSection, OptimizerSection
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Rules
 from vitpar.strategy.layout import sharding_axes, shards_as_fsdp
-from vitpar.training.optim.loss_scale import LossScaleSection
-from vitpar.training.recipe.sections.base import Section
-from vitpar.training.recipe.sections.input import TEXT, AugmentSection
-from vitpar.training.recipe.sections.training import DistillSection, OptimizerSection
 
 R = TypeVar("R", bound=Section)
 

@@ -18,11 +18,11 @@ from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_TOML_BYTES
 from vitpar.models.config import field_names
 from vitpar.models.families import FAMILIES
+from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
+from vitpar.recipe.other_names import ABSENT, OTHER_NAMES
+from vitpar.recipe.recipe import Recipe
+from vitpar.recipe.sections import CLASSIFY, TEXT, Section
 from vitpar.text import literal, nearest, shown
-from vitpar.training.recipe.effects import OF_CLASSES, OF_IMAGES
-from vitpar.training.recipe.other_names import ABSENT, OTHER_NAMES
-from vitpar.training.recipe.recipe import Recipe
-from vitpar.training.recipe.sections import CLASSIFY, TEXT, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -40,10 +40,10 @@ _SIZES = (
 )
 """Settings of [model] that another model replaces by its own."""
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Recipe.model_fields.items()}
-SHIPPED = Path(__file__).parents[2] / "recipes"
+SHIPPED = Path(__file__).parents[1] / "recipes"
 """Folder of the shipped recipes, which can be named without folder and suffix."""
 ABOUT = "about"
-"""Section of a recipe file that describes it (``vitpar.training.recipe.shipped``) and sets nothing."""
+"""Section of a recipe file that describes it (``vitpar.recipe.shipped``) and sets nothing."""
 DEFAULT_RECIPE = SHIPPED / "digits.toml"
 """Recipe that is used when neither a recipe nor data is named."""
 

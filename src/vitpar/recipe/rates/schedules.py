@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.recipe.rates.schedule import LRSchedule, parse_drop_path, parse_image_sizes
+from vitpar.recipe.rates.shapes import Cosine, Course, RunLengths
+from vitpar.recipe.recipe import Recipe
 from vitpar.text import count, shown
-from vitpar.training.optim.schedule import LRSchedule, parse_drop_path, parse_image_sizes
-from vitpar.training.optim.shapes import Cosine, Course, RunLengths
-from vitpar.training.recipe.recipe import Recipe
 
 MOST_SIZES = 4
 """Most image sizes of a run besides that of the model."""

@@ -15,9 +15,9 @@ from helpers.paths import ROOT
 from vitpar.errors import RecipeError
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.recipe_page import gpu_hours, markdown
+from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.tasks import task_of
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 
 RECIPES = {one.name: one for one in shipped_recipes()}
 

@@ -9,10 +9,10 @@ from helpers.command_line import refusal
 from helpers.paths import ROOT
 from helpers.trained import recipe_text
 from vitpar.errors import ModelError, RecipeError, StrategyError
+from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.recipe.recipe import Chosen
 from vitpar.strategy import parse
 from vitpar.strategy.plan_json import write_plan
-from vitpar.training.recipe import DEFAULT_RECIPE, Recipe, read_recipe
-from vitpar.training.recipe.recipe import Chosen
 
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))
 SMALL = recipe_text(

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from vitpar.intervals import NOTHING, Interval
-from vitpar.training.optim.called import Called, Count, Number, Steps, parse_call
+from vitpar.recipe.rates.called import Called, Count, Number, Steps, parse_call
 
 _FIFTH = Interval(20.0, "percent")
 

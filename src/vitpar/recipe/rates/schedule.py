@@ -1,6 +1,6 @@
 """Learning rate over the steps of a run, and how recipes write courses of drop-path and image size.
 
-A learning rate has a linear warm-up, then a shape (``vitpar.training.optim.shapes``).
+A learning rate has a linear warm-up, then a shape (``vitpar.recipe.rates.shapes``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from vitpar.intervals import NOTHING, Interval
+from vitpar.recipe.rates.called import Called, Steps, parse_call
+from vitpar.recipe.rates.shapes import Cosine, Course, RunLengths, Shape
 from vitpar.text import count, shown
-from vitpar.training.optim.called import Called, Steps, parse_call
-from vitpar.training.optim.shapes import Cosine, Course, RunLengths, Shape
 
 TRIAL_STEPS = 50
 """Steps of a run below which it is a trial, which may end before the warm-up."""

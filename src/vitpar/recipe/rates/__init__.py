@@ -1,0 +1,1 @@
+"""Schedules over a run: learning rate, weight decay, averages, drop-path and image size."""

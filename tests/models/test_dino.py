@@ -1,5 +1,7 @@
 """Models for self-distillation: crops as the backbone computes each, heads, masks, names, refusals."""
 
+import colorsys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.dino_models import dino
+from vitpar.data.randomness import Draws
+from vitpar.data.transforms.operations import CHANGES
+from vitpar.data.transforms.policies import Distortions
 from vitpar.errors import ModelError
 from vitpar.models import model_config
 from vitpar.models.dino.config import DINOConfig
@@ -106,6 +111,25 @@ def test_masks_depend_on_keys_alone_and_have_exact_sizes() -> None:
     # Neighbours of a masked patch are masked more often than patches are.
     grids = whole[whole.any(-1)].reshape(-1, 14, 14)
     assert (grids[:, 1:] & grids[:, :-1]).mean() > 1.5 * grids.mean() ** 2
+
+
+def test_hue_turns_as_in_colorsys_and_distortions_have_their_probabilities() -> None:
+    images = torch.randint(0, 256, (3, 3, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images[0, :, 0] = 77  # grey has no hue
+    turns = torch.tensor([-0.1, 0.03, 0.1], dtype=torch.float64)
+    found = CHANGES["Hue"](None, images, turns).double()
+    for image, turn, turned in zip(images, turns.tolist(), found, strict=True):
+        for pixel, new in zip(image.flatten(1).T.tolist(), turned.flatten(1).T.tolist(), strict=True):
+            hue, saturation, value = colorsys.rgb_to_hsv(*(level / 255 for level in pixel))
+            expected = colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)
+            assert new == pytest.approx([255 * level for level in expected], abs=0.51)
+    counts = Counter[str]()
+    for step in Distortions(blur=0.9, solarize=0.2).steps(Draws(np.arange(4000)), 8):
+        for name, (rows, _) in step.items():
+            counts[name] += len(rows)
+    shares = {name: counts[name] / 4000 for name in ("Hue", "Contrast", "Grayscale", "GaussianBlur", "Solarize")}
+    expected = {"Hue": 0.8, "Contrast": 0.8, "Grayscale": 0.2, "GaussianBlur": 0.9, "Solarize": 0.2}
+    assert shares == pytest.approx(expected, abs=0.03)
 
 
 def test_names_options_and_refusals() -> None:

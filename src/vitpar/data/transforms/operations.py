@@ -43,6 +43,8 @@ def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[
     values: argument of the operation for each image, [k].
     side: of the images, in pixels.
     """
+    if name not in OPERATIONS:  # a hue, which no policy of `parse_policy` changes
+        return name, values.astype(np.float64)
     operation = OPERATIONS[name]
     if operation.matrix is not None:
         matrices = np.array([operation.matrix(value, side) for value in values.tolist()])

@@ -158,12 +158,11 @@ OPERATIONS: dict[str, Operation] = {
     "ShearY": _moved(3, _SHEAR),
     "TranslateX": _moved(2, _TRANSLATION, of_side=True),
     "TranslateY": _moved(5, _TRANSLATION, of_side=True),
-    "Hue": Operation(_nothing),
     "Grayscale": Operation(_nothing),
     "GaussianBlur": Operation(lambda level, context, _: context.draws.uniform(0.1, LARGEST_BLUR)),
 }
 
-_RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Hue", "Grayscale", "GaussianBlur"))
+_RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
 _UNIFORM = 100.0  # a larger deviation selects uniform levels, as in timm
 
 

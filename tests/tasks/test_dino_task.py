@@ -12,7 +12,7 @@ import torch
 from helpers.command_line import Command, Refused
 from helpers.dino_models import CROPS, PROTOTYPES, SETTINGS, SIZES
 from helpers.ranks import RankPool
-from helpers.trained import assembled, rows
+from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse
 from vitpar.check import check_plan
 from vitpar.check.compare import CheckResult
@@ -78,6 +78,52 @@ def test_loss_is_the_cross_entropy_of_torch() -> None:
         expected = expected + 0.5 * 0.5 * weight * entropy
     torch.testing.assert_close(loss / 4, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(found / 4, *torch.autograd.grad(expected, scores), rtol=1e-10, atol=1e-12)
+
+
+def centred(device: torch.device, mesh: str, settings: dict[str, Any], run_dir: Path) -> tuple[list[float], Any]:
+    """Train with centring. Returns the scores of the teacher before the last step and the centres around it."""
+    values = {"train.steps": 3, "train.batch_size": 16, "train.precision": "fp64", "data.workers": 0, **SETTINGS}
+    values |= {"task.options": {"prototypes": PROTOTYPES, "koleo_group": 2, "centering": "centering"}}
+    recipe = read_recipe(
+        None, {**values, "parallel.mesh": mesh, "model.image_size": 8, "model.patch_size": 2, **settings}
+    )
+    trainer = trainer_of(recipe, run_dir)
+    teacher, kept = trainer.teacher, list[Any]()
+    make, predict = teacher.targets, teacher.model.predict
+
+    def recorded(given: Any) -> Any:
+        before, scores = teacher.center.clone(), list[Any]()
+        teacher.model.predict = lambda *a, **k: scores.append(predict(*a, **k)) or scores[-1]
+        kept[:] = [before, make(given), scores[0], given.sides["masks"], teacher.temperature, teacher.center.clone()]
+        return kept[1]
+
+    teacher.targets = recorded
+    trainer.run()
+    return [row["loss"] for row in rows(run_dir)] if trainer.rank == 0 else [], kept if mesh == "dp1" else None
+
+
+def test_centring_subtracts_the_mean_of_earlier_batches_under_any_plan(
+    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    settings = {"data.path": str(data), "model.options": {**CROPS, "local_size": 4}}
+    losses, (before, targets, scores, masks, temperature, after) = ranks(1).run(
+        centred, "dp1", settings, tmp_path / "a"
+    )[0]
+    counts = masks.sum(-1)
+    patches = [scores[i, 2 + 8 * c + p] for i in range(16) for c in range(2) for p in range(int(counts[i, c]))]
+    torch.testing.assert_close(targets[:, :2], (scores[:, :2] - before[0]) / temperature)
+    torch.testing.assert_close(targets[0, 2], (scores[0, 2] - before[1]) / temperature, equal_nan=True) if counts[
+        0, 0
+    ] else None
+    means = torch.stack([scores[:, :2].flatten(0, 1).mean(0), torch.stack(patches).mean(0)])
+    torch.testing.assert_close(after, 0.9 * before + 0.1 * means)
+    assert before.any()
+    saved = assembled(tmp_path / "a" / "checkpoints" / "step_3")["teacher.center"]
+    torch.testing.assert_close(saved, after)
+    for mesh in ("pp2xtp2", "dp2"):
+        more = {**settings, "parallel.microbatches": 2}
+        others = ranks(parse(mesh).world_size).run(centred, mesh, more, tmp_path / mesh)[0][0]
+        assert others == pytest.approx(losses, rel=1e-10)
 
 
 def test_schedules_are_those_of_dinov2() -> None:
@@ -178,6 +224,7 @@ REFUSED = (
         "train --data data --task dino --steps 1 --set model.options.teacher=true",
         "model.options.teacher is true, which",
     ),
+    ("check --task dino --set task.options.centering=centering", "vitpar check has no formula of its own"),
     ("train --data data --task dino --steps 1 --set task.options.blur=[1,2]", "blur has 2 numbers instead of 3"),
     (
         "train --task dino --steps 1 --set stream.train=x.tar --set stream.samples=9 --set stream.classes=7 --set "

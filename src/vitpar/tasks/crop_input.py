@@ -57,11 +57,15 @@ class CropInput(ImageInput):
             views = [self._gathered(view, size, len(self._decoded)) for view, size in made]
             compute = self._model.precision.compute
             images = torch.cat([self.normalize(view, compute).flatten(2) for view in views], dim=2)
-        return self._given(images, keys)
+        return self._given(images, keys, batch.keys)
 
-    def _given(self, images: Tensor | None, keys: Tensor) -> StepInput:
-        """Return the input of a step. images: pixels of all crops of each of this rank's images."""
-        made = self.task.sides(keys.cpu(), self._masked_rows, self._model.config)
+    def _given(self, images: Tensor | None, keys: Tensor, on_host: Tensor) -> StepInput:
+        """Return the input of a step.
+
+        images: pixels of all crops of each of this rank's images.
+        on_host: the same `keys`, so that the host need not wait for the device.
+        """
+        made = self.task.sides(on_host, self._masked_rows, self._model.config)
         sides = {name: self.to_device(side) for name, side in made.items()}
         return StepInput(images, torch.zeros(0, device=keys.device), keys, sides)
 
@@ -71,4 +75,5 @@ class CropInput(ImageInput):
         if model.takes_images:
             images = torch.randn(len(self._rows), *model.config.input.shape, device=model.device)
             images = images.to(model.precision.compute)
-        return self._given(images, torch.arange(model.batch_size, device=model.device))
+        keys = torch.arange(model.batch_size)
+        return self._given(images, keys.to(model.device), keys)

@@ -70,6 +70,8 @@ class DINO(Task):
     """Factor of the learning rate of the backbone."""
     patch_embed_rate: float = 0.2
     """Factor of the learning rate of the patch embedding, besides that of the backbone."""
+    centering: str = "sinkhorn_knopp"
+    """How teacher scores are balanced over prototypes: sinkhorn_knopp, or centering by a running mean of the scores."""
     mask_probability: float = 0.5
     """Share of the global crops that have masked patches."""
     mask_ratio_min: float = 0.1
@@ -86,6 +88,8 @@ class DINO(Task):
     """Probability that the second global crop is solarised."""
 
     def __post_init__(self) -> None:
+        if self.centering not in ("sinkhorn_knopp", "centering"):
+            raise ValueError(f"centering is '{self.centering}': use sinkhorn_knopp or centering")
         for name, numbers in (("local_crops_scale", 2), ("blur", 3)):
             given = tuple(map(float, getattr(self, name)))
             if len(given) != numbers:
@@ -115,6 +119,12 @@ class DINO(Task):
 
     def words(self, row: Mapping[str, float], brief: bool = False) -> str:
         return "  ".join(f"{metric.words} {metric.shown(row[metric.name], brief)}" for metric in self.METRICS)
+
+    @property
+    def unchecked(self) -> str:
+        if self.centering == "sinkhorn_knopp":
+            return ""
+        return "vitpar check has no formula of its own for task.options.centering 'centering': leave it out"
 
     def teacher_config(self, config: ModelConfig) -> ModelConfig:
         from vitpar.models.lora import LoRA

@@ -21,6 +21,8 @@ def refuse_wrong_task(task: Task, checked: bool = False) -> None:
 
     checked: whether `vitpar check` needs its `reference`.
     """
+    if checked and task.unchecked:
+        raise RecipeError(task.unchecked)
     if type(task).__module__.startswith("vitpar.tasks."):
         return
 

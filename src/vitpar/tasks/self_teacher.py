@@ -19,6 +19,8 @@ from vitpar.tasks.dino import DINO, dino_of
 from vitpar.tasks.soft_loss import log_sums
 from vitpar.tasks.task import StepInput, Task
 
+MOMENTUM = 0.9
+"""Momentum of the mean of scores that centring subtracts, as in DINOv2."""
 ROUNDS = 3
 """Rounds of Sinkhorn-Knopp, as in DINOv2."""
 
@@ -37,6 +39,9 @@ class SelfTeacher:
         alone = replace(student.execution, frozen=frozen, communication=Communication())
         self.model = parallelize_checked(config, student.plan, alone, device)
         self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), dtype=torch.int64, device=device)
+        centred = torch.zeros(2, task.prototypes, dtype=self.model.precision.parameters, device=device)
+        self.center = centred if task.centering == "centering" else None
+        """Running means of the scores of class tokens and of patches, [2, prototypes]; None for Sinkhorn-Knopp."""
         self.temperature = task.warmup_teacher_temp
         """Temperature of the coming step."""
 
@@ -53,12 +58,18 @@ class SelfTeacher:
             scores = masks.new_zeros(0, model.config.output_shape[0], 0, dtype=model.precision.parameters)
         scores = scores[:, :-GLOBAL]  # without features
         wide = scores.to(torch.float64 if scores.dtype is torch.float64 else torch.float32)
-        wide = wide / self.temperature
         counts = self._counts(masks)
         # Class tokens and masked patches are distributed over the prototypes apart.
-        classes, patches = wide[:, :2], wide[:, 2:]
-        classes = classes + self._offsets(classes.flatten(0, 1))
-        patches = patches + self._offsets(patches[counts])
+        both = [(wide[:, :2], wide[:, :2].flatten(0, 1)), (wide[:, 2:], wide[:, 2:][counts])]
+        if self.center is None:
+            classes, patches = (part / self.temperature + self._offsets(rows / self.temperature) for part, rows in both)
+        else:
+            here = self._here(wide)
+            classes, patches = (
+                (part - center[here]) / self.temperature for (part, _), center in zip(both, self.center, strict=True)
+            )
+            means = torch.stack([self._mean(rows) for _, rows in both])
+            self.center.lerp_(means.to(self.center.dtype), 1 - MOMENTUM)
         return torch.cat([classes, patches.masked_fill(~counts[..., None], float("nan"))], dim=1)
 
     @property
@@ -92,12 +103,8 @@ class SelfTeacher:
 
         scores: [rows on this rank, this rank's prototypes], over the temperature. The result is [prototypes].
         """
-        model, part = self.model, self.model.vocabulary
-        prototypes, start = model.config.output_shape[1], 0 if part is None else part.start
-        here = slice(start, start + scores.shape[1])
-        # Ranks with the same rows and prototypes count once together.
-        parts = 1 if part is None else dist.get_world_size(part.group)
-        share = parts / model.output_copies if model.gives_outputs else 1.0
+        model, part, prototypes = self.model, self.model.vocabulary, self.model.config.output_shape[1]
+        here, share = self._here(scores), self._share
         offsets, of_rows = scores.new_zeros(scores.shape[1]), scores.new_zeros(len(scores), 1)
         for _ in range(ROUNDS):
             largest = scores.new_full((prototypes,), -torch.inf)
@@ -111,4 +118,26 @@ class SelfTeacher:
             offsets = -(sums.log() + largest)[here]
             if model.gives_outputs:
                 of_rows = -log_sums(scores + offsets, part)
-        return offsets.nan_to_num(0.0)  # of no rows
+        return offsets.nan_to_num(0.0, posinf=0.0)  # of no rows
+
+    def _mean(self, scores: Tensor) -> Tensor:
+        """Return the mean of the scores of all ranks, [prototypes]. Collective. scores: as in `_offsets`."""
+        total = scores.new_zeros(self.model.config.output_shape[1] + 1)
+        if len(scores):
+            total[:-1][self._here(scores)] = scores.sum(0) * self._share
+        if self.model.first_of_outputs:
+            total[-1] = len(scores)
+        all_reduce_(total)
+        return total[:-1] / total[-1].clamp(min=1)
+
+    def _here(self, scores: Tensor) -> slice:
+        """Return this rank's part of the prototypes. scores: [..., this rank's prototypes]."""
+        start = 0 if self.model.vocabulary is None else self.model.vocabulary.start
+        return slice(start, start + scores.shape[-1])
+
+    @property
+    def _share(self) -> float:
+        """Share of this rank in sums: ranks with the same rows and prototypes count once together."""
+        model, part = self.model, self.model.vocabulary
+        parts = 1 if part is None else dist.get_world_size(part.group)
+        return parts / model.output_copies if model.gives_outputs else 1.0

@@ -186,6 +186,11 @@ class Task:
         """Return the model with which this task continues the training of a model; None if that is the same model."""
         return None
 
+    @property
+    def unchecked(self) -> str:
+        """Sentence on why `vitpar check` cannot compare the task; empty if it can."""
+        return ""
+
     def teacher_config(self, config: ModelConfig) -> ModelConfig | None:
         """Return the model of the teacher that is the average of the model `config`; None for a task without one.
 

@@ -33,19 +33,27 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 
 
 class TrainingState:
-    """State of a run that its steps change: model, optimizer, averages and loss scale.
+    """State of a run that its steps change: model, optimizer, averages, loss scale and other tensors.
+
+    others: further tensors by name, equal on all ranks.
 
     Random state is not kept: initial values, order, augmentation and drop-path are functions of the seed and of the
     position in the data.
     """
 
     def __init__(
-        self, model: ParallelModel, optimizer: ShardedOptimizer, ema: EMA | None, scaler: LossScaler | None
+        self,
+        model: ParallelModel,
+        optimizer: ShardedOptimizer,
+        ema: EMA | None,
+        scaler: LossScaler | None,
+        others: Mapping[str, Tensor] = {},
     ) -> None:
         self._model, self._optimizer, self._ema, self._scaler = model, optimizer, ema, scaler
+        self._others = others
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors, sharing memory: `model.…`, `optimizer.exp_avg.…`, `ema.…`.
+        """Return this rank's tensors, sharing memory: `model.…`, `optimizer.exp_avg.…`, `ema.…`, and others.
 
         Each copy of a shared parameter has tensors of its own, which `owners` relates to those of its owner.
         """
@@ -53,7 +61,8 @@ class TrainingState:
         parameters = {f"{PARAMETERS}{name}": p for name, p in named.items()}
         moments = {f"{MOMENTS}{name}": tensor for name, tensor in self._optimizer.state().items()}
         means = self._ema.average if self._ema else {}  # local shards
-        return parameters | moments | {f"{AVERAGES}{name}": sharded_as(named[name], means[name]) for name in means}
+        averages = {f"{AVERAGES}{name}": sharded_as(named[name], means[name]) for name in means}
+        return {**parameters, **moments, **averages, **self._others}
 
     def owners(self, names: Iterable[str]) -> dict[str, str]:
         """Return the name of the owner's tensor for each tensor of a copy among `names` of `tensors`."""

@@ -174,11 +174,6 @@ class ParallelModel:
         return self.gives_outputs and self._part.first_of_outputs
 
     @property
-    def output_copies(self) -> int:
-        """Number of ranks that compute the same samples, of the last stage."""
-        return self._sample_replicas
-
-    @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
         """Group and bytes of each gradient all-reduce that a step waits for, in order.
 

@@ -104,7 +104,7 @@ class SelfTeacher:
         scores: [rows on this rank, this rank's prototypes], over the temperature. The result is [prototypes].
         """
         model, part, prototypes = self.model, self.model.vocabulary, self.model.config.output_shape[1]
-        here, share = self._here(scores), self._share
+        here = self._here(scores)
         offsets, of_rows = scores.new_zeros(scores.shape[1]), scores.new_zeros(len(scores), 1)
         for _ in range(ROUNDS):
             largest = scores.new_full((prototypes,), -torch.inf)
@@ -113,7 +113,7 @@ class SelfTeacher:
             all_reduce_(largest, dist.ReduceOp.MAX)
             sums = scores.new_zeros(prototypes)
             if len(scores):
-                sums[here] = (scores + of_rows - largest[here]).exp().sum(0) * share
+                sums[here] = (scores + of_rows - largest[here]).exp().sum(0)
             all_reduce_(sums)
             offsets = -(sums.log() + largest)[here]
             if model.gives_outputs:
@@ -124,20 +124,16 @@ class SelfTeacher:
         """Return the mean of the scores of all ranks, [prototypes]. Collective. scores: as in `_offsets`."""
         total = scores.new_zeros(self.model.config.output_shape[1] + 1)
         if len(scores):
-            total[:-1][self._here(scores)] = scores.sum(0) * self._share
+            total[:-1][self._here(scores)] = scores.sum(0)
         if self.model.first_of_outputs:
             total[-1] = len(scores)
         all_reduce_(total)
         return total[:-1] / total[-1].clamp(min=1)
 
     def _here(self, scores: Tensor) -> slice:
-        """Return this rank's part of the prototypes. scores: [..., this rank's prototypes]."""
+        """Return this rank's part of the prototypes. No two ranks have the same part for the same rows.
+
+        scores: [..., this rank's prototypes].
+        """
         start = 0 if self.model.vocabulary is None else self.model.vocabulary.start
         return slice(start, start + scores.shape[-1])
-
-    @property
-    def _share(self) -> float:
-        """Share of this rank in sums: ranks with the same rows and prototypes count once together."""
-        model, part = self.model, self.model.vocabulary
-        parts = 1 if part is None else dist.get_world_size(part.group)
-        return parts / model.output_copies if model.gives_outputs else 1.0

@@ -20,10 +20,10 @@ MOST = {
     "src/vitpar/recipe": 3_248,
     "src/vitpar/runs": 2_943,
     "src/vitpar/strategy": 3_070,
-    "src/vitpar/tasks": 3_004,
+    "src/vitpar/tasks": 3_016,
     "src/vitpar/training": 6_977,
     "src/vitpar/weights": 2_192,
-    "tests": 40_954,
+    "tests": 40_956,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 

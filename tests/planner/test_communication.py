@@ -24,7 +24,7 @@ def planned(strategy: str, batch_size: int = 64, **fields: Any) -> Plan:
     return validate(replace(parse(strategy), **fields), BASE, batch_size)
 
 
-def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> Summary:
+def summary_of(strategy: str, layer: str = "blocks.0", **fields: Any) -> Summary:
     """Return the description of a layer's strategy."""
     summary = summarize(BASE, planned(strategy, **fields), 64, "fp32", bytes_per_parameter=16)
     return next(part for part in summary["strategies"] if layer in part["layers"])
@@ -32,7 +32,7 @@ def told(strategy: str, layer: str = "blocks.0", **fields: Any) -> Summary:
 
 def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
     """Return the description of one axis of a layer's strategy."""
-    return next(one["communication"] for one in told(strategy, layer, **fields)["axes"] if one["axis"] == axis)
+    return next(one["communication"] for one in summary_of(strategy, layer, **fields)["axes"] if one["axis"] == axis)
 
 
 ONCE, FORWARD = "once a step", "in forward of every micro-batch"

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import hash_numbers
+from vitpar.models.dino.config import GLOBAL
 
 _WHICH, _WHERE = 0x3A5C, 0x3A5D  # separate these random numbers from each other, and from others of the keys
 _LEAST, _TRIES = 4, 10  # patches of a block, and blocks that are tried before the rest is filled at random
@@ -24,12 +25,10 @@ def block_masks(
     keys: NDArray[np.int64],
     rows: Collection[int],
     side: int,
-    *,
-    crops: int = 2,
     probability: float = 0.5,
     ratios: tuple[float, float] = (0.1, 0.5),
 ) -> NDArray[np.bool_]:
-    """Return whether patches of the global crops of a batch are masked, [batch, crops, side²].
+    """Return whether patches of the global crops of a batch are masked, [batch, 2, side²].
 
     keys: int64 [batch], of the complete batch.
     rows: samples that are needed. Others have no masks.
@@ -37,18 +36,17 @@ def block_masks(
     probability: share of the crops that are masked.
     ratios: least and largest share of a crop's patches that are masked. Shares of masked crops are evenly spread.
     """
-    places = len(keys) * crops
-    order = np.argsort(
-        hash_numbers(_WHICH, np.repeat(keys, crops), np.tile(np.arange(crops), len(keys))), kind="stable"
-    )
+    places = GLOBAL * len(keys)
+    numbers = np.tile(np.arange(GLOBAL), len(keys))
+    order = np.argsort(hash_numbers(_WHICH, np.repeat(keys, GLOBAL), numbers), kind="stable")
     rank = np.empty(places, np.int64)
     rank[order] = np.arange(places)
     masked = int(places * probability)
     shares = np.linspace(*ratios, masked + 1)[1:]
-    masks = np.zeros((len(keys), crops, side * side), bool)
+    masks = np.zeros((len(keys), GLOBAL, side * side), bool)
     for row in rows:
-        for crop in range(crops):
-            if (place := rank[row * crops + crop]) < masked:
+        for crop in range(GLOBAL):
+            if (place := rank[row * GLOBAL + crop]) < masked:
                 seed = int(hash_numbers(_WHERE, int(keys[row]), crop)[0])
                 masks[row, crop] = _masked(random.Random(seed), side, int(side * side * shares[place])).ravel()
     return masks

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from vitpar.errors import RecipeError
+from vitpar.limits import MAX_BATCH_SIZE, MAX_CLASSES, MAX_MEASURE
 from vitpar.tasks.task import Metric, Task
 
 if TYPE_CHECKING:
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
     from vitpar.models.dino.config import DINOConfig
     from vitpar.parallel.vocabulary import VocabularyPart
     from vitpar.recipe.rates.shapes import RunLengths
+
+
+_RANGES = (
+    ("prototypes", 1, MAX_CLASSES),
+    *((f"{loss}_weight", 0, MAX_MEASURE) for loss in ("dino", "ibot", "koleo")),
+    ("koleo_group", 2, MAX_BATCH_SIZE),
+    *((name, 1e-3, MAX_MEASURE) for name in ("student_temp", "teacher_temp", "warmup_teacher_temp")),
+    *((name, 0, MAX_MEASURE) for name in ("backbone_rate", "patch_embed_rate")),
+    *((name, 0, 1) for name in ("teacher_temp_warmup", "freeze_last_layer", "heads_first", "solarize")),
+    *((name, 0, 1) for name in ("mask_probability", "mask_ratio_min")),
+    ("mask_ratio_max", 0, 0.5),  # as many places as a model has
+)
+"""Least and largest value of options, by name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,6 @@ class DINO(Task):
     """Share in the crop with the most; at most 0.5."""
     local_crops_scale: tuple[float, float] = (0.05, 0.32)
     """Range of the area of a local crop, as a fraction of the image's; that of a global one is `data.crop_scale`."""
-
     blur: tuple[float, float, float] = (0.0, 0.9, 0.5)
     """Probability of a blur in the first and second global crop, and in a local one. The published weights were trained
     with these; their paper has 1, 0.1 and 0.5 (facebookresearch/dinov3, issue 286)."""
@@ -90,6 +103,9 @@ class DINO(Task):
     def __post_init__(self) -> None:
         if self.centering not in ("sinkhorn_knopp", "centering"):
             raise ValueError(f"centering is '{self.centering}': use sinkhorn_knopp or centering")
+        for name, least, most in _RANGES:
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name} is {value}, not from {least:g} to {most:g}")
         for name, numbers in (("local_crops_scale", 2), ("blur", 3)):
             given = tuple(map(float, getattr(self, name)))
             if len(given) != numbers:
@@ -108,8 +124,6 @@ class DINO(Task):
             )
         if dino_of(config).teacher:
             raise RecipeError("model.options.teacher is true, which stands for the teacher of a training: leave it out")
-        if self.mask_ratio_max > 0.5:
-            raise RecipeError(f"task.options.mask_ratio_max is {self.mask_ratio_max}: use at most 0.5")
 
     @classmethod
     def model_for(cls, config: ModelConfig) -> ModelConfig | None:
@@ -139,7 +153,7 @@ class DINO(Task):
 
         c, ratios = dino_of(config), (self.mask_ratio_min, self.mask_ratio_max)
         side = c.image_size // c.patch_size
-        masks = block_masks(keys.numpy(), rows, side, probability=self.mask_probability, ratios=ratios)
+        masks = block_masks(keys.numpy(), rows, side, self.mask_probability, ratios)
         return {"masks": torch.from_numpy(masks)}
 
     def schedules(self, run: RunLengths) -> Mapping[str, Callable[[int], float]]:

@@ -12,15 +12,15 @@ from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, validate
 
-EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, outlines=10**9, prices=10**9, nodes=10**9, seconds=10**9)
-"""Effort of a search that looks at every plan."""
+EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, prices=10**9, mixes=20, changes=10**9, sure=0.0, seconds=10**9)
+"""Effort of a search that prices each uniform plan that may be the best."""
+CLOSE = 0.01
+"""Relative speed by which a search may miss the best of all plans."""
 
 
 def assert_as_fast(found: Price, best: Price) -> None:
-    """Check that a search found a plan as fast as the best of the space; faster only with another embed or head."""
-    speed, plans = found.images_per_second / best.images_per_second, (str(best.plan), str(found.plan))
-    assert speed >= 1 - 1e-9, plans
-    assert speed <= 1 + 1e-9 or {"embed", "head"} & {selector for selector, _ in found.plan.layers}, plans
+    """Check that a search found a plan as fast as the best of all listed ones, within `CLOSE`."""
+    assert found.images_per_second >= (1 - CLOSE) * best.images_per_second, (str(best.plan), str(found.plan))
 
 
 def assert_bounds_hold(search: Search, batch_size: int) -> None:

@@ -5,10 +5,9 @@ sections    blocks that may have strategies of their own, in models with several
 options     costs of each strategy, without dominated strategies
 bounds      lower bounds for uniform plans (one strategy, even stages)
 relaxed     lower bounds for any mix of strategies and any split
-expand      search of one outline: proposals (mixes), then enumeration, by costs of blocks (tables)
-ends        other strategies of embed and head
+dynamic     fastest mixes of strategies and splits of one outline, by costs of layers (tables)
+ends        plans by layer, and layers that share a parameter
 ranking     limits of a search, and its best plans so far
-best        best-first search over all outlines
-scaling     best plans for fewer and more devices
+best        search over all outlines, by their bounds
 reasons     why the obvious plans were not chosen
 """

@@ -1,10 +1,9 @@
-"""Best-first branch and bound over outlines of plans.
+"""Search over outlines, each with a dynamic programme.
 
 An outline is a pipeline with a batch size and a number of micro-batches. Its bound holds for any mix of strategies
-(`bounds`, `relaxed`). The outline with the lowest bound is expanded first, until no remaining bound beats the best
-price. Within an outline, plans are visited in the order of their own bounds, and priced only if that bound beats the
-best price. The result is therefore the best plan of the space, unless `SearchEffort` cut an outline short. In that case
-`Result.exact` is false, and `Result.bound` still holds.
+(`bounds`). Outlines are visited in the order of their bounds, until no remaining bound beats the best price. In each,
+the uniform plans (one strategy, even stages) and the mixes of its programme (`dynamic`) are ordered by the table of
+costs, and the first few are priced by the replay. `Result.bound` says what was left out at most.
 """
 
 from __future__ import annotations
@@ -14,37 +13,39 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise, permutations
 
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
+from vitpar.planner.cost.price import Hops, Price, crowded, hop_seconds, norm_seconds, place_bytes, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds, uniform_bounds
-from vitpar.planner.search.ends import tied_layers, with_other_ends, with_tied_alike
-from vitpar.planner.search.expand import Expansion
+from vitpar.planner.search.dynamic import Mix, Programme
+from vitpar.planner.search.ends import tied_layers, with_layers, with_tied_alike
 from vitpar.planner.search.options import Array, Choices, Option, Options
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.planner.search.relaxed import STEPS, least_seconds
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
-from vitpar.planner.search.tables import Moves, received_shares
+from vitpar.planner.search.tables import LayerTable, Moves, received_shares
 from vitpar.strategy import Plan, Strategy, token_layout
 from vitpar.strategy.layout import token_layout_key
 from vitpar.strategy.selectors import Groups
 from vitpar.strategy.stages import split_blocks
 
+OVER = 0.7
+"""Share of the bytes by which a mix does not fit that the next one saves."""
+ACTIONS = 4000
+"""Micro-batches times stages that are replayed at most for changes of the best plan."""
+WORTH = 1e-4
+"""Relative time that a change saves at least."""
+ENDS = 3
+"""Strategies that are tried for embed or head."""
 ROUNDING = 1e-9
 """Relative tolerance of the memory budget in bounds."""
-WORTH_MORE = 0.1
-"""`Result.gap` above which an inexact search looks for faster plans on its frontier, too."""
-ENDS = 2
-"""Number of best plans whose embed and head are tried with other strategies."""
-WORTH_OTHER_ENDS = 1e-3
-"""Relative time that another strategy of embed or head must save."""
 now = time.thread_time
 """Clock of the limits, in seconds: on a busy machine a search takes longer, and finds the same."""
 Progress = Callable[[int, int, Price | None], None]
@@ -66,12 +67,7 @@ class Search:
         self.space, self.effort = space, effort
         self.costs, self._moments = costs, moments
         self._options = Options(space, costs, moments)
-        config = costs.config
-        self._tied = tied_layers(config)
-        ends = (frozenset({layer.name}) for layer in (config.first_layer, config.last_layer))
-        self._ends = tuple(
-            dict.fromkeys(end.union(*(layers for layers in self._tied if end <= layers)) for end in ends)
-        )
+        self._tied = tied_layers(costs.config)
         self._prices: dict[tuple[Plan, int], Price] = {}
         self._shares: dict[tuple[object, ...], Array] = {}
         self._searched: set[tuple[Plan, int]] = set()  # plans whose `frontier` was searched
@@ -79,60 +75,21 @@ class Search:
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
     ) -> Result:
-        """Return the plans with the most samples per second whose ranks need at most `budget` bytes.
-
-        Uniform plans (one strategy, even stages) come first. A patient search prices all of them that could be the
-        best, whatever the other limits of the effort. Plans with several strategies or uneven stages follow, within the
-        limits of the effort, and last plans whose embed or head has another strategy than its neighbour.
-        """
-        effort = effort or self.effort
-        begun, until = time.perf_counter(), now() + effort.seconds
-        search_result = self._best(budget, effort, until, progress)
-        best = (
-            search_result.plans[0]
-            if search_result.plans and not search_result.exact and search_result.gap > WORTH_MORE and effort.patient
-            else None
-        )
-        # Searching the frontier of the best plan can price a faster plan: repeat until the best stays the same.
-        while best is not None and now() < until:
-            self.frontier(best, until=until)
-            known = self._known(budget, effort).ranked
-            search_result = replace(
-                search_result, plans=known, bound=max(search_result.bound, *(one.images_per_second for one in known))
-            )
-            best = known[0] if known[0] is not best else None
-        return replace(search_result, priced=len(self._prices), seconds=time.perf_counter() - begun)
-
-    def _best(
-        self,
-        budget: float,
-        effort: SearchEffort,
-        until: float,
-        progress: Progress = lambda done, total, best: None,
-    ) -> Result:
-        """Run one search over all outlines.
-
-        until: value of `now` after which the search stops; a patient one only once it has found a plan
-        """
+        """Return the plans with the most samples per second whose ranks need at most `budget` bytes."""
+        effort, begun = effort or self.effort, time.perf_counter()
         best_plans = self._known(budget, effort)
-        outlines = [(self._ideal(outline), outline) for outline in self._outlines()]
-        # Uniform plans first: they are few, and a good price early lets the bounds rule out most of the mixed plans.
-        unpriced = self._uniform(outlines, budget, best_plans, progress, math.inf if effort.patient else until)
-        # With several stages per rank the space contains only uniform plans, so these outlines are done.
-        open_outlines = [(ideal, outline) for ideal, outline in outlines if outline.pipeline.virtual_stages == 1]
-        least, exact = self._mixed(open_outlines, budget, best_plans, progress, effort, until)
-        least, exact = min(least, unpriced), exact and unpriced >= best_plans.limit
-        if effort.patient:
-            self._free_ends(budget, best_plans, until)
+        least, outlines = self._visit(budget, effort, best_plans, progress)
+        self._improve(budget, best_plans, effort)
         fastest = max((one.images_per_second for one in best_plans.plans), default=0.0)
+        bound = max(fastest, 1 / least)
         return Result(
             plans=best_plans.ranked,
-            bound=max(fastest, 1 / least),
-            exact=exact,
-            outlines=len(outlines),
+            bound=bound,
+            exact=bound <= (1 + effort.tolerance) * fastest,
+            outlines=outlines,
             priced=len(self._prices),
             strategies=self._options.strategies,
-            seconds=0.0,
+            seconds=time.perf_counter() - begun,
         )
 
     def _known(self, budget: float, effort: SearchEffort) -> BestPlans:
@@ -149,53 +106,142 @@ class Search:
     @property
     def _short(self) -> SearchEffort:
         """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
-        seconds = min(3.0, self.effort.seconds)
-        return replace(self.effort, tolerance=0.01, outlines=4, prices=4, nodes=400, seconds=seconds, patient=False)
+        return replace(self.effort, tolerance=0.01, prices=2, mixes=2, changes=0, patient=False)
 
-    def _uniform(
-        self,
-        outlines: list[tuple[float, PlanOutline]],
-        budget: float,
-        best_plans: BestPlans,
-        progress: Progress,
-        until: float,
-    ) -> float:
-        """Price the uniform plans that fit and could be the best, and offer them to `best_plans`. Stop at `until`.
+    def _visit(
+        self, budget: float, effort: SearchEffort, best_plans: BestPlans, progress: Progress
+    ) -> tuple[float, int]:
+        """Search the outlines in the order of their bounds, and offer their plans to `best_plans`.
 
-        Plans are priced in the order of their bounds, so none is priced that a bound rules out.
-
-        Returns a lower bound on the seconds per image of the plans with several stages per rank that were not priced.
+        Returns (lower bound on the seconds per image of all plans, number of outlines).
         """
-        order = count()
-        # (seconds per image at least, tie-breaker, outline, its strategies not yet tried). None stands for all of them:
-        # their bounds are only computed once the outline's cheaper bound comes up.
-        heap: list[tuple[float, int, PlanOutline, list[tuple[float, Groups]] | None]]
-        heap = [(ideal, next(order), outline, None) for ideal, outline in outlines]
+        order, until, least = count(), now() + effort.seconds, math.inf
+        # (seconds per image at least, tie-breaker, number of improvements of that bound, outline)
+        heap = [(self._ideal(outline), next(order), 0, outline) for outline in self._outlines()]
         heapq.heapify(heap)
-        while heap and heap[0][0] < best_plans.limit and now() < until:
-            _, _, outline, strategies = heapq.heappop(heap)
-            if strategies is None:
-                strategies = self._uniform_plans(outline, budget)
-            else:
-                _, layers = strategies.pop()
-                plan = replace(outline.pipeline, layers=layers, microbatches=outline.microbatches)
-                if self._fits(plan, outline.batch_size, budget):
-                    best_plans.offer(self.price(plan, outline.batch_size))
-                    progress(len(outlines) - len(heap), 2 * len(outlines), best_plans.plans[0])
-            if strategies:
-                bound = strategies[-1][0] / outline.batch_size
-                heapq.heappush(heap, (bound, next(order), outline, strategies))
-        return min((bound for bound, _, outline, _ in heap if outline.pipeline.virtual_stages > 1), default=math.inf)
+        total = len(heap)
+        while heap:
+            bound, _, sharp, outline = heapq.heappop(heap)
+            late = now() > until and (best_plans.plans or not effort.patient)
+            if bound >= best_plans.limit or late:
+                least = min(least, bound)
+                break
+            # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
+            if sharp < 2:
+                bound = max(bound, self._bound(outline, budget, best_plans.limit, quick=sharp == 0))
+                if bound < math.inf:
+                    heapq.heappush(heap, (bound, next(order), sharp + 1, outline))
+                continue
+            # The heap holds bounds only, and this is the lowest: it bounds this outline and all outlines behind it.
+            least = min(least, bound)
+            progress(total - len(heap), total, best_plans.plans[0] if best_plans.plans else None)
+            self._expand(outline, budget, best_plans, effort)
+        return least, total
 
-    def _uniform_plans(self, outline: PlanOutline, budget: float) -> list[tuple[float, Groups]]:
-        """Return (least seconds of a step, `Plan.layers`) of the uniform plans that may fit, fastest last."""
+    def _expand(self, outline: PlanOutline, budget: float, best_plans: BestPlans, effort: SearchEffort) -> None:
+        """Price the most promising plans of an outline, and offer them to `best_plans`."""
         choices, machine = self._uniform_options(outline), self.machine(outline, budget)
         if not choices.options:
-            return []
+            return
         seconds, needs = uniform_bounds(outline, choices, self._sections, machine)
         fitting = np.nonzero(needs <= machine.budget)[0]
-        slowest_first = fitting[np.argsort(-seconds[fitting], kind="stable")]
-        return [(float(seconds[n]), self._layers(choices.options[n])) for n in slowest_first]
+        # The table leaves out some of what the replay counts: its seconds are compared after the same correction.
+        longer, left = math.inf, effort.prices
+        for place in fitting[np.argsort(seconds[fitting], kind="stable")].tolist():
+            at_least = float(seconds[place])
+            least = at_least * max(1.0, longer * effort.sure if longer < math.inf else 1.0)
+            if not left or least >= best_plans.limit * outline.batch_size:
+                break
+            layers = self._layers(choices.options[place])
+            plan = replace(outline.pipeline, layers=layers, microbatches=outline.microbatches)
+            if self._fits(plan, outline.batch_size, budget):
+                priced, left = self.price(plan, outline.batch_size), left - 1
+                longer = min(longer, priced.seconds / at_least)
+                best_plans.offer(priced)
+        if outline.pipeline.virtual_stages == 1:  # else the space contains only uniform plans
+            self._mix(outline, budget, best_plans, effort, 1.0 if longer == math.inf else max(1.0, longer))
+
+    def _mix(
+        self, outline: PlanOutline, budget: float, best_plans: BestPlans, effort: SearchEffort, longer: float
+    ) -> None:
+        """Price the mixes of an outline's programme, and offer them to `best_plans`.
+
+        longer: seconds of a price over those of the table
+        """
+        choices, machine = self.options(outline), self.machine(outline, budget)
+        if not all(len(front) for front in choices.fronts):
+            return
+        table = LayerTable(outline, choices, self._sections, machine, self._moves(outline, machine))
+        rooms = np.full(outline.pipeline.num_stages, machine.budget)
+        for _ in range(effort.mixes):
+            limit = best_plans.mixed_limit * outline.batch_size
+            limit = (limit / (longer * effort.sure) if effort.sure else math.inf) - table.overhead
+            mix = Programme(table, rooms).best(limit)
+            if mix is None:
+                break
+            over = np.zeros(len(rooms))
+            for plan in with_tied_alike(self._plan(outline, choices, mix), self.costs.config, self._tied):
+                over = np.maximum(0.0, np.array(self.place_bytes(plan, outline.batch_size)) - budget)
+                if not over.any():
+                    best_plans.offer(self.price(plan, outline.batch_size))
+            if not over.any():
+                break
+            # The table leaves out some of the memory, too.
+            rooms = np.where(over > 0, np.minimum(rooms, mix.peaks) - OVER * over, rooms)
+
+    def _improve(self, budget: float, best_plans: BestPlans, effort: SearchEffort) -> None:
+        """Change the best plan in one place as long as the replay says that it gets faster."""
+        if not best_plans.plans or best_plans.plans[0].plan.virtual_stages > 1:
+            return
+        best, tried = best_plans.plans[0], set[Plan]()
+        left = min(effort.changes, ACTIONS // ((best.plan.microbatches or 1) * best.plan.num_stages))
+        better = True
+        while better:
+            better = False
+            for plan in self._changed(best):
+                if plan in tried or not left:
+                    continue
+                tried.add(plan)
+                if self._fits(plan, best.batch_size, budget):
+                    left -= 1
+                    priced = self.price(plan, best.batch_size)
+                    best_plans.offer(priced)
+                    if priced.seconds < (1 - WORTH) * best.seconds:
+                        best, better = priced, True
+                        break
+
+    def _changed(self, best: Price) -> Iterator[Plan]:
+        """Yield plans that differ from `best` in the end of a stage, where strategies change, or in embed or head."""
+        plan, depth = best.plan, self._sections.depth
+        sizes = [len(blocks) for blocks in split_blocks(depth, plan.pipeline_degree, plan.split)]
+        strategies = plan.strategies(self.costs.config.layer_names)
+        names = list(strategies)
+        for source, target in sorted(permutations(range(len(sizes)), 2), key=lambda pair: abs(pair[0] - pair[1])):
+            if sizes[source] > 1:
+                moved = tuple(n - (stage == source) + (stage == target) for stage, n in enumerate(sizes))
+                yield replace(plan, split=split_of(moved))
+        sections = [self._sections.sections[number] for number in (0, *self._sections.of_block, -1)]
+        for place, pair in enumerate(pairwise(names)):
+            if strategies[pair[0]] != strategies[pair[1]]:
+                for changed, other in ((0, 1), (1, 0)):
+                    if sections[place + changed].fits(strategies[pair[other]]):
+                        yield with_layers(plan, {**strategies, pair[changed]: strategies[pair[other]]})
+        pipeline = replace(plan, layers=Plan().layers, split="even", microbatches=None)
+        choices = self.options(PlanOutline(pipeline, best.batch_size, plan.microbatches or 1))
+        for name, front in ((names[0], choices.fronts[0]), (names[-1], choices.fronts[-1])):
+            row = choices.kinds.index(self.costs.config.layers[name].kind)
+            seconds = sum(
+                choices.loads[field][row] for field in ("computes", "waits", "sent_each", "once", "waits_once")
+            )
+            for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:ENDS]:
+                yield with_layers(plan, {**strategies, name: choices.options[column].strategy})
+
+    def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
+        """Return the plan of a mix."""
+        names = self.costs.config.layer_names
+        layers = {name: choices.options[column].strategy for name, column in zip(names, mix.columns, strict=True)}
+        split = split_of(mix.sizes)
+        return with_layers(replace(outline.pipeline, microbatches=outline.microbatches, split=split), layers)
 
     def _layers(self, option: Option) -> Groups:
         """Return the strategies of all layers in a plan with one strategy, as `Plan.layers`."""
@@ -203,78 +249,6 @@ class Search:
             return (("*", option.strategy),)
         pairs = zip(self._sections.sections, option.sections, strict=True)
         return tuple((f"{section.blocks[0]}-{section.blocks[-1]}", strategy) for section, strategy in pairs)
-
-    def _mixed(
-        self,
-        outlines: list[tuple[float, PlanOutline]],
-        budget: float,
-        best_plans: BestPlans,
-        progress: Progress,
-        effort: SearchEffort,
-        until: float,
-    ) -> tuple[float, bool]:
-        """Price plans with several strategies or uneven stages, and offer them to `best_plans`.
-
-        Returns (lower bound on the seconds per image of all `outlines`, whether no plan that could win was skipped).
-        """
-        order = count()
-        # (seconds per image at least, tie-breaker, number of improvements of that bound, outline)
-        heap = [(ideal, next(order), 0, outline) for ideal, outline in outlines]
-        heapq.heapify(heap)
-        exact, least, looked = True, math.inf, 0
-        while heap:
-            bound, _, sharp, outline = heapq.heappop(heap)
-            late = now() > until and (best_plans.plans or not effort.patient)
-            if bound >= best_plans.mixed_limit or late:
-                least, exact = min(least, bound), exact and not late
-                break
-            # Tighter bounds cost more: compute them only when the cheaper bound is the lowest of all, and requeue.
-            if sharp < 2:
-                bound = max(bound, self._bound(outline, budget, best_plans.mixed_limit, quick=sharp == 0))
-                if bound < math.inf:
-                    heapq.heappush(heap, (bound, next(order), sharp + 1, outline))
-                continue
-            # The heap holds bounds only, and this is the lowest: it bounds this outline and all outlines behind it.
-            least = min(least, bound)
-            looked += 1
-            if looked > effort.outlines and best_plans.plans:
-                exact = False
-                break
-            progress(
-                2 * len(outlines) - len(heap), 2 * len(outlines), best_plans.plans[0] if best_plans.plans else None
-            )
-            exact &= self._expansion(outline, budget, best_plans, effort, until).run()
-        return least, exact
-
-    def _expansion(
-        self, outline: PlanOutline, budget: float, best_plans: BestPlans, effort: SearchEffort, until: float
-    ) -> Expansion:
-        """Return the search of one outline's plans that offers them to `best_plans`."""
-        choices, machine, sections = self.options(outline), self.machine(outline, budget), self._sections
-
-        def fits(plan: Plan, batch_size: int) -> bool:
-            return self._fits(plan, batch_size, budget)
-
-        def late() -> bool:
-            return now() > until and (bool(best_plans.plans) or not effort.patient)
-
-        def alike(plan: Plan) -> Iterator[Plan]:
-            return with_tied_alike(plan, self.costs.config, self._tied)
-
-        moves = self._moves(outline, machine)
-        return Expansion(outline, choices, machine, sections, moves, alike, fits, self.price, best_plans, effort, late)
-
-    def _free_ends(self, budget: float, best_plans: BestPlans, until: float) -> None:
-        """Try other strategies for embed and head in the plans of `best_plans`, and offer it the faster ones."""
-        for best in best_plans.plans[:ENDS]:
-            pipeline = replace(best.plan, layers=Plan().layers, split="even", microbatches=None)
-            outline = PlanOutline(pipeline, best.batch_size, best.plan.microbatches or 1)
-            for layers in self._ends:
-                for other in with_other_ends(best.plan, layers, self.options(outline), outline, self.costs.config):
-                    if now() < until and self._fits(other, outline.batch_size, budget):
-                        tried = self.price(other, outline.batch_size)
-                        best = tried if tried.seconds < (1 - WORTH_OTHER_ENDS) * best.seconds else best
-            best_plans.offer(best)
 
     def _moves(self, outline: PlanOutline, machine: Machine) -> Moves:
         """Return the function of the seconds of redistribution between two blocks in plans of an outline."""
@@ -294,7 +268,7 @@ class Search:
 
         return moves
 
-    def frontier(self, best: Price, points: int = 6, step: float = 0.7, until: float = math.inf) -> tuple[Price, ...]:
+    def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
         """Return the fastest plans of the space for decreasing memory, `best` first.
 
         Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices,
@@ -302,14 +276,10 @@ class Search:
         least memory follows the best.
 
         points: number of plans at most
-        until: value of `now` after which no search starts
         """
-        key, budget, short = (best.plan, best.batch_size), best.memory_bytes, self._short
+        key, budget = (best.plan, best.batch_size), best.memory_bytes
         for _ in range(0 if key in self._searched else points - 1):
-            time_now = now()
-            plans = (
-                self._best(step * budget, short, min(until, time_now + short.seconds)).plans if time_now < until else ()
-            )
+            plans = self.best(step * budget, effort=self._short).plans
             if not plans:
                 break
             budget = plans[0].memory_bytes
@@ -339,15 +309,15 @@ class Search:
     def _price(self, plan: Plan, batch_size: int) -> Price:
         return price(plan, self.costs, batch_size, self._moments)
 
-    def memory_bytes(self, plan: Plan, batch_size: int) -> float:
-        """Return the peak bytes of the fullest rank of a validated plan."""
-        return memory_bytes(plan, self.costs, batch_size, self._moments)
+    def place_bytes(self, plan: Plan, batch_size: int) -> tuple[float, ...]:
+        """Return the peak bytes of the fullest rank at each index of the pp axis, for a validated plan."""
+        return place_bytes(plan, self.costs, batch_size, self._moments)
 
     def _fits(self, plan: Plan, batch_size: int, budget: float) -> bool:
         if self._separates(plan):
             return False
         known = self._prices.get((plan, batch_size))
-        return (known.memory_bytes if known else self.memory_bytes(plan, batch_size)) <= budget
+        return (known.memory_bytes if known else max(self.place_bytes(plan, batch_size))) <= budget
 
     def _separates(self, plan: Plan) -> bool:
         """Return whether layers that share a parameter have different strategies, which the runtime refuses."""
@@ -375,7 +345,7 @@ class Search:
         size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
         speed, sending = min(1.0, at_once), crowded(at_once, pp)
         overlap = costs.hardware.overlap
-        tokens = outline.rows * min(self._sections.takes) * costs.precision.compute.itemsize
+        tokens = outline.rows * min(self._sections.takes[:-1]) * costs.precision.compute.itemsize
         return Machine(
             alone=costs.crowd(1),
             sending=sending,
@@ -385,15 +355,19 @@ class Search:
             action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
             norm=norm_seconds(costs, self.space.ranks) + costs.teacher_seconds(outline.batch_size, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
-            # With frozen layers below, some stages neither send gradients nor receive them.
-            send=lambda share: (
-                least_travel_seconds(costs, pp, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
-            ),
+            hops=lambda share: self._hops(pipeline, share * tokens),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes - costs.teacher_bytes(self.space.ranks)),
             images=outline.batch_size * config.input.bytes(costs.precision.compute.itemsize),
             tokens=tokens * costs.passes_gradients,
         )
+
+    def _hops(self, pipeline: Plan, size: float) -> Hops:
+        """Return the seconds of messages of `size` bytes between the stages of a pipeline, which is outermost."""
+        # With frozen layers below, some stages neither send gradients nor receive them.
+        if pipeline.pipeline_degree == 1 or not self.costs.passes_gradients:
+            return Hops((0.0,) * (pipeline.num_stages - 1))
+        return hop_seconds(pipeline, self.costs, self.space.ranks // pipeline.pipeline_degree, size)
 
     def _ideal(self, outline: PlanOutline) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""
@@ -417,3 +391,9 @@ class Search:
     @property
     def _sections(self) -> Sections:
         return self.space.sections
+
+
+def split_of(sizes: tuple[int, ...]) -> str | tuple[int, ...]:
+    """Return `sizes`, the blocks of each stage, as the field `Plan.split`."""
+    even = tuple(len(blocks) for blocks in split_blocks(sum(sizes), len(sizes), "even"))
+    return "even" if sizes == even else sizes

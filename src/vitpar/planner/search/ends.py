@@ -8,14 +8,8 @@ from itertools import product
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import block_index, is_block, layer_of
-from vitpar.planner.cost.stage import Load
-from vitpar.planner.search.bounds import PlanOutline
-from vitpar.planner.search.options import Choices
 from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.selectors import canonical
-
-MOST = 4
-"""Strategies that are tried for a layer at most."""
 
 
 def tied_layers(config: ModelConfig) -> tuple[frozenset[str], ...]:
@@ -37,40 +31,16 @@ def with_tied_alike(plan: Plan, config: ModelConfig, tied: Sequence[Collection[s
         return
     for chosen in product(*theirs):
         changed = {name: strategy for layers, strategy in zip(tied, chosen, strict=True) for name in layers}
-        yield _with_layers(plan, {**strategies, **changed})
+        yield with_layers(plan, {**strategies, **changed})
 
 
-def with_other_ends(
-    plan: Plan, layers: Collection[str], choices: Choices, outline: PlanOutline, config: ModelConfig
-) -> Iterator[Plan]:
-    """Yield `plan` with other strategies of `layers`: those with the least seconds of these layers.
-
-    Memory is not compared: a strategy that is fast and does not fit is the caller's to refuse.
-
-    layers: names of embed or head, and of the layers tied to it; they have one strategy
-    """
-    strategies, kinds = plan.strategies(config.layer_names), [config.layers[name].kind for name in layers]
-    (present,) = {strategies[name] for name in layers}
-    every = [o for o in choices.options if {*kinds} <= o.loads.keys() and o.strategy != present]
-
-    def seconds(loads: Mapping[str, Load]) -> float:
-        return sum(_seconds(loads[kind], outline.microbatches) for kind in kinds)
-
-    for option in sorted(every, key=lambda option: seconds(option.loads))[:MOST]:
-        yield _with_layers(plan, {**strategies, **dict.fromkeys(layers, option.strategy)})
-
-
-def _with_layers(plan: Plan, strategies: Mapping[str, Strategy]) -> Plan:
+def with_layers(plan: Plan, strategies: Mapping[str, Strategy]) -> Plan:
     """Return `plan` with these strategies by layer; embed and head are left out where the next block has theirs."""
+    if len({*strategies.values()}) == 1:
+        return replace(plan, layers=(("*", next(iter(strategies.values()))),))
     embed, *blocks, head = strategies
     groups = [(str(block_index(name)) if is_block(name) else name, strategy) for name, strategy in strategies.items()]
     left_out = {
         end for end, next_to in ((embed, blocks[0]), (head, blocks[-1])) if strategies[end] == strategies[next_to]
     }
     return replace(plan, layers=canonical(tuple(group for group in groups if group[0] not in left_out)))
-
-
-def _seconds(load: Load, microbatches: int) -> float:
-    """Return the seconds of a layer in a step if nothing overlaps."""
-    each = load.computes + load.waits + load.sent_each
-    return microbatches * each + load.once + load.waits_once + load.edge + load.sent_once

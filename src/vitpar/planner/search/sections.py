@@ -60,7 +60,7 @@ class Sections:
     rows: tuple[int, ...]
     """Row of each block's kind."""
     takes: tuple[int, ...]
-    """Elements of the activation of one image that each block takes."""
+    """Elements of the activation of one image that each block and the head take."""
 
     @property
     def depth(self) -> int:
@@ -130,7 +130,8 @@ def sections_of(config: ModelConfig) -> Sections:
             BlockSection(range(first, stop), tuple({layer.kind: layer for layer in reversed(inside)}.values())[::-1])
         )
     rows = tuple(kinds.index(block.kind) for block in blocks)
-    return Sections(tuple(sections), kinds, rows, tuple(block.takes.elements for block in blocks if block.takes))
+    takes = tuple(layer.takes.elements if layer.takes else 0 for layer in layers[1:])
+    return Sections(tuple(sections), kinds, rows, takes)
 
 
 def counterparts(strategy: Strategy) -> Iterator[Strategy]:

@@ -1,0 +1,203 @@
+"""Dynamic programme over the layers and stages of one outline, with the memory of a stage as a state.
+
+A label is a way to run the stage's layers so far: its costs (rows of `layer_sums`) and the strategy of its last layer.
+Of the labels with equal token layout and about equally many bytes only the fastest is kept. Each stage takes as many
+blocks as fit into memory and a cap of time; bisection finds the lowest cap under which all blocks find a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitpar.planner.search.bounds import BYTES, EACH, TIMES, LayerSums
+from vitpar.planner.search.options import Array
+from vitpar.planner.search.tables import LayerTable
+
+BINS = 24
+"""Labels of a token layout that are kept at most, by their bytes."""
+CLOSE = 1.01
+"""Ratio of a cap that holds to one that does not, at which bisection stops."""
+SIMPLER = 3e-5
+"""Relative seconds that a change of strategy within a stage counts."""
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A split into stages, and a strategy for each layer."""
+
+    seconds: float
+    """Least seconds of a step, without what a step spends outside layers."""
+    slowest: float
+    """Seconds of the slowest stage, from its own first micro-batch on."""
+    peaks: tuple[float, ...]
+    """Bytes of each stage."""
+    sizes: tuple[int, ...]
+    """Number of blocks of each stage."""
+    columns: tuple[int, ...]
+    """Column of the strategy of each layer, embed and head included."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Labels after one layer."""
+
+    sums: Array
+    """Costs of the stage so far, [labels, 8]."""
+    columns: Indices
+    """Columns of the layer's strategies, [labels]."""
+    parents: Indices
+    """Labels of the layer before, [labels]."""
+    peaks: Array
+    """Bytes of the stage if it ends here, [labels]."""
+
+
+class Programme:
+    """Fastest mixes of one outline.
+
+    memory: bytes that the table's costs may reach, of each stage
+    """
+
+    def __init__(self, table: LayerTable, memory: Array) -> None:
+        self._table, self._memory = table, memory
+        sections, self._stages = table.sections, table.outline.pipeline.num_stages
+        self._last = sections.depth + 1
+        self._rows = [0, *sections.rows, len(sections.kinds) - 1]
+        self._sections = [0, *sections.of_block, len(sections.sections) - 1]
+        self._delays = not table.outline.pipeline.splits_backward
+
+    def best(self, limit: float) -> Mix | None:
+        """Return the fastest mix that takes less than `limit` seconds; None if there is none."""
+        best = held = self._within(limit, limit) if limit > 0 else None
+        if best is None or held is None or self._stages == 1:
+            return best
+        low = held.slowest / self._stages
+        while held.slowest > CLOSE * low:
+            cap = (held.slowest * low) ** 0.5
+            mix = self._within(cap, limit)
+            if mix is None:
+                low = cap
+            else:
+                held, best = mix, min(best, mix, key=lambda one: one.seconds)
+        return best
+
+    def _within(self, cap: float, limit: float) -> Mix | None:
+        """Return a mix of at most `limit` seconds whose stages take at most `cap` each; None if there is none."""
+        table = self._table
+        start, before, seconds, slowest = 0, 0.0, 0.0, 0.0
+        sizes, columns, peaks = list[int](), list[int](), list[float]()
+        for number in range(self._stages):
+            caps = np.full(5, cap)
+            caps[0] = min(cap, limit - self._delays * before)
+            stage = self._stage(number, start, caps)
+            if stage is None:
+                return None
+            sums, peak, chosen = stage
+            peaks.append(peak)
+            slowest = max(slowest, float(sums[TIMES].max()))
+            seconds = max(seconds, slowest, float(sums[0]) + self._delays * before)
+            before += (
+                float(sums[EACH]) + self._table.action + (2 * table.hops[number] if number < self._stages - 1 else 0.0)
+            )
+            start += len(chosen)
+            sizes.append(len(chosen) - (number == 0) - (number == self._stages - 1))
+            columns += chosen
+        return Mix(seconds, slowest, tuple(peaks), tuple(sizes), tuple(columns))
+
+    def _stage(self, number: int, start: int, caps: Array) -> tuple[Array, float, list[int]] | None:
+        """Return (sums, bytes, columns) of the stage that runs most layers from `start` on; None if it can run none.
+
+        caps: seconds that the stage may take by each row of `TIMES`
+        """
+        table, last = self._table, number == self._stages - 1
+        sums = table.sums(number)
+        first = np.zeros((1, 8))
+        first[0, BYTES] += sums.besides
+        # Neighbours that exchange messages take as long as these and the work of one of both (`bounds.queueing`).
+        first[0, 0] += table.queued[max(0, number - 1) : number + 1].max(initial=0.0)
+        steps, ended = [_Step(first, np.array([-1]), np.array([0]), np.zeros(1))], None
+        most = self._last if last else self._last - self._stages + number
+        for layer in range(start, most + 1):
+            step = self._extend(steps[-1], sums, layer, caps, float(self._memory[number]))
+            steps.append(step)
+            if not len(step.columns):
+                break
+            if last and layer == self._last - 1:
+                step.sums[:, -1] += sums.working[self._rows[layer], step.columns]
+            if layer == self._last if last else layer > 0:
+                ended = len(steps) - 1, int(step.sums[:, TIMES].max(1).argmin())
+        if ended is None:
+            return None
+        (at, label), columns = ended, list[int]()
+        reached, peak = steps[at].sums[label], float(steps[at].peaks[label])
+        while at:
+            columns.append(int(steps[at].columns[label]))
+            at, label = at - 1, int(steps[at].parents[label])
+        return reached, peak, self._sorted(columns[::-1], start)
+
+    def _extend(self, step: _Step, costs: LayerSums, layer: int, caps: Array, memory: float) -> _Step:
+        """Return the labels after the next layer."""
+        table, row, section = self._table, self._rows[layer], self._sections[layer]
+        columns = self._columns[section]
+        sums = step.sums[:, None] + costs.layers[:, row, columns].T
+        if step.columns[0] >= 0:
+            # Of about equally fast mixes, one with few strategies.
+            sums[..., TIMES] *= 1 + SIMPLER * (step.columns[:, None] != columns)[..., None]
+            sums += table.edges(layer, step.columns, columns)[..., None] * table.waits
+        # The stage's peak is in the backward of its last block, which this one may be.
+        working = costs.working[row, columns] if 0 < layer < self._last else 0.0
+        seconds, used = sums[..., TIMES].max(-1), sums[..., BYTES].max(-1)
+        peak = np.maximum(sums[..., -2], sums[..., -1] + working)
+        labels, places = np.nonzero((sums[..., TIMES] <= caps).all(-1) & (peak <= memory))
+        if not len(labels):
+            return _Step(np.zeros((0, 8)), labels, labels, np.zeros(0))
+        sums, seconds, used, peak = (values[labels, places] for values in (sums, seconds, used, peak))
+        columns, least = columns[places], used.min()
+        bins = (BINS * (used - least) / max(1.0, used.max() - least)).astype(np.int64)
+        keys = table.layout[columns] * (BINS + 1) + bins
+        order = np.lexsort((peak, seconds, keys))
+        fastest = order[np.diff(keys[order], prepend=-1) > 0]
+        # Of the same layout, labels with more bytes have to be faster.
+        grid = np.full((int(table.layout.max()) + 1) * (BINS + 1), np.inf)
+        grid[keys[fastest]] = seconds[fastest]
+        grid = np.minimum.accumulate(grid.reshape(-1, BINS + 1), 1).ravel()
+        first = keys[fastest] % (BINS + 1) == 0
+        kept = fastest[first | (seconds[fastest] < grid[keys[fastest] - 1])]
+        return _Step(sums[kept], columns[kept], labels[kept], peak[kept])
+
+    @cached_property
+    def _columns(self) -> list[Indices]:
+        """Columns of each section that no other one with the same layout is below in all rows."""
+        table, sections, kept = self._table, self._table.sections, list[Indices]()
+        for section, front in zip(sections.sections, table.choices.fronts, strict=True):
+            rows = [sections.kinds.index(kind) for kind in section.kinds]
+            costs = np.concatenate([table.sums(n).layers[:, rows].reshape(-1, len(table.layout)) for n in self._ends])
+            costs, layout = costs[:, front], table.layout[front]
+            below = (costs[:, :, None] <= costs[:, None, :]).all(0) & (layout[:, None] == layout)
+            same = below & below.T
+            dominated = (below & ~same).any(0) | np.triu(same, 1).any(0)
+            kept.append(front[~dominated])
+        return kept
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((0, self._stages - 1)))
+
+    def _sorted(self, columns: list[int], start: int) -> list[int]:
+        """Return the columns with equal ones next to each other, among equal layers with the same token layout.
+
+        The last one stays where it is: the stage's peak of memory is in its backward.
+        """
+        layers = range(start, start + len(columns))
+        found: list[int] = []
+        for _, run in groupby(
+            zip(layers, columns, strict=True), lambda pair: (self._rows[pair[0]], int(self._table.layout[pair[1]]))
+        ):
+            same = [column for _, column in run]
+            found += sorted(same, key=lambda column: (column == same[-1], column))
+        return found

@@ -65,7 +65,7 @@ def test_memory_helps_if_the_plan_is_short_of_it() -> None:
     here = costs("4xA100")
     searching = make_search(here, (1024,), 2, roles=("dp",), microbatches=(1,), seconds=1)
     tight = searching.best(4e9).plans
-    assert tight[0].plan.distinct[0].checkpoint == "full"
+    assert any(strategy.checkpoint for strategy in tight[0].plan.distinct)
     found = by_change(gains(tight, here, 4e9, 2, searching))
     more = found["50 % more memory"]
     assert more.time < -0.05 and 4e9 < more.price.memory_bytes <= 6e9

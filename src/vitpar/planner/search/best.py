@@ -40,6 +40,8 @@ OVER = 0.7
 """Share of the bytes by which a mix does not fit that the next one saves."""
 ACTIONS = 4000
 """Micro-batches times stages that are replayed at most for changes of the best plan."""
+IMPROVED = 3
+"""Number of best plans that are changed."""
 WORTH = 1e-4
 """Relative time that a change saves at least."""
 ENDS = 3
@@ -190,10 +192,13 @@ class Search:
             rooms = np.where(over > 0, np.minimum(rooms, mix.peaks) - OVER * over, rooms)
 
     def _improve(self, budget: float, best_plans: BestPlans, effort: SearchEffort) -> None:
-        """Change the best plan in one place as long as the replay says that it gets faster."""
-        if not best_plans.plans or best_plans.plans[0].plan.virtual_stages > 1:
-            return
-        best, tried = best_plans.plans[0], set[Plan]()
+        """Change the best plans in one place as long as the replay says that they get faster."""
+        for best in best_plans.plans[:IMPROVED]:
+            if best.plan.virtual_stages == 1:  # else the space contains only uniform plans
+                self._improve_plan(best, budget, best_plans, effort)
+
+    def _improve_plan(self, best: Price, budget: float, best_plans: BestPlans, effort: SearchEffort) -> None:
+        tried = set[Plan]()
         left = min(effort.changes, ACTIONS // ((best.plan.microbatches or 1) * best.plan.num_stages))
         better = True
         while better:
@@ -225,9 +230,14 @@ class Search:
             if strategies[pair[0]] != strategies[pair[1]]:
                 for changed, other in ((0, 1), (1, 0)):
                     if sections[place + changed].fits(strategies[pair[other]]):
-                        yield with_layers(plan, {**strategies, pair[changed]: strategies[pair[other]]})
+                        layers = {**strategies, pair[changed]: strategies[pair[other]]}
+                        yield with_layers(plan, layers)
+                        ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
+                        yield with_layers(plan, {**layers, **ends})
         pipeline = replace(plan, layers=Plan().layers, split="even", microbatches=None)
         choices = self.options(PlanOutline(pipeline, best.batch_size, plan.microbatches or 1))
+        if not choices.options:  # a plan of `reasons` that is not in the space
+            return
         for name, front in ((names[0], choices.fronts[0]), (names[-1], choices.fronts[-1])):
             row = choices.kinds.index(self.costs.config.layers[name].kind)
             seconds = sum(

@@ -167,7 +167,10 @@ class Programme:
         grid[keys[fastest]] = seconds[fastest]
         grid = np.minimum.accumulate(grid.reshape(-1, BINS + 1), 1).ravel()
         first = keys[fastest] % (BINS + 1) == 0
-        kept = fastest[first | (seconds[fastest] < grid[keys[fastest] - 1])]
+        # The fastest of each bin alone would add up to half a bin a layer: keep the one with the least bytes, too.
+        smallest = np.lexsort((seconds, peak, table.layout[columns]))
+        smallest = smallest[np.diff(table.layout[columns[smallest]], prepend=-1) > 0]
+        kept = np.union1d(fastest[first | (seconds[fastest] < grid[keys[fastest] - 1])], smallest)
         return _Step(sums[kept], columns[kept], labels[kept], peak[kept])
 
     @cached_property

@@ -10,7 +10,10 @@ rounded to float32. `Tensor.normal_` draws other numbers with other vector instr
 import hashlib
 import math
 import re
+from collections.abc import Callable
+from contextlib import closing
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.layers import Layer
+from vitpar.threads import compute_alone, in_threads
 
 CHUNK = 2**22
 """Elements drawn at once: limits the memory of float64 numbers beside large parameters."""
+TOGETHER = 12
+"""Parameters that threads draw in turn, about those of a block."""
 
 
 def constant(value: float) -> Rule:
@@ -114,9 +120,27 @@ def copy_whole_(parameter: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, config: ModelConfig) -> None:
-    """Fill every parameter and buffer of `model`, a whole model or a stage of it, already on its device."""
-    for name, parameter in model.named_parameters():
-        copy_whole_(parameter, initial_value(config.owner(name), parameter.shape, seed, config))
+    """Fill every parameter and buffer of `model`, a whole model or a stage of it, already on its device.
+
+    Large models are drawn on as many threads as torch uses.
+    """
+    parameters, threads = dict(model.named_parameters()), torch.get_num_threads()
+    names, undrawn = list(parameters), torch.empty(0)
+    # Made one after the other, so that their values are freed.
+    jobs = (dict.fromkeys(names[i : i + TOGETHER], undrawn) for i in range(0, len(names), TOGETHER))
+
+    def draw(values: dict[str, Tensor], name: str) -> None:
+        values[name] = initial_value(config.owner(name), parameters[name].shape, seed, config)
+
+    def draws(values: dict[str, Tensor]) -> list[Callable[[], None]]:
+        return [partial(draw, values, name) for name in values]
+
+    small = threads == 1 or sum(parameter.numel() for parameter in parameters.values()) < CHUNK
+    with closing(in_threads(jobs, draws, 0 if small else threads, compute_alone)) as drawn:
+        for values in drawn:
+            for name, whole in values.items():
+                copy_whole_(parameters[name], whole)
+    torch.set_num_threads(threads)
     for module in model.modules():
         if isinstance(module, Layer):
             module.reset_buffers()

@@ -5,10 +5,10 @@ from collections import Counter
 from helpers.paths import ROOT
 
 MOST = {
-    "cli": 6_729,
-    "experiments": 9_027,
+    "cli": 6_736,
+    "experiments": 9_042,
     "src/vitpar": 1_687,
-    "src/vitpar/bench": 648,
+    "src/vitpar/bench": 662,
     "src/vitpar/check": 1_161,
     "src/vitpar/checkpoint": 1_008,
     "src/vitpar/data": 7_836,
@@ -23,7 +23,7 @@ MOST = {
     "src/vitpar/tasks": 3_016,
     "src/vitpar/training": 6_977,
     "src/vitpar/weights": 2_192,
-    "tests": 41_005,
+    "tests": 41_028,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 

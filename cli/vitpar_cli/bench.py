@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ def bench(
 
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
+    begun = time.time()
     if synthetic and data is not None:
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")
     reads = not synthetic and (recipe is not None or data is not None)
@@ -103,7 +105,7 @@ def bench(
     length = steps, repeats, warmup
     run_in_world(
         *(chosen.plan.world_size, device_type, _bench),
-        *(merged, config, trained, chosen, images, length, profile, as_json),
+        *(merged, config, trained, chosen, images, length, begun, profile, as_json),
     )
 
 
@@ -115,12 +117,14 @@ def _bench(
     chosen: Chosen,
     images: "ImageSet | None",
     length: tuple[int, int, int | None],
+    begun: float,
     traces: Path | None,
     as_json: bool,
 ) -> int:
     """Run the benchmark on the rank of `device`, and return the exit code.
 
     length: fields of ``vitpar.bench.Settings``.
+    begun: when the command began, in seconds since the epoch.
     """
     import torch.distributed as dist
 
@@ -131,7 +135,9 @@ def _bench(
 
     facts = recipe, config, chosen.plan, device
     with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:
-        benchmark = measure(*facts, images, Settings(*length), task=task, traces=traces, report=status.tell)
+        benchmark = measure(
+            *facts, images, Settings(*length), task=task, begun=begun, traces=traces, report=status.tell
+        )
     if dist.get_rank() == 0:
         warn(chosen.because, *benchmark["warnings"])
         typer.echo(json.dumps(benchmark)) if as_json else show(benchmark, config, chosen.plan, traces)

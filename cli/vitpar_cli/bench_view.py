@@ -71,8 +71,9 @@ def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[
     data, warm = benchmark["data"], benchmark["warm_up"]
     yield "input", data["name"] if data else f"synthetic: random {config.sample}s on the device"
     steady = "" if warm["steady"] else "; not steady yet"
-    words = f"{count(warm['steps'], 'step')}, the first took {warm['first']:.1f} s{steady}"
-    yield "warm-up", words
+    yield "warm-up", f"{count(warm['steps'], 'step')}{steady}"
+    parts = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in benchmark["start_seconds"].items())
+    yield "start", ", ".join(parts)
 
 
 def _reached(benchmark: Numbers, sample: str) -> Iterator[tuple[str, str]]:

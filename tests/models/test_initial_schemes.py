@@ -222,6 +222,18 @@ def test_large_tensors_do_not_depend_on_the_chunk_size(monkeypatch: pytest.Monke
     assert fingerprints() == before
 
 
+def test_threads_draw_the_same_values_and_leave_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, threads = one_process(0, config_of()), torch.get_num_threads()
+    monkeypatch.setattr(initial, "CHUNK", 1000)
+    torch.set_num_threads(3)
+    try:
+        after = one_process(0, config_of())
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_unknown_scheme_is_refused() -> None:
     with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
         model_config("vit_custom", **SIZES, init="jaxx")

@@ -11,10 +11,9 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from helpers.oracles import timm
-from helpers.paths import ROOT
 from vitpar.errors import RecipeError
 from vitpar.models.layers import LayeredModel
-from vitpar.planner.recipe_page import gpu_hours, markdown
+from vitpar.planner.gpu_hours import gpu_hours
 from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.tasks import task_of
 from vitpar.training.optim.optimizer import ShardedOptimizer
@@ -188,8 +187,7 @@ def test_loss_and_augmentation_are_the_sources(name: str) -> None:
     assert (recipe.optimizer.name, recipe.lr) == (source.opt, pytest.approx(source.lr))
 
 
-def test_page_and_durations_are_of_the_recipes() -> None:
-    assert (ROOT / "docs/recipes.md").read_text() == markdown(), "write it with `make docs`"
+def test_durations_are_of_the_recipes() -> None:
     assert 5 < gpu_hours(RECIPES["deit_small"]) < gpu_hours(RECIPES["deit3_small"]) < gpu_hours(RECIPES["deit3_large"])
     with pytest.raises(RecipeError, match=r"no shipped recipe 'deit_smal' .did you mean 'deit_small'\?"):
         shipped_recipe("deit_smal")

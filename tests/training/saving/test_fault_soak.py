@@ -84,7 +84,10 @@ def cycle(place: Path, draw: random.Random, kind: str, mesh: str, spoiled: set[i
         of_launcher = fault == "launcher killed" or (ranks == 1 and killed)
         assert code == (75 if asked else 2 if fault in TOLD else -9 if of_launcher else 1), f"{said}: {out}"
         sentence = "cannot be written" if fault in TOLD else "was killed by SIGKILL" if code == 1 and killed else ""
-        sentence = f"the run hangs: rank {rank} on " if hangs else sentence
+        # A rank that sleeps still answers: it has not called what the others wait for.
+        sentence = {"SIGSTOP": f"the run hangs: rank {rank} on ", "asleep": "the run hangs: no pro"}.get(
+            fault, sentence
+        )
         assert sentence in " ".join(out.split()), f"{said}: {out}"
         assert ended - fired.stat().st_mtime < ENDS_WITHIN + 60 * hangs, said
     time.sleep(0.5)  # for ranks that have just noticed the end of the launcher

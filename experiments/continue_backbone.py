@@ -6,7 +6,7 @@
 A ViT learns half of CIFAR-10's classes with labels. It is exported in timm's format, imported again, and trained
 without labels on 10,000 images of all classes: by vitpar's settings for continuing (three seeds), and by those for
 training from scratch (three seeds). The same model learns the same images from scratch, by self-distillation and by
-masked autoencoding. Each result is the accuracy of 20 nearest neighbours, the 10,000 images being the known ones.
+masked autoencoding. Each result is the accuracy of 20 nearest neighbours.
 
 Killed, the same command resumes: what is finished is kept in the folder, and a training continues from its newest
 checkpoint. One core, threads by OMP_NUM_THREADS=1.
@@ -27,8 +27,10 @@ from vitpar.data.shards.shard_set import ShardSet
 
 KNOWN = 5
 """Classes with labels for the backbone: the first ones."""
-IMAGES = {"train": 10_000, "val": 2_000}
-"""Images of all classes that are used without labels, or with them for neighbours."""
+UNLABELLED = 10_000
+"""Images of all classes that are learned without labels."""
+IMAGES = {"train": 5_000, "val": 2_000}
+"""Neighbours, and images that they classify, of all classes."""
 SIZES = {"image_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 3, "num_heads": 4}
 """Sizes of the model: 0.6 M parameters."""
 CROPS = {"local_crops": 2, "local_size": 16, "head_hidden_dim": 256, "head_bottleneck_dim": 64}
@@ -112,7 +114,7 @@ class Experiment:
                     path = place / split / images.classes[label].replace("/", "_") / f"{i}.jpg"
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(images.read(i))
-        self.vitpar("data", "pack", str(place.relative_to(self.folder)), f"data/{name}", "--overwrite")
+        self.vitpar("data", "pack", f"images/{name}", f"data/{name}", "--val-fraction", "0", "--overwrite")
         return f"data/{name}"
 
     def train(self, name: str, data: str, *words: str) -> list[int]:
@@ -122,15 +124,15 @@ class Experiment:
         begins = self.results.setdefault(f"begins of {name}", [])
         begins.append(max(found, default=0))
         write_json(self._file, self.results)
-        options = {**COLORS, "train.eval_every": "100%", "checkpoint.every": 100, "data.workers": 0}
+        options = {**COLORS, "checkpoint.every": 50, "data.workers": 0}
         common = ("--mesh", "dp1", "--data", data, "--run-dir", f"runs/{name}", "--resume", "auto")
         self.vitpar("train", *words, *common, *settings(options))
         return begins
 
     def neighbours(self, checkpoint: str) -> float:
-        """Return the accuracy of 20 nearest neighbours among all images."""
+        """Return the accuracy of 20 nearest neighbours."""
         for split in IMAGES:
-            place = ("--data", "data/all", "--data-split", split)
+            place = ("--data", "data/neighbours", "--data-split", split)
             self.vitpar("features", *place, "--checkpoint", checkpoint, "--out", f"{split}.parquet")
         words = ("train.parquet", "val.parquet", "--neighbours", "20", "--epochs", "1", "--json")
         top1: float = json.loads(self.vitpar("probe", *words))["neighbours"][0]["top1"]
@@ -142,14 +144,15 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("data", type=Path, help="folder of packed CIFAR-10")
     made.add_argument("folder", type=Path, help="folder of the experiment's data, runs and results")
-    made.add_argument("--steps", type=int, default=400, help="steps without labels, of --batch-size images")
+    made.add_argument("--steps", type=int, default=128, help="steps without labels, of --batch-size images")
     made.add_argument("--batch-size", type=int, default=32)
-    made.add_argument("--backbone-epochs", type=int, default=4, help="epochs with labels")
+    made.add_argument("--backbone-epochs", type=int, default=2, help="epochs with labels")
     made.add_argument("--seeds", type=int, default=3)
     given = made.parse_args()
     report, run = Report(given.json), Experiment(given.folder, given.data)
-    run.once("data/known", lambda: run.pack("known", KNOWN, {"train": 22_500, "val": 2_500}))
-    run.once("data/all", lambda: run.pack("all", 10, IMAGES))
+    run.once("data/known", lambda: run.pack("known", KNOWN, {"train": 22_500}))
+    run.once("data/unlabelled", lambda: run.pack("unlabelled", 10, {"train": UNLABELLED}))
+    run.once("data/neighbours", lambda: run.pack("neighbours", 10, IMAGES))
     words = ("--model", "vit_custom", *settings(sized()), "--batch-size", "128", "--epochs", str(given.backbone_epochs))
     run.once("train backbone", lambda: run.train("backbone", "data/known", *words))
     words = ("runs/backbone", "--format", "timm", "--out", "weights/timm")
@@ -159,7 +162,7 @@ def main() -> int:
     rows = [["backbone", f"{run.once('before', lambda: run.neighbours('weights/imported')):.1%}", ""]]
     length = ("--batch-size", str(given.batch_size), "--steps", str(given.steps))
     for name, options in arms(given.seeds).items():
-        begins = run.once(f"train {name}", lambda n=name, o=options: run.train(n, "data/all", *o, *length))
+        begins = run.once(f"train {name}", lambda n=name, o=options: run.train(n, "data/unlabelled", *o, *length))
         after = run.once(name, lambda n=name: run.neighbours(f"runs/{n}"))
         rows.append([name, f"{after:.1%}", ", ".join(map(str, begins))])
     report.show("accuracy of 20 nearest neighbours", ["training", "top-1", "started at step"], rows, run.results)

@@ -114,7 +114,8 @@ class Experiment:
                     path = place / split / images.classes[label].replace("/", "_") / f"{i}.jpg"
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(images.read(i))
-        self.vitpar("data", "pack", f"images/{name}", f"data/{name}", "--val-fraction", "0", "--overwrite")
+        no_val = () if "val" in most else ("--val-fraction", "0")
+        self.vitpar("data", "pack", f"images/{name}", f"data/{name}", *no_val, "--overwrite")
         return f"data/{name}"
 
     def train(self, name: str, data: str, *words: str) -> list[int]:

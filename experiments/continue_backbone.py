@@ -62,11 +62,10 @@ def arms(seeds: int) -> dict[str, tuple[str, ...]]:
         "from-scratch": (("--task", "dino", "--model", "dino_vit_custom"), {**DINO, **sized()}),
         "mae": (("--task", "mae", "--model", "mae_custom"), {**sized(), **DECODER}),
     }
+    both = [(name, seed) for seed in range(seeds) for name in ("safe", "scratch-rate")]
     return {
-        f"{name}-{seed}": (*words, *settings(values), "--seed", str(seed))
-        for seed in range(seeds)
-        for name, (words, values) in named.items()
-        if words is continued or not seed
+        f"{name}-{seed}": (*named[name][0], *settings(named[name][1]), "--seed", str(seed))
+        for name, seed in (*both, ("from-scratch", 0), ("mae", 0))
     }
 
 
@@ -145,8 +144,8 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("data", type=Path, help="folder of packed CIFAR-10")
     made.add_argument("folder", type=Path, help="folder of the experiment's data, runs and results")
-    made.add_argument("--steps", type=int, default=128, help="steps without labels, of --batch-size images")
-    made.add_argument("--batch-size", type=int, default=32)
+    made.add_argument("--steps", type=int, default=256, help="steps without labels, of --batch-size images")
+    made.add_argument("--batch-size", type=int, default=16)
     made.add_argument("--backbone-epochs", type=int, default=2, help="epochs with labels")
     made.add_argument("--seeds", type=int, default=3)
     given = made.parse_args()

@@ -277,6 +277,11 @@ REFUSED = (
     ),
     ("train --data data --task dino --steps 1 --set task.options.koleo_group=1", "koleo_group is 1, not from 2 to"),
     ("train --data data --task dino --steps 1 --set task.options.mask_ratio_max=0.6", "is 0.6, not from 0 to 0.5"),
+    (
+        "train --data data --task dino --steps 1 --dry-run --mesh dp4 --batch-size 48",
+        "a rank has 12 of the 48 images of a micro-batch under 'dp4', which are no groups of 16 for KoLeo: set",
+    ),
+    ("plan pp2xtp2+sp --task dino --batch-size 16", "a rank has 4 of the 4 images of a micro-batch under"),
     ("check --task dino --set task.options.centering=centering", "vitpar check has no formula of its own"),
     ("train --data data --task dino --steps 1 --set task.options.blur=[1,2]", "blur has 2 numbers instead of 3"),
     (

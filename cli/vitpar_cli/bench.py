@@ -82,7 +82,7 @@ def bench(
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
     from vitpar.tasks.image_data import check_images, refuse_streamed_targets
-    from vitpar.training.prepare import refuse_teacher
+    from vitpar.training.prepare import refuse_misfits
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
@@ -97,7 +97,7 @@ def bench(
     if images is not None and trained.INPUT == "images":
         check_images(merged, config.image_size, images)
     chosen = choose_plan(merged, config, device_type)
-    refuse_teacher(merged, config, chosen.plan, images)
+    refuse_misfits(merged, config, chosen.plan, images)
     if images is not None:
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:

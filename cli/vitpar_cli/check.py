@@ -87,7 +87,7 @@ def check(
     asked = o.request(check, locals())
     asked.refuse_idle("a check")
     from vitpar.check import recipe_to_check
-    from vitpar.training.prepare import refuse_teacher
+    from vitpar.training.prepare import refuse_misfits
 
     merged = asked.read() if recipe else recipe_to_check(asked.given, asked.assignments)
     device_type = choose_device(device)
@@ -101,7 +101,7 @@ def check(
     config = merged.config(checked.outputs, checked.model_options)
     checked.refuse_model(config)
     chosen = choose_plan(merged, config, device_type)
-    refuse_teacher(merged, config, chosen.plan, None)
+    refuse_misfits(merged, config, chosen.plan, None)
     run_in_world(chosen.plan.world_size, device_type, _check, merged, config, checked, chosen, tolerance, as_json)
 
 

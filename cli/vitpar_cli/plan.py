@@ -12,7 +12,7 @@ from vitpar.recipe.machine import replace_auto_precision
 from vitpar.sizes import parse_size
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
-from vitpar.training.prepare import refuse_teacher
+from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
@@ -110,7 +110,7 @@ def plan(
         chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
         made = chosen.plan
         warn(chosen.because)
-    refuse_teacher(merged, config, made, None)
+    refuse_misfits(merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
     from vitpar.strategy.plan_json import write_plan

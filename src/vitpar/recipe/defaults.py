@@ -48,6 +48,7 @@ CONTINUED: dict[str, dict[str, Any]] = {
         "optimizer.layer_decay": 0.9,
         "train.epochs": 20,
         "train.clip_grad_norm": 3.0,
+        "train.clip_by_part": True,
         "train.ema_decay": 0.996,
         "train.ema_decay_end": 1.0,
         "data.crop_scale": (0.32, 1.0),
@@ -206,14 +207,16 @@ TASKS = {
             "optimizer.layer_decay": 0.9,
             "lr_schedule.min_lr": 1e-6,
             "train.clip_grad_norm": 3.0,
+            "train.clip_by_part": True,
             "train.ema_decay": 0.992,
             "train.ema_decay_end": 1.0,
             "model.drop_path": 0.3,
             "model.layer_scale": 1e-5,
         },
         sources="global crops of 0.32 to 1, AdamW with a rate of 4e-3 for 1,024 images that grows with the root of the "
-        "batch, weight decay that rises from 0.04 to 0.4, layer decay 0.9, clipping at 3, an average whose decay rises "
-        "from 0.992 to 1, drop-path 0.3, layer scale 1e-5 (2304.07193, the short configuration of its code)",
+        "batch, weight decay that rises from 0.04 to 0.4, layer decay 0.9, clipping of backbone and heads at 3 each, "
+        "an average whose decay rises from 0.992 to 1, drop-path 0.3, layer scale 1e-5 (2304.07193, the short "
+        "configuration of its code)",
         model="dino_vit_small_{}",
     ),
     "mlm": DefaultsRow(

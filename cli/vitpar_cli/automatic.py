@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -37,7 +37,8 @@ from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import PROFILES, matches, with_held
+from vitpar_cli.profiled import PROFILES, estimated, matches, measured, option, with_held
+from vitpar_cli.recipe_options import Group
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,6 +108,27 @@ class PlanChooser:
         return chosen
 
 
+def _option(kind: type, flag: str, metavar: str | None, text: str, **more: Any) -> Any:
+    return option(kind, flag, metavar, text, rich_help_panel="Search of the plan, with --mesh auto", **more)
+
+
+SEARCHED = Group(
+    {
+        "memory": _option(
+            str, "--memory", "SIZE", "Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
+        ),
+        "ranks": _option(int, "--ranks", None, "Number of ranks.  \\[default: GPUs or CPU cores]", min=1),
+        "cluster": _option(str, "--cluster", "NAME", "Plan from a data sheet, such as 8xH100."),
+        "hardware": _option(Path, "--hardware", "FILE", "Hardware profile.  \\[default: hardware.json, or measured]"),
+        "model_profile": _option(
+            Path, "--model-profile", "FILE", "Model profile.  \\[default: model.json, or measured]"
+        ),
+    },
+    PlanChooser,
+)
+"""Options that make a `PlanChooser`."""
+
+
 def _plan_of_run(recipe: Recipe, config: ModelConfig, ranks: int, run: Path | None) -> Chosen | None:
     """Return the plan of the run to resume if it is valid and needs `ranks` ranks, else None.
 
@@ -129,7 +151,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     """
     from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import plan_record, search_record, speed_words
-    from vitpar.planner.sources import estimated_costs, planned_teacher, usual_budget
+    from vitpar.planner.sources import usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.state_memory import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
@@ -141,8 +163,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     elif options.hardware or options.model_profile:
         raise PlannerError("both --cluster and a profile are given: give one of the two")
     else:
-        of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
-        costs = estimated_costs(config, options.cluster, *of_recipe, planned_teacher(recipe, config))
+        costs = estimated(recipe, config, options.cluster, ranks)
     searching = make_search(
         with_held(costs, recipe),
         (train.batch_size,),
@@ -173,20 +194,16 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     from vitpar.models import config_to_json
     from vitpar.planner.measure.device import device_name
     from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-    from vitpar.planner.sources import NO_COSTS, planned_teacher, profiled_costs
+    from vitpar.planner.sources import NO_COSTS
 
     name = device_name(torch.device(device))
 
     def is_here(path: Path) -> bool:
-        measured = Hardware.read(path)
-        return (measured.ranks, measured.device, measured.device_name) == (ranks, device, name)
+        there = Hardware.read(path)
+        return (there.ranks, there.device, there.device_name) == (ranks, device, name)
 
     def costs(path: Path) -> LayerCosts:
-        t = recipe.train
-        return profiled_costs(
-            *(lambda _: config, t.precision, t.compile, machine, path, recipe.frozen, t.fp8_min_features),
-            teacher=lambda config: planned_teacher(recipe, config),
-        )
+        return measured(recipe, lambda _: config, machine, path)
 
     def fits(path: Path) -> bool:
         return costs(path) is not None

@@ -13,7 +13,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen
-from vitpar.recipe.request import classes_of
+from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.tasks import Task, task_of
 from vitpar.training.ranks import choose_plan
 from vitpar_cli import recipe_options as o
@@ -30,26 +30,20 @@ CLASSES = 10
 """Default number of classes if no data is read."""
 
 
+@o.shared(
+    asked=o.recipe(
+        *("recipe", "assignments", "mesh", "model", "task", "data", "batch_size", *o.LAYOUT),
+        *("precision", "compile_blocks"),
+    )
+)
 def bench(
-    mesh: o.Mesh = None,
-    recipe: o.RecipeFile = None,
-    data: o.DataDir = None,
+    asked: RecipeRequest,
     synthetic: bool = typer.Option(
         False, "--synthetic", help="Use random samples.  \\[default: without --recipe and --data]"
     ),
-    model: o.ModelName = None,
-    task: o.TaskName = None,
     num_classes: int | None = typer.Option(
         None, "--num-classes", min=2, help="Number of classes without data.  \\[default: 10]"
     ),
-    batch_size: o.BatchSize = None,
-    microbatches: o.Microbatches = None,
-    microbatch_size: o.MicrobatchSize = None,
-    schedule: o.Schedule = None,
-    virtual_stages: o.VirtualStages = None,
-    split: o.Split = None,
-    precision: o.Precision = None,
-    compile_blocks: o.Compile = None,
     steps: int = typer.Option(10, "--steps", min=1, help="Steps per repeat."),
     repeats: int = typer.Option(5, "--repeats", min=1, help="Timed repeats of --steps steps."),
     warmup: int | None = typer.Option(
@@ -60,7 +54,6 @@ def bench(
     ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Measure the speed of training: samples per second, MFU, memory, the cost of input, and each phase of a step.
 
@@ -70,15 +63,16 @@ def bench(
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
     begun = time.time()
+    data = asked.value("data.path")
     if synthetic and data is not None:
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")
-    reads = not synthetic and (recipe is not None or data is not None)
+    reads = not synthetic and (asked.path is not None or data is not None)
     if reads and num_classes is not None:
         raise RecipeError(
             f"--num-classes {num_classes} does nothing with data, which has its own classes: leave it out"
         )
     # A recipe must have a length, although a benchmark does not use it.
-    asked = o.request(bench, locals(), {"train.steps": 1})
+    asked |= {"train.steps": 1}
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
     from vitpar.tasks.image_data import check_images, refuse_streamed_targets

@@ -288,5 +288,7 @@ INVALID = [
 
 def test_invalid_bench_options_are_refused(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "dataset.json").write_text("{}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(tmp_path, INVALID, "bench")

@@ -120,7 +120,7 @@ def bench(
             "name": recipe.data_name,
             "synthetic_step_seconds": repeated(without),
             "share": repeated([1 - bare / full for bare, full in zip(without, seconds, strict=True)]),
-            "images_per_second_prepared": all_gather_json(input_rate(recipe, config.image_size, device.type))[0],
+            "images_per_second_prepared": all_gather_json(input_rate(recipe, config, device.type))[0],
         }
     flops = with_frozen(config, recipe.frozen(config)).flops * size / statistics.fmean(seconds) / plan.world_size
     return {
